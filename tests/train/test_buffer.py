@@ -275,12 +275,19 @@ def test_a_buffer_that_cannot_act_is_refused(buffer, changes, words):
         recipe_with(buffer, **changes)
 
 
-def test_the_space_of_a_run_is_bounded_and_what_a_resume_needs_is_not_deleted(tmp_path, monkeypatch):
-    """Hidden states bring an output head per version; a limit below one batch leaves what cannot go."""
+@pytest.mark.parametrize(
+    ("buffer", "changes", "limit"),
+    [
+        # Hidden states bring an output head per version.
+        ({}, {"rollout__evidence": "hidden", "lag": {"sync_every": 2, "queue": 1}}, 60),
+        ({"capacity": 12}, {"rollout__evidence": "sampled"}, 10),
+    ],
+)
+def test_the_space_of_a_run_is_bounded_and_what_a_resume_needs_is_not_deleted(
+    tmp_path, monkeypatch, buffer, changes, limit
+):
     short_arms(monkeypatch)
     monkeypatch.setattr("offdrift.train.arm.MIB", 1024)
-    limit = 60
-    changes = {"rollout__evidence": "hidden", "lag": {"sync_every": 2, "queue": 1}, "log__disk_mib": limit}
     run, whole = tmp_path / "run", tmp_path / "whole"
     sizes = []
 
@@ -296,14 +303,15 @@ def test_the_space_of_a_run_is_bounded_and_what_a_resume_needs_is_not_deleted(tm
         if event.kind == "update" and event.step == 7:
             raise Stopped
 
+    limited = {**changes, "log__disk_mib": limit}
     with pytest.raises(Stopped):
-        train(recipe_with({}, **changes), run, watch=stop)
-    train(recipe_with({}, **changes), run, resume=True)
-    train(recipe_with({}, **{**changes, "log__disk_mib": 2**20}), whole)
+        train(recipe_with(buffer, **limited), run, watch=stop)
+    train(recipe_with(buffer, **limited), run, resume=True)
+    train(recipe_with(buffer, **changes), whole)
     assert [r["optim/grad_norm"] for r in metrics_of(run)] == [r["optim/grad_norm"] for r in metrics_of(whole)]
-    assert space(run) <= limit < 0.6 * space(whole)
-    newest = max(space_of for space_of in sizes)
-    assert newest < 1.5 * limit  # a batch and its head more, until it is trained on
     names = {f.name for f in (run / "arms/none/rollouts").glob("*.parquet")}
     assert "batch-000007.parquet" in names
     assert "batch-000000.parquet" not in names
+    if not buffer:  # nothing had to stay
+        assert space(run) <= limit < 0.6 * space(whole)
+        assert max(sizes) < 1.5 * limit  # a batch and its head more, until it is trained on

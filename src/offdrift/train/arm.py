@@ -22,6 +22,7 @@ from offdrift.certificate import TrustRegion
 from offdrift.engines.verify_sync import check_sync
 from offdrift.judge import Context, Finding, Watcher, num_experts
 from offdrift.methods import Method, override
+from offdrift.methods.schedules import LengthSurge, SurgeState
 from offdrift.records.rollouts import Rollouts
 from offdrift.train import recipe
 from offdrift.train.context import Event, EventKind, RunContext
@@ -51,6 +52,8 @@ class Arm:
     diagnosis: LiveDiagnosis
     version: int
     """Optimizer steps taken."""
+    surge: SurgeState = field(default_factory=SurgeState)
+    """What the length guard has seen."""
     last_time: float = field(default_factory=time.perf_counter)
     """When the last update was recorded, seconds."""
 
@@ -74,6 +77,17 @@ class Arm:
         """Whether advantages depend on what gates and weights decide before a batch's first update."""
         kept = self.run.recipe.optim.baseline_over == "kept"
         return kept or "weight" in ADVANTAGES[self.estimator].reads
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step: what the schedule and the length guard say."""
+        return self.run.recipe.optim.learning_rate(self.version, self.run.recipe.updates) * self.surge.scale
+
+    def guard(self, mean_length: float) -> None:
+        """Let the length guard, if there is one, see the mean response length of a step."""
+        settings = self.run.recipe.optim.length_guard
+        if settings is not None and mean_length > 0:  # not NaN
+            self.surge = LengthSurge(**settings.model_dump()).after(self.surge, mean_length)
 
     def publish(self) -> None:
         """Give the engine the trainer's weights, and make sure that it took them."""
@@ -135,7 +149,12 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
     accelerator, files = run.accelerator, run.folder.arm(name)
     checkpoint_folder = files.path / "checkpoints"
     model = copy.deepcopy(run.model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=run.recipe.optim.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=run.recipe.optim.lr,
+        betas=run.recipe.optim.betas,
+        weight_decay=run.recipe.optim.weight_decay,
+    )
     model, optimizer = accelerator.prepare(model, optimizer)
     critic = None
     if "values" in ADVANTAGES[run.recipe.estimator(run.recipe.row(name))].needs:
@@ -164,6 +183,8 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
     )
     diagnosis = LiveDiagnosis.of(files, context)
     arm = Arm(run, name, files, method, model, optimizer, critic, settings, old_policy, diagnosis, position.version)
+    for row in files.rows("metrics"):
+        arm.guard(row["response/length_mean"] or math.nan)
     arm.announce("giving the engine the arm's weights")
     arm.publish()
     arm.report("arm", run.recipe.row(name).describe())

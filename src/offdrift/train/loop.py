@@ -5,7 +5,7 @@
 `train` runs one arm after the other; `train_arm` is the update. `arm` has the state of an arm, `context` what all
 arms share.
 
-Simplified on purpose: one constant learning rate; sampling and training alternate in one process
+Simplified on purpose: sampling and training alternate in one process
 (`accelerate launch` runs several such processes side by side).
 """
 
@@ -94,6 +94,7 @@ def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
         for epoch, sequences in minibatches(recipe, index, rollouts.num_sequences):
             minibatch, version = batch.select(sequences), arm.version
             sampled, logged = version % log.samples_every == 0, log.tokens and epoch == 0
+            learning_rate = arm.learning_rate
             # Dropout, if a model has any, must be the same in a resumed run.
             torch.manual_seed(batch_seed(recipe.seed, version, run.shard.rank))
             update = train_step(
@@ -104,6 +105,7 @@ def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
                 arm.method,
                 token_budget=optim.token_budget,
                 max_grad_norm=optim.max_grad_norm,
+                learning_rate=learning_rate,
                 version=version,
                 view=sampled or logged,
                 region=arm.region,
@@ -123,8 +125,10 @@ def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
                 batch=index,
                 updates_before=version - first_version,
                 independent=picked.independent,
+                learning_rate=learning_rate,
                 sampled=sampled,
             )
+            arm.guard(metrics["response/length_mean"])
             if source.buffer is not None:
                 source.buffer.learn(metrics)
         if log.tokens:

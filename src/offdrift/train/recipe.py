@@ -7,6 +7,7 @@ file and what was expected.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -136,9 +137,42 @@ class OldPolicy(Part):
     """ewma: decay of the average per update; 1 / (1 - decay) - 1 = 8 updates is its mean age."""
 
 
+class LengthGuard(Part):
+    """The learning rate falls when responses suddenly become longer, which precedes collapse by tens of updates; see
+    `methods.schedules.LengthSurge` (arXiv:2602.01826)."""
+
+    mode: Literal["survey", "period"] = "survey"
+    """survey: halved at every surge; period: halved again and again from the first one on, as in the paper."""
+    threshold: PositiveFloat | None = None
+    """A surge is a mean length this many times that of `window` updates before (survey: 1.2), or of the mean over the
+    run's first `window` updates (period: 3)."""
+    window: Positive | None = None
+    """Updates; absent: 100 (survey) or 50 (period)."""
+    period: PositiveFloat = 1.8
+    """period: updates between two falls, as a multiple of the update of the surge."""
+    factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Of the learning rate at each fall."""
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Smallest share of the learning rate."""
+    cooldown: Natural = 100
+    """survey: updates after a surge without another."""
+
+
 class Optim(Part):
     lr: PositiveFloat = 1e-4
-    """AdamW learning rate, constant; betas 0.9 and 0.95, no weight decay."""
+    """AdamW learning rate, the largest of its schedule."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after the warm-up, to `final` of it at the end of the run."""
+    warmup: Natural = 0
+    """Updates over which the learning rate rises linearly to `lr`."""
+    final: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """linear, cosine: the share of `lr` that the run ends at."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """AdamW's decay of its means of gradients and of their squares, per update."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's weight decay, per update and unit of learning rate."""
+    length_guard: LengthGuard | None = None
+    """Absent: the learning rate does not look at lengths. `{}`: a guard with its defaults."""
     epochs: Positive = 1
     """Passes over each rollout batch."""
     minibatches: Positive = 1
@@ -153,6 +187,25 @@ class Optim(Part):
     """gdpo: weight of each component of the reward, by name; 1 where none is given."""
     baseline_over: Literal["sampled", "kept"] = "sampled"
     """Whether siblings that a gate rejects count in their group's baseline ("sampled") or not."""
+
+    def learning_rate(self, update: int, updates: int) -> float:
+        """The scheduled learning rate of an update, the first being 0, of so many.
+
+            warm-up of w updates:   lr (update + 1) / w   while update < w
+            then, with x = (update - w) / (updates - w):
+            linear   lr (1 - (1 - final) x)
+            cosine   lr (final + (1 - final) (1 + cos(pi x)) / 2)
+
+        Example:
+            >>> optim = Optim(lr=1.0, schedule="linear", warmup=2, final=0.5)
+            >>> [optim.learning_rate(i, 6) for i in (0, 1, 2, 4, 6)]
+            [0.5, 1.0, 1.0, 0.75, 0.5]
+        """
+        if update < self.warmup:
+            return self.lr * (update + 1) / self.warmup
+        x = (update - self.warmup) / max(1, updates - self.warmup)
+        falls = {"constant": 0.0, "linear": x, "cosine": (1 - math.cos(math.pi * x)) / 2}
+        return self.lr * (1 - (1 - self.final) * falls[self.schedule])
 
 
 class Critic(Part):
@@ -311,6 +364,15 @@ class Recipe(Part):
                 f'"{evidence}" has none; set rollout.evidence = 20 (or another k), or leave the cap out'
             )
         self._check_buffer()
+        if self.optim.schedule == "constant" and self.optim.final != 0:
+            raise ValueError(
+                f'optim.final = {self.optim.final} does nothing with optim.schedule = "constant"; '
+                'use "linear" or "cosine"'
+            )
+        if self.optim.warmup >= self.updates:
+            raise ValueError(
+                f"optim.warmup = {self.optim.warmup} is not over before the run's {self.updates} updates are"
+            )
         if (sequences := rollout.prompts * rollout.samples) < self.optim.minibatches:
             raise ValueError(
                 f"optim.minibatches = {self.optim.minibatches} is more than the {sequences} sequences of a batch"

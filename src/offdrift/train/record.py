@@ -39,6 +39,7 @@ def record_update(
     batch: int,
     updates_before: int,
     independent: bool,
+    learning_rate: float,
     sampled: bool,
 ) -> dict[str, Any]:
     """Store and show an update that the arm has just taken.
@@ -48,6 +49,7 @@ def record_update(
         batch: index of the rollout batch.
         updates_before: earlier updates on the same batch.
         independent: whether the policy knew nothing of the batch when it arrived; it does where a buffer gave it again.
+        learning_rate: of the step, before the method's own scale.
         sampled: whether some sequences go to the report.
     """
     run, now = arm.run, time.perf_counter()
@@ -73,7 +75,7 @@ def record_update(
         "batch/updates_before": updates_before,
         "divergence/grade": update.stats.grade,
         **metrics,
-        "optim/lr": run.recipe.optim.lr * metrics["optim/lr_scale"],
+        "optim/lr": learning_rate * metrics["optim/lr_scale"],
         "old/status": next(statuses, None),
         **proof.as_metrics(),
         "certificate/fresh": fresh,

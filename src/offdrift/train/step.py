@@ -94,6 +94,7 @@ def train_step(
     *,
     token_budget: int,
     max_grad_norm: float,
+    learning_rate: float | None = None,
     version: int = 0,
     view: bool = False,
     region: TrustRegion | None = None,
@@ -103,6 +104,7 @@ def train_step(
     Args:
         batch: this process's share of the step's sequences.
         token_budget: padded tokens per forward pass.
+        learning_rate: of this step, before the method's own scale; None: the optimizer's.
         version: optimizer steps taken before this one.
         view: also give per-token values, for samples and the token log.
         region: also collect the evidence for a certificate of this trust region.
@@ -168,7 +170,7 @@ def train_step(
     rates = [group["lr"] for group in optimizer.param_groups]
     try:
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = lr * lr_scale
+            group["lr"] = (lr if learning_rate is None else learning_rate) * lr_scale
         optimizer.step()
     finally:
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
