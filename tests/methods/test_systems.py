@@ -111,11 +111,18 @@ def test_a_system_says_where_it_would_be_and_nothing_that_is_not_here(name):
 def test_every_recipe_value_that_a_system_names_exists():
     from offdrift.train.recipe import load_recipe
 
-    named = [w for row in SYSTEMS.values() for w in row.where.replace(",", "").split() if "=" in w]
-    assert sorted(named) == ["lag.queue=1", 'old_policy.from="sampling"', "optim.epochs=2", "rollout.dtype=float16"]
-    recipe = load_recipe("recipes/tiny.toml", changes=named)
-    assert (recipe.lag.queue, recipe.optim.epochs, recipe.rollout.dtype) == (1, 2, "float16")
-    assert recipe.old_policy.source == "sampling"
+    named = [w for row in SYSTEMS.values() for w in row.where.replace(",", "").replace(";", "").split() if "=" in w]
+    assert sorted(named) == [
+        'buffer.pick="freshness"',
+        "lag.queue=1",
+        'old_policy.from="sampling"',
+        "optim.length_guard={}",
+        "rollout.dtype=float16",
+    ]
+    recipe = load_recipe("recipes/tiny.toml", changes=[*named, "buffer.capacity=64"])
+    assert (recipe.lag.queue, recipe.rollout.dtype) == (1, "float16")
+    assert (recipe.old_policy.source, recipe.buffer.pick) == ("sampling", "freshness")
+    assert recipe.optim.length_guard is not None
 
 
 def test_systems_have_every_fact_that_lists_and_filters_read():
