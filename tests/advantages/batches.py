@@ -30,7 +30,13 @@ class Batch:
     def inputs(self, how: str) -> dict:
         """What the estimator needs and reads, packed; gamma and lambda below 1."""
         known = {name: self.pack(x) for name, x in self.padded.items()} | self.per_sequence
-        known |= {"gamma": 0.9, "lam": 0.8, "position": self.pack(columns(self.mask))}
+        known |= {
+            "gamma": 0.9,
+            "lam": 0.8,
+            "right_from": 0.0,
+            "zvp_alpha": 0.3,
+            "position": self.pack(columns(self.mask)),
+        }
         if how == "opob":
             known["weight"] = self.segments.spread(self.per_sequence["sequence_weight"])
         row = ADVANTAGES[how]
@@ -64,6 +70,7 @@ def random_batch(seed: int, groups: list[int], *, longest: int = 11, empty: int 
         # The square of the sampled one, and part of what is left.
         "sum_pi_squared": probability.square() + (1 - probability).square() * uniform(b, t),
         "weight": 0.25 + uniform(b, t),
+        "entropy": 2 * uniform(b, t),
     }
     per_sequence = {
         "greedy_rewards": normal(b),

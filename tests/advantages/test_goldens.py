@@ -86,7 +86,25 @@ def test_estimator_on_fx_g(how):
 
 
 def test_every_estimator_has_a_golden_here():
-    assert set(GOLDEN) | {"grpo_passk", "opob"} == set(ADVANTAGES)
+    assert set(GOLDEN) | {"grpo_passk", "opob", "rl_zvp"} == set(ADVANTAGES)
+
+
+def test_groups_without_a_spread_are_pushed_by_entropy():
+    """arXiv:2509.21880, eq. 5, by hand: all right, all wrong, mixed, and a sequence alone; alpha 0.1, entropies in nats."""
+    segments = Segments.from_lengths([2, 1, 3, 1, 1, 1, 1], group_ids=torch.tensor([4, 4, 9, 9, 6, 6, 2]))
+    rewards = double([1.0, 1.0, 0.25, 0.25, 1.0, 0.0, 1.0])
+    entropy = double([0.5, 2.0, 1.5, 0.2, 1.2, 0.7, 0.4, 9.0, 9.0, 9.0])
+    standardized = 0.5 / (0.5**0.5 + 1e-6)
+    expected = [0.05, 0.2, 0.15, -0.1, 0.0, -0.05, 0.0, standardized, -standardized, 1 / (1 + 1e-6)]
+    got = advantages(rewards, segments, how="rl_zvp", entropy=entropy)
+    torch.testing.assert_close(got, double(expected), rtol=0, atol=1e-12)
+    # Of the kept alone: the third group's wrong answer is rejected, and what is left of it is one sequence.
+    keep = torch.tensor([1, 1, 1, 1, 1, 0, 1]).bool()
+    kept = advantages(rewards, segments, how="rl_zvp", entropy=entropy, keep=keep, baseline_over="kept")
+    torch.testing.assert_close(kept[7], double(1 / (1 + 1e-6)), rtol=0, atol=1e-12)
+    # From another reward on, a quarter of the answer is right.
+    partly = advantages(rewards, segments, how="rl_zvp", entropy=entropy, right_from=0.25, zvp_alpha=1.0)
+    torch.testing.assert_close(partly[3:7], double([0.2, 1.2, 0.7, 0.4]), rtol=0, atol=1e-12)
 
 
 def test_best_of_a_group_leads_by_half_its_reward_range():

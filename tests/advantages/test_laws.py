@@ -45,7 +45,7 @@ def assert_close(got: Tensor, expected: Tensor, *, at_least: int = 1) -> None:
 
 def test_the_table_has_every_name_once_and_only_known_inputs():
     assert set(ADVANTAGES) == set(get_args(AdvantageName))
-    assert len(ADVANTAGES) == 16
+    assert len(ADVANTAGES) == 17
     known = set(inspect.signature(advantages).parameters)
     for row in ADVANTAGES.values():
         assert {*row.needs, *row.reads} <= known
@@ -91,7 +91,7 @@ def test_group_names_do_not_matter(how):
 def test_a_sequence_reward_is_a_reward_on_its_last_token(how):
     s = Segments.from_lengths([2, 3, 0, 1], group_ids=torch.tensor([1, 1, 2, 2]))
     batch = random_batch(3, [1, 1, 2, 2])
-    per_token = {"values", "logp_old", "sum_pi_squared", "weight", "position"}
+    per_token = {"values", "logp_old", "sum_pi_squared", "weight", "position", "entropy"}
     wanted = batch.inputs(how)
     inputs = {name: x for name, x in wanted.items() if name not in per_token}
     for name in per_token & set(wanted):
@@ -153,6 +153,7 @@ def test_a_batch_without_tokens_has_no_advantages(how, lengths):
         logp_old=torch.zeros(0),
         sum_pi_squared=torch.zeros(0),
         weight=torch.zeros(0),
+        entropy=torch.zeros(0),
     )
     assert got.shape == (0,)
 

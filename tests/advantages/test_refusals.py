@@ -26,7 +26,7 @@ def test_a_missing_input_is_named_with_its_estimator_and_the_way_out(how, name):
 
 
 def test_some_estimators_need_something():
-    assert len(NEEDS) == 7
+    assert len(NEEDS) == 8
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_a_step_raises_the_mean_of_this_reward(how, aggregate):
     about = raises(aggregate, how)
     by_length = aggregate == "seq_mean_token_mean"
     if about["return"] is None:
-        assert (how, by_length) == ("gae", True)
+        assert how == "rl_zvp" or (how, by_length) == ("gae", True)
         return
     n = 4
     expected = weighed(how, n)
@@ -192,6 +192,7 @@ def test_what_an_advantage_stands_for_is_what_the_formulas_say():
         "R",
         "(1 - p)^(n - 1) R",
         "sum_k omega_k R_k / sigma_k",
+        "",  # rl_zvp: none known
     }
 
 

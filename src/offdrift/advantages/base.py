@@ -30,6 +30,8 @@ WAYS_OUT = {
     "which takes a sequence's length as its variance",
     "sum_pi_squared": "have the scoring pass return the sum of squared probabilities and give "
     "sum_pi_squared=, or choose 'opo', which takes a sequence's length as its variance",
+    "entropy": "have the scoring pass return the policy's entropy at every token and give entropy=, or "
+    "choose 'grpo', which gives groups without a spread of rewards no advantage",
 }
 
 
@@ -63,6 +65,9 @@ class Credit:
     weight: Float[Tensor, " n"] | None = None
     grad_norm_squared: Float[Tensor, " b"] | None = None
     position: Int[Tensor, " n"] | None = None
+    entropy: Float[Tensor, " n"] | None = None
+    right_from: float | int = 1.0
+    zvp_alpha: float | int = 0.1
     total: Callable[[Tensor], Tensor] = identity
 
     @property
@@ -128,6 +133,11 @@ def group_max(x: Float[Tensor, " b"], credit: Credit) -> Float[Tensor, " b"]:
     x = x.where(credit.counts > 0, -torch.inf)
     lowest = x.new_full((len(groups),), -torch.inf)
     return groups.spread(lowest.scatter_reduce(0, groups.index, x, "amax"))
+
+
+def without_spread(x: Float[Tensor, " b"], credit: Credit) -> Bool[Tensor, " b"]:
+    """Whether at least two of a sequence's siblings count and all that count have the same value."""
+    return (group_max(x, credit) == -group_max(-x, credit)) & (credit.siblings > 1)
 
 
 def best_and_second(x: Float[Tensor, " b"], credit: Credit) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:

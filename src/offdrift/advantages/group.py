@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.advantages.base import Credit, best_and_second, group_mean, group_std, whiten
+from offdrift.advantages.base import Credit, best_and_second, group_mean, group_std, whiten, without_spread
 from offdrift.errors import BadValueError
 
 EPS = 1e-6
@@ -192,6 +192,38 @@ def reinforce_plus_plus_baseline(credit: Credit) -> Float[Tensor, " n"]:
     Reference: REINFORCE++, arXiv:2501.03262, the variant with a baseline.
     """
     return whiten(credit.segments.spread(_centered(credit)), credit)
+
+
+def rl_zvp(credit: Credit) -> Float[Tensor, " n"]:
+    """`grpo`, but where all siblings earn the same, tokens are pushed by their entropy. Gradient: none.
+
+        A_it = grpo                                in a group whose rewards differ
+        A_it =  alpha H_it                         in a group without a spread, R_i >= right_from
+        A_it = -alpha (max_k H_ik - H_it)          in a group without a spread, R_i < right_from
+
+    H_it is the policy's entropy at token t, nats, over the whole vocabulary; the maximum is over the response's tokens.
+    Right answers are reinforced most where the policy hesitated; wrong ones are discouraged least there, so that it
+    goes on exploring. Reads `zvp_alpha` (0.1 in the paper) and `right_from`, the reward from which a response is right.
+    A sequence that no sibling counts beside gets what `grpo` gives it.
+
+    Raises: `EvidenceError` without entropies.
+
+    Example:
+        >>> import offdrift as od
+        >>> s = od.Segments.from_lengths([2, 1], group_ids=torch.tensor([7, 7]))
+        >>> entropy = torch.tensor([0.5, 2.0, 1.0])
+        >>> od.advantages(torch.tensor([1.0, 1.0]), s, how="rl_zvp", entropy=entropy)
+        tensor([0.0500, 0.2000, 0.1000])
+        >>> od.advantages(torch.tensor([0.0, 0.0]), s, how="rl_zvp", entropy=entropy)
+        tensor([-0.1500,  0.0000,  0.0000])
+
+    Reference: RL-ZVP, arXiv:2509.21880, eq. 5; for what is left in CompassMax, arXiv:2512.07710.
+    """
+    entropy, segments = credit.require("entropy", "rl_zvp"), credit.segments
+    below_most = entropy - segments.spread(segments.max(entropy))
+    right = segments.spread(credit.scores >= credit.right_from)
+    shaped = credit.zvp_alpha * torch.where(right, entropy, below_most)
+    return torch.where(segments.spread(without_spread(credit.scores, credit)), shaped, grpo(credit))
 
 
 def _centered(credit: Credit) -> Float[Tensor, " b"]:

@@ -105,6 +105,7 @@ AdvantageName = Literal[
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
     "opob",
+    "rl_zvp",
 ]
 
 
@@ -125,7 +126,7 @@ class Estimator:
     stands_for: str = "R"
     """The reward that it makes of R, up to a baseline and a positive constant: the mean of the advantage given
     prompt and response (docs/certificates.md, "Aggregation and normalization"). sigma is the standard deviation of
-    a prompt's rewards, p their mean, n the group's size."""
+    a prompt's rewards, p their mean, n the group's size. "" where it makes none."""
     provided: str = ""
     """What that takes for granted."""
     baseline: Literal["response", "token"] = "response"
@@ -239,6 +240,15 @@ ADVANTAGES: dict[str, Estimator] = {
         reads=("weight", "grad_norm_squared", "logp_old", "sum_pi_squared"),
         provided=MANY,
     ),
+    "rl_zvp": Estimator(
+        group.rl_zvp,
+        "grpo; where all siblings earn the same, right tokens gain by their entropy and wrong ones lose by its lack",
+        "arXiv:2509.21880, eq. 5",
+        needs=("entropy",),
+        reads=("right_from", "zvp_alpha"),
+        stands_for="",
+        baseline="token",
+    ),
 }
 
 
@@ -261,6 +271,9 @@ def advantages(
     weight: Float[Tensor, " n"] | None = None,
     grad_norm_squared: Float[Tensor, " b"] | None = None,
     position: Int[Tensor, " n"] | None = None,
+    entropy: Float[Tensor, " n"] | None = None,
+    right_from: float | int = 1.0,
+    zvp_alpha: float | int = 0.1,
     total: Callable[[Tensor], Tensor] = identity,
 ) -> Float[Tensor, " n"]:
     """Advantage of every token by the named estimator. Gradient: none.
@@ -299,6 +312,9 @@ def advantages(
         grad_norm_squared: squared norm of each sequence's score gradient.
         position: column of each token in the original response, tool output included; its index
             among the trainable tokens unless given.
+        entropy: of the policy whose tokens are weighed, at each token, over the whole vocabulary, in nats.
+        right_from: reward from which a sequence is right, for `rl_zvp`.
+        zvp_alpha: what `rl_zvp` multiplies entropies by, in reward deviations per nat.
         total: sums a small tensor over all processes, for statistics of the whole batch. Every
             process must hold whole groups.
 
@@ -332,6 +348,7 @@ def advantages(
         "sum_pi_squared": sum_pi_squared,
         "weight": weight,
         "position": position,
+        "entropy": entropy,
     }
     per_sequence = {
         "keep": keep,
@@ -355,6 +372,8 @@ def advantages(
             gamma=gamma,
             lam=lam,
             position=position,
+            right_from=right_from,
+            zvp_alpha=zvp_alpha,
             total=total,
             **{name: None if x is None else x.double() for name, x in floats.items()},
         )

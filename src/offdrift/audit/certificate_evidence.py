@@ -31,6 +31,10 @@ TOKENS = 2**21
 """Tokens that are kept as evidence. Of more, those of a random share of the prompts."""
 
 NOTHING = "the log holds no rollouts that could be evidence"
+SELECTED = (
+    "prompts or group sizes were chosen by the rewards of the responses (selected), so they are no independent sample; "
+    "judge a policy by rollouts that nothing was left out of"
+)
 INCOMPLETE = (
     "some responses lack log-probs, rewards or versions that others have, so the rest is no random sample; "
     "log them for every response"
@@ -209,6 +213,8 @@ def _missing(batch: Logged) -> str:
         )
     if not batch.num_tokens:
         return NOTHING
+    if batch.selected is not None and bool((batch.selected != 0).any()):
+        return SELECTED
     wanted = {
         "logp_rollout": "the rollout engine's log-probs (logp_rollout)",
         "rewards": "the reward of each response (reward)",

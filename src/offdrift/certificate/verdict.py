@@ -72,7 +72,7 @@ class Certificate:
     guarantees: tuple[Guarantee, ...]
     """Lower bounds on J(pi) - J(mu) that this batch supports."""
     fresh: bool
-    """Whether the batch was drawn independently of the current policy."""
+    """Whether the batch was drawn independently of the current policy, and nothing was chosen by its rewards."""
     assumes: frozenset[str] = frozenset()
     """What the evidence itself takes for granted."""
     refuted: int = 0

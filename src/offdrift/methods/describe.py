@@ -219,9 +219,12 @@ def raises(aggregate: str, advantage: str) -> dict[str, Any]:
     estimator, by_length = ADVANTAGES[advantage], aggregate == "seq_mean_token_mean"
     reward = estimator.stands_for
     inside = reward if by_length else "J" if reward == "R" else f"E[{reward}]"
-    formula = None if by_length and estimator.baseline == "token" else RETURNS[aggregate].format(inside)
+    unknown = not reward or (by_length and estimator.baseline == "token")
+    formula = None if unknown else RETURNS[aggregate].format(inside)
     changes = ["override.aggregate=token_mean"] * by_length + ["optim.advantage=rloo"] * (reward != "R")
-    if formula is None:
+    if not reward:
+        words = "none known: in groups without a spread tokens are pushed by the policy's entropy, not by a reward"
+    elif formula is None:
         words = "none known: responses weigh by their length, and each token has a baseline of its own"
     elif changes:
         words = f"{formula}, not J = E[R]: it can rise while J falls"

@@ -130,6 +130,11 @@ def judge(
                     f"{file} holds {provenance.logprobs} log-probs, not those of the policy that was sampled; "
                     "record processed ones"
                 )
+            if provenance.selected:
+                raise RecordError(
+                    f"{file}: prompts or group sizes were chosen by the rewards of the responses ([draws] in the "
+                    "recipe), so they are no independent sample; draw rollouts without it"
+                )
             if len(versions) > 1 or before not in (None, (provenance, versions)):
                 defect = "holds several weight versions" if len(versions) > 1 else "differs from the files before"
                 raise RecordError(

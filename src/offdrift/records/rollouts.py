@@ -61,6 +61,8 @@ class Provenance:
     sampling: Sampling
     logprobs: Literal["processed", "raw"] = "processed"
     """"processed": log-probs of the tempered, filtered distribution the token was drawn from."""
+    selected: bool = False
+    """Whether prompts or group sizes were chosen by rewards: the batch is then no independent sample of either."""
 
 
 @dataclass(frozen=True)

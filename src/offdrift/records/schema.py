@@ -177,6 +177,15 @@ class LogValues:
         "1, or the finish reason `length`, where the response hit its length limit",
         words={"length": 1, "truncated": 1},
     )
+    selected: Int[Tensor, " b"] | None = _row(
+        "sequence",
+        "int8",
+        "1 where prompts or group sizes were chosen by rewards, as by dynamic sampling: no independent sample, so that "
+        "no certificate is made",
+        default="0",
+        one_for_all=True,
+        repeats=True,
+    )
     prompts: tuple[str, ...] | None = _row(
         "sequence",
         "string",

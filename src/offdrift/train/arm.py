@@ -198,6 +198,7 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
         shard=run.shard,
         start=position.batch,
         greedy="greedy_rewards" in ADVANTAGES[arm.estimator].needs,
+        by_component="components" in ADVANTAGES[arm.estimator].needs,
     )
     if stored is not None:
         source.load(stored.source)

@@ -79,7 +79,7 @@ def make_batch(arm: Arm, picked: Picked) -> Batch:
     trainer = old = logp_ref = status = None
     # The trainer as it is now: read by estimators, by a penalty in the reward, and by gates before the update.
     in_reward = method.penalty is not None and method.penalty.place == "reward"
-    reads_trainer = {"logp_old", "sum_pi_squared"} & {*estimator.needs, *estimator.reads}
+    reads_trainer = {"logp_old", "sum_pi_squared", "entropy"} & {*estimator.needs, *estimator.reads}
     if reads_trainer or in_reward or arm.advantages_read_gates:
         exact = arm.advantages_read_gates and any(g.exact for g in method.correction.gates)
         trainer = score_batch(arm.model, rollouts, exact=exact, **options)
@@ -127,13 +127,15 @@ def token_advantages(
         "baseline_over": arm.run.recipe.optim.baseline_over,
         "total": arm.run.sum,
         "greedy_rewards": rollouts.greedy_rewards,
+        "right_from": arm.run.recipe.right,
+        "zvp_alpha": arm.run.recipe.optim.zvp_alpha,
     }
     if rollouts.components is not None:
         weights = arm.run.recipe.optim.component_weights
         options["components"] = torch.stack(list(rollouts.components.values()), 1)
         options["component_weights"] = torch.tensor([weights.get(name, 1.0) for name in rollouts.components])
     if trainer is not None:  # the policy whose gradients the estimator weighs
-        options |= {"logp_old": trainer.logp, "sum_pi_squared": trainer.sum_pi_squared}
+        options |= {"logp_old": trainer.logp, "sum_pi_squared": trainer.sum_pi_squared, "entropy": trainer.entropy}
     if arm.advantages_read_gates:
         assert trainer is not None
         # Gates and weights as they decide before the batch's first update.

@@ -188,7 +188,14 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
 def _check_components(recipe: Recipe, task: Task) -> None:
     """Refuse an estimator of components, or weights of them, where the reward returns no such."""
     function = task.rewards if isinstance(task, OwnTask) else None
-    named = function.components if isinstance(function, OwnReward) else ()
+    named: tuple[str, ...] = function.components if isinstance(function, OwnReward) else ()
+    if twice := sorted({*named} & {*recipe.penalties.names}):
+        raise RecipeError(
+            f"penalties.{twice[0]} adds a component {twice[0]!r} to the reward, which reward = {recipe.reward!r} "
+            "returns, too; give that another name"
+        )
+    if recipe.penalties.names:
+        named = (*(named or ("task",)), *recipe.penalties.names)
     arm = next((n for n in recipe.arms if "components" in ADVANTAGES[recipe.estimator(recipe.row(n))].needs), None)
     if arm is not None and not named:
         raise RecipeError(

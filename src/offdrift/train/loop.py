@@ -112,8 +112,7 @@ def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
             )
             if arm.critic is not None:
                 update = replace(update, stats=update.stats.plus(*learn_values(arm, minibatch)))
-            if source.buffer is not None:
-                update = replace(update, stats=update.stats.plus(run.sums(source.sums(picked, version))))
+            update = replace(update, stats=update.stats.plus(run.sums(source.sums(picked, version))))
             arm.advance(update.method)
             # Record: metrics, certificate, findings, samples; for the audit, every token.
             if logged and update.tokens is not None:

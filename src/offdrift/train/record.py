@@ -27,6 +27,11 @@ from offdrift.train.stored import summary_numbers
 
 Row = Mapping[str, Any]
 
+SELECTED = (
+    "no certificate: prompts or group sizes were chosen by the rewards of the responses (draws), so they are no "
+    "independent sample"
+)
+
 KEPT = 4
 """Sequences per sampled update that go to the report."""
 
@@ -65,6 +70,7 @@ def record_update(
     proof = certify(
         update.evidence, reward_range=run.recipe.reward_range, alpha=settings.alpha, looks=looks, fresh=fresh
     )
+    verdict = SELECTED if rollouts.provenance.selected else proof.verdict
     metrics = summarize(update.stats)
     sums = update.stats.to_host() if rollouts.components else {}
     metrics |= {f"component/{name}": sums[f"component/{name}"] / sums["b"] for name in rollouts.components or ()}
@@ -80,7 +86,7 @@ def record_update(
         **proof.as_metrics(),
         "certificate/fresh": fresh,
         "certificate/holds_for": proof.holds_for,
-        "certificate/verdict": proof.verdict,
+        "certificate/verdict": verdict,
         "throughput/seconds": seconds,
         "throughput/tokens_per_s": metrics["batch/tokens"] / seconds,
     }
@@ -173,6 +179,7 @@ class TokenLog:
             entropy=torch.cat([v.entropy for v in views]),
             divergences={name: torch.cat([v.lower[name] for v in views]) for name in names},
             old_status=worst_status,
+            selected=torch.ones(used.num_sequences).long() if used.provenance.selected else None,
             prompts=used.prompts,
             completions=used.completions,
         )
@@ -245,6 +252,12 @@ def _notes(row: Method, metrics: Sequence[Row]) -> Iterator[str]:
         elif largest is not None:
             sentence += f"; the largest |log {on} ratio| was {largest:.2g} nat"
         yield f"{sentence} ({part.formula})"
+    filled = _recorded(metrics, "draws/filled_frac")
+    if any(filled):
+        yield (
+            f"rounds of draws ran out in {sum(x > 0 for x in filled)} of {len(filled)} batches: {max(filled):.0%} of a "
+            "batch's groups were filled in without a spread of rewards; the task is too easy or too hard for the model"
+        )
     lag = max(map(int, _recorded(metrics, "old/version_lag")), default=0)
     if any(_recorded(metrics, "old/stale_frac")):
         yield (

@@ -7,22 +7,25 @@ draws what the uninterrupted one would have drawn. Every batch is on disk before
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from offdrift.engines import Engine
+from offdrift.errors import RewardError
 from offdrift.records import store
-from offdrift.records.rollouts import Rollouts, Sampling
+from offdrift.records.rollouts import Rollouts, Sampling, concatenate
 from offdrift.train.buffer import Buffer, Picked
+from offdrift.train.draws import COST, History, has_spread, joined, of_groups, penalized
 from offdrift.train.models import prompt_ids
-from offdrift.train.problems import Problem
+from offdrift.train.problems import Problem, ProblemFile, digest
 from offdrift.train.recipe import Recipe
 from offdrift.train.tasks import Task, rewards_of
 
@@ -48,6 +51,7 @@ class Source:
         folder: where batches are written, one Parquet file each.
         start: index of the next batch to return.
         greedy: also draw a greedy response to every prompt, for its reward alone.
+        by_component: a group has a spread if any component of its rewards does, not if their sum does.
     """
 
     engine: Engine
@@ -59,16 +63,20 @@ class Source:
     shard: Shard = Shard()
     start: int = 0
     greedy: bool = False
+    by_component: bool = False
     buffer: Buffer | None = field(default=None, init=False)
     _waiting: deque[tuple[int, Rollouts]] = field(default_factory=deque, init=False)
     _drawn: int = field(default=0, init=False)
     """Batches drawn so far, discarded ones included."""
     _since_arrival: int = field(default=0, init=False)
     """Batches trained on since one has entered the buffer."""
+    _cost: Counter[str] = field(default_factory=Counter, init=False)
+    """What `draws.COST` names, since the last batch was asked for."""
 
     def __post_init__(self) -> None:
         settings = self.recipe.buffer
         self._drawn = self.start
+        self.history = History(self.recipe.draws, self.recipe.right)
         if settings.capacity is not None:
             self.buffer = Buffer(settings, settings.capacity // self.shard.world)
 
@@ -78,6 +86,7 @@ class Source:
             "drawn": self._drawn,
             "since_arrival": self._since_arrival,
             "waiting": [index for index, _ in self._waiting],
+            "solved": self.history.state(),
         }
         return state if self.buffer is None else state | {"buffer": self.buffer.state()}
 
@@ -89,6 +98,7 @@ class Source:
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on where a checkpoint's `state` stands."""
         self._drawn, self._since_arrival = state["drawn"], state["since_arrival"]
+        self.history.solved = dict(state["solved"])
         self._waiting = deque((index, store.read(self.path(index))) for index in state["waiting"])
         if self.buffer is not None:
             self.buffer.load(state["buffer"], lambda index: store.read(self.path(index)))
@@ -114,12 +124,12 @@ class Source:
 
     def next(self, version: int) -> Picked:
         """The next batch for a trainer at `version`: the oldest that waits, or a pick from the buffer."""
-        recipe, buffer, index = self.recipe, self.buffer, self.start
+        recipe, buffer, index, count = self.recipe, self.buffer, self.start, self._groups
         self.start += 1
+        self._cost.clear()
         if buffer is None:
-            return Picked(self._oldest(index)[1])
+            return Picked(self._oldest(index)[1], independent=not recipe.draws.selects)
         buffer.expire(version)
-        count = len(range(self.shard.rank, recipe.rollout.prompts, self.shard.world))
         if self._since_arrival % recipe.buffer.reuse == 0 or len(buffer) < count:
             buffer.add(*self._oldest(index))
             self._since_arrival = 0
@@ -132,7 +142,7 @@ class Source:
         )
         _, group = picked.rollouts.group_ids.unique(return_inverse=True)
         rollouts = picked.rollouts.with_(group_ids=group * self.shard.world + self.shard.rank)
-        return replace(picked, rollouts=rollouts)
+        return replace(picked, rollouts=rollouts, independent=picked.independent and not recipe.draws.selects)
 
     def _oldest(self, index: int) -> tuple[int, Rollouts]:
         """The batch that has waited longest, batch `index` being wanted; draws as many ahead as the queue holds."""
@@ -143,12 +153,19 @@ class Source:
         return self._waiting.popleft()
 
     def sums(self, picked: Picked, version: int) -> dict[str, Tensor]:
-        """What the buffer's metrics are made of, the trainer being at `version`; adds over processes."""
+        """What the metrics of groups, draws and buffer are made of, at `version`; adds over processes."""
+        rewards, ids = picked.rollouts.rewards, picked.rollouts.group_ids.unique(return_inverse=True)[1]
+        assert rewards is not None
+        spread = has_spread(rewards[:, None], ids)
+        counts = {"groups/n": len(spread), "groups/flat": int((~spread).sum())}
+        if self.recipe.draws.selects:
+            counts |= {f"draws/{name}": self._cost[name] for name in COST} | {"draws/left_out": self.history.left_out}
+        groups = {name: torch.tensor(float(n)) for name, n in counts.items()}
         if self.buffer is None:
-            return {}
+            return groups
         done = {"drawn": self._drawn - len(self._waiting), "trained": self.start, "earlier": picked.earlier_uses}
         sums = {f"buffer/{name}": torch.tensor(float(x)) for name, x in done.items()}
-        return self.buffer.sums(version) | sums
+        return groups | self.buffer.sums(version) | sums
 
     def synchronized(self) -> None:
         """The engine has taken new weights."""
@@ -157,36 +174,99 @@ class Source:
             if self.buffer is not None:
                 self.buffer.clear()
 
+    @property
+    def _groups(self) -> int:
+        """Groups of a batch that are this process's."""
+        return len(range(self.shard.rank, self.recipe.rollout.prompts, self.shard.world))
+
     def draw(self, index: int) -> Rollouts:
-        """Sample, reward and store one batch with the weights the engine has now."""
-        rollout_recipe, shard = self.recipe.rollout, self.shard
-        problems = self.task.sample(rollout_recipe.prompts, seed=batch_seed(self.recipe.seed, index))
-        rollouts = rollout(
-            self.engine,
-            problems[shard.rank :: shard.world],
-            self.task,
-            self.tokenizer,
-            self.sampling,
-            samples=rollout_recipe.samples,
-            seed=batch_seed(self.recipe.seed, index, shard.rank),
-            evidence=rollout_recipe.evidence,
-        )
-        if self.greedy:
-            best = rollout(
-                self.engine,
-                problems[shard.rank :: shard.world],
-                self.task,
-                self.tokenizer,
-                replace(self.sampling, top_k=1),
-                samples=1,
-                seed=batch_seed(self.recipe.seed, index, shard.rank),
-            )
-            assert best.rewards is not None
-            rollouts = rollouts.with_(greedy_rewards=best.rewards.repeat_interleave(rollout_recipe.samples))
-        # A group's id is its problem's index in the whole batch.
-        rollouts = rollouts.with_(group_ids=rollouts.group_ids * shard.world + shard.rank)
+        """Sample, reward and store one batch with the weights the engine has now.
+
+        Raises: `RewardError` if `draws.at_cap` says so and too few groups have a spread of rewards.
+        """
+        settings, missing = self.recipe.draws, self._groups
+        kept: list[Rollouts] = []
+        spare: list[Rollouts] = []
+        for turn in range(settings.rounds if settings.dynamic else 1):
+            problems = self._problems(index, turn)
+            if not problems:  # the file has no more
+                break
+            drawn, spread = self._answers(problems, index, turn)
+            self._cost.update(rounds=1, groups=len(problems))
+            if not settings.dynamic:
+                kept.append(drawn)
+                missing = 0
+                break
+            useful = spread.nonzero()[:, 0][:missing]
+            kept.append(of_groups(drawn, useful))
+            missing -= len(useful)
+            if not missing:
+                break
+            spare.append(of_groups(drawn, (~spread).nonzero()[:, 0][: self._groups]))
+        if missing:
+            if settings.at_cap == "stop":
+                raise RewardError(
+                    f"batch {index}: after {settings.rounds} rounds {missing} of {self._groups} groups still have "
+                    'equal rewards (draws.at_cap = "stop"). The task is too easy or too hard for the model: change it, '
+                    'raise draws.rounds or rollout.samples, or set draws.at_cap = "fill"'
+                )
+            kept.append(of_groups(joined(spare), torch.arange(missing)))
+        rollouts = joined(kept)
+        self._cost.update(draws=1, kept_groups=self._groups, kept_responses=rollouts.num_sequences, filled=missing)
+        # A group's id is its place in the whole batch.
+        rollouts = rollouts.with_(group_ids=rollouts.group_ids * self.shard.world + self.shard.rank)
+        if settings.selects:
+            rollouts = rollouts.with_(provenance=replace(rollouts.provenance, selected=True))
         store.write(rollouts, self.path(index))
         return rollouts
+
+    def _problems(self, index: int, turn: int) -> list[Problem]:
+        """This process's prompts of one round of a batch; no prompt of a file is in two of them."""
+        task, shard, count = self.task, self.shard, self._groups
+        last = shard.world * count * (turn + 1)
+        file = getattr(task, "problems", None)
+        if isinstance(file, ProblemFile) and self.recipe.draws.selects:
+            last = len(file.problems["train"])
+        problems = task.sample(max(last, self.recipe.rollout.prompts), seed=batch_seed(self.recipe.seed, index))
+        own = self.history.waiting_first(problems[shard.rank :: shard.world])
+        return own[count * turn : count * (turn + 1)]
+
+    def _answers(self, problems: list[Problem], index: int, turn: int) -> tuple[Rollouts, Bool[Tensor, " g"]]:
+        """The groups of some problems, enlarged as long as the recipe wants; and whether their rewards differ."""
+        recipe, samples = self.recipe, self.recipe.rollout.samples
+
+        def ask(asked: list[Problem], samples: int, stage: int, sampling: Sampling = self.sampling) -> Rollouts:
+            evidence = recipe.rollout.evidence if sampling is self.sampling else "sampled"
+            seed = batch_seed(recipe.seed, index, self.shard.rank)
+            if turn or stage:
+                seed = digest("draw", seed, turn, stage) % 2**63
+            self._cost["responses"] += samples * len(asked)
+            return rollout(
+                self.engine, asked, self.task, self.tokenizer, sampling, samples=samples, seed=seed, evidence=evidence
+            )
+
+        def spread_of(drawn: Rollouts) -> Bool[Tensor, " g"]:
+            assert drawn.rewards is not None
+            columns = list((drawn.components or {}).values()) if self.by_component else []
+            return has_spread(torch.stack(columns or [drawn.rewards], 1), drawn.group_ids)
+
+        drawn, stage = ask(problems, samples, 0), 0
+        spread = spread_of(drawn)
+        while samples < (recipe.draws.max_samples or 0) and not spread.all():
+            more, stage = min(samples, (recipe.draws.max_samples or 0) - samples), stage + 1
+            flat = (~spread).nonzero()[:, 0]
+            extra = ask([problems[i] for i in flat.tolist()], more, stage)
+            drawn, samples = concatenate([drawn, extra.with_(group_ids=flat[extra.group_ids])]), samples + more
+            drawn = drawn.select(drawn.group_ids.argsort(stable=True))
+            spread = spread_of(drawn)
+        self.history.visit(problems, drawn)
+        drawn = penalized(drawn, recipe.penalties, max_tokens=recipe.rollout.max_tokens)
+        if self.greedy:
+            best = ask(problems, 1, 0, replace(self.sampling, top_k=1))
+            best = penalized(best, recipe.penalties, max_tokens=recipe.rollout.max_tokens)
+            assert best.rewards is not None
+            drawn = drawn.with_(greedy_rewards=best.rewards[drawn.group_ids])
+        return drawn, spread
 
     def path(self, index: int) -> Path:
         """The file of a batch."""

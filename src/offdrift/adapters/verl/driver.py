@@ -249,6 +249,7 @@ KEPT = "/kept"
 SKIPPED = {
     "gae": "verl's own also returns what its critic is trained on",
     "gdpo": "its reward components are configured in verl's own",
+    "rl_zvp": "verl passes no entropies to estimators",
 }
 """Estimators that are not registered, and why."""
 
