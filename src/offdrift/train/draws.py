@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from offdrift.records.rollouts import Rollouts, concatenate
-from offdrift.train import recipe
+from offdrift.train import parts
 from offdrift.train.problems import Problem, digest
 
 
@@ -99,7 +99,7 @@ def repeated_share(tokens: Int[Tensor, " n"], lengths: Int[Tensor, " b"], *, ngr
     return 1 - torch.bincount(different, minlength=len(lengths)) / ngrams.clamp(min=1) - (ngrams == 0).float()
 
 
-def penalized(rollouts: Rollouts, settings: recipe.Penalties, *, max_tokens: int) -> Rollouts:
+def penalized(rollouts: Rollouts, settings: parts.Penalties, *, max_tokens: int) -> Rollouts:
     """The rollouts with penalties in their rewards, each a component of its own beside the task's.
 
     R = R_task + overlong * punishment - repetition * repeated share
@@ -126,10 +126,10 @@ def of_groups(rollouts: Rollouts, groups: Int[Tensor, " g"]) -> Rollouts:
     return chosen.with_(group_ids=chosen.group_ids.unique(return_inverse=True)[1])
 
 
-def joined(parts: Sequence[Rollouts]) -> Rollouts:
+def joined(batches: Sequence[Rollouts]) -> Rollouts:
     """Batches as one, with their groups numbered 0, 1, ... in their order; each has ids 0, 1, ..."""
     numbered, groups = [], 0
-    for part in parts:
+    for part in batches:
         if part.num_sequences:
             numbered.append(part.with_(group_ids=part.group_ids + groups))
             groups += int(part.group_ids.max()) + 1
@@ -140,7 +140,7 @@ def joined(parts: Sequence[Rollouts]) -> Rollouts:
 class History:
     """How often in a row each prompt's group was right throughout, in this process."""
 
-    settings: recipe.Draws
+    settings: parts.Draws
     right_from: float
     solved: dict[int, int] = field(default_factory=dict)
     """Visits in a row in which all responses were right, by hash of the prompt."""

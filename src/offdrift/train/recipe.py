@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from offdrift.advantages import ADVANTAGES, AdvantageName
 from offdrift.correction import Correction
@@ -22,22 +22,10 @@ from offdrift.errors import MethodError, RecipeError
 from offdrift.methods import Method, method, override
 from offdrift.methods.anchor import Interpolated, RolloutAsOld
 from offdrift.methods.describe import DEFAULT_ADVANTAGE, raises
-
-Positive = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-"""Names become folders: no separators, nothing that leads out of the run folder."""
-PositiveFloat = Annotated[float, Field(gt=0)]
-
+from offdrift.train.parts import Draws, FolderName, Natural, Part, Penalties, Positive, PositiveFloat
 
 SUPPLIED = {"logp_old", "sum_pi_squared", "weight", "position", "greedy_rewards", "components", "values", "entropy"}
 """Inputs of advantage estimators that the trainer has, besides rewards and groups."""
-
-
-class Part(BaseModel):
-    """Base of all parts: unknown keys are errors, values cannot change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
 
 
 class WarmStart(Part):
@@ -117,52 +105,6 @@ class Buffer(Part):
     """When the engine takes new weights, discard all that older weights drew, in the buffer or waiting (OAPL)."""
 
 
-class Draws(Part):
-    """What is done about groups whose rewards are all equal while a batch is drawn (docs/draws.md). Whether they are
-    is judged by the task's own reward, before `penalties`; with gdpo by each of its components."""
-
-    dynamic: bool = False
-    """Draw further prompts until the batch has `rollout.prompts` groups whose rewards differ; the other groups are
-    discarded (DAPO's dynamic sampling)."""
-    rounds: Positive = 10
-    """dynamic: rounds at most, of as many prompts as the batch has, each; a file's end ends them, too. verl calls it
-    max_num_gen_batches."""
-    at_cap: Literal["fill", "stop"] = "fill"
-    """dynamic: when the rounds are over, "fill" the batch with groups without a spread, as many as it lacks, or "stop"
-    the run with an error, as verl does."""
-    max_samples: Positive | None = None
-    """A group without a spread is enlarged in stages, doubling from `rollout.samples` up to this many responses, until
-    its rewards differ (CompassMax). Absent: groups stay as they were drawn."""
-    leave_out_after: Positive | None = None
-    """A file's prompts that were right throughout in so many visits in a row are not drawn again, as long as others
-    are left (CompassMax). Each process remembers what it has drawn itself. Absent: all are drawn alike."""
-
-    @property
-    def selects(self) -> bool:
-        """Whether what is trained on depends on rewards, so that it is no independent sample."""
-        return self.dynamic or self.max_samples is not None or self.leave_out_after is not None
-
-
-class Penalties(Part):
-    """Taken off the reward of every response that is trained on, and shown as `component/overlong` and
-    `component/repetition`; evaluations report the task's own reward."""
-
-    overlong: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Taken off a response of `rollout.max_tokens`, reward units: DAPO's soft overlong punishment, 1 there. 0: none."""
-    overlong_tokens: Positive | None = None
-    """Tokens before `rollout.max_tokens` over which that rises from 0. Absent: a fifth of them, as DAPO's 4096 of
-    20480."""
-    repetition: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Taken off a response whose n-grams are all repetitions, and of any other in proportion, reward units. 0: none."""
-    ngram: Annotated[int, Field(ge=2)] = 3
-    """Tokens of an n-gram: repetition is the share of those that the response has had before."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Components of the reward that they add."""
-        return tuple(name for name in ("overlong", "repetition") if getattr(self, name))
-
-
 OldPolicySource = Literal["sampling", "second_model", "batch_start", "ewma", "rollout", "interpolated"]
 
 
@@ -231,7 +173,7 @@ class Optim(Part):
     """Estimator of the advantage; "method": what the method was published with, else grpo."""
     zvp_alpha: PositiveFloat = 0.1
     """rl_zvp: what entropies are multiplied by in groups whose rewards are all equal, reward deviations per nat."""
-    component_weights: dict[str, float] = {}
+    component_weights: dict[str, float] = Field(default_factory=dict)
     """gdpo: weight of each component of the reward, by name; 1 where none is given."""
     baseline_over: Literal["sampled", "kept"] = "sampled"
     """Whether siblings that a gate rejects count in their group's baseline ("sampled") or not."""
@@ -301,7 +243,7 @@ class Arm(Part):
     """A row of the method table (`offdrift methods`)."""
     gates_of: str | None = None
     """Another row whose gates are added to this one's."""
-    override: dict[str, Any] = {}
+    override: dict[str, Any] = Field(default_factory=dict)
     """Single values changed, by path: {"gate.high" = 0.1}, or nested: {gate = {high = 0.1}}."""
     old_policy: OldPolicy | None = None
     """This arm's old policy, where it differs from the recipe's."""
@@ -418,7 +360,6 @@ class Recipe(Part):
             )
         self._check_buffer()
         self._check_draws()
-        self._check_penalties()
         if self.optim.schedule == "constant" and self.optim.final != 0:
             raise ValueError(
                 f'optim.final = {self.optim.final} does nothing with optim.schedule = "constant"; '
@@ -461,65 +402,17 @@ class Recipe(Part):
             raise ValueError(f'buffer.{min(inert)} does nothing with buffer.pick = "uniform"; set it to "freshness"')
 
     def _check_draws(self) -> None:
-        """Refuse draws that cannot act, and settings of what is not done."""
-        draws, samples = self.draws, self.rollout.samples
-        estimators = {name: self.estimator(self.row(name)) for name in self.arms}
-        if not draws.dynamic:
-            for name in ("rounds", "at_cap"):
-                if getattr(draws, name) != Draws.model_fields[name].default:
-                    raise ValueError(f"draws.{name} does nothing without draws.dynamic = true; set it, or leave it out")
-        if draws.dynamic or draws.max_samples is not None:
-            setting = "draws.dynamic" if draws.dynamic else "draws.max_samples"
-            if max(samples, draws.max_samples or 0) < 2:
-                raise ValueError(f"{setting}: rollout.samples = 1 makes no group with a spread; draw at least 2")
-            for name, how in estimators.items():
-                if not ADVANTAGES[how].siblings:
-                    raise ValueError(
-                        f"arms.{name}: advantage {how!r} does not compare siblings and learns from groups whose "
-                        f"rewards are all equal, which {setting} is there to avoid; leave it out, or set "
-                        "optim.advantage to grpo"
-                    )
-        if draws.max_samples is not None and draws.max_samples <= samples:
-            raise ValueError(
-                f"draws.max_samples = {draws.max_samples} enlarges no group of rollout.samples = {samples}; "
-                f"use {2 * samples} or more"
-            )
-        if draws.leave_out_after is not None and not self.task.endswith(".jsonl"):
-            raise ValueError(
-                f"draws.leave_out_after: task = {self.task!r} hardly ever draws a prompt twice; use a file of problems"
-            )
+        """Refuse draws, penalties and settings of them that cannot act."""
+        estimators, rollout = {name: self.estimator(self.row(name)) for name in self.arms}, self.rollout
+        self.draws.check(samples=rollout.samples, task=self.task, estimators=estimators)
+        own = ":" in (self.reward or "")
+        self.penalties.check(longest=rollout.max_tokens, reward_range=self.reward_range, own_reward=own)
         shaped = "rl_zvp" in estimators.values()
         if self.optim.zvp_alpha != Optim.model_fields["zvp_alpha"].default and not shaped:
             raise ValueError('optim.zvp_alpha is read by advantage "rl_zvp" alone; set optim.advantage = "rl_zvp"')
-        if self.right_from is not None and not shaped and draws.leave_out_after is None:
+        if self.right_from is not None and not shaped and self.draws.leave_out_after is None:
             raise ValueError(
                 'right_from does nothing: it is read by draws.leave_out_after and by optim.advantage = "rl_zvp"'
-            )
-
-    def _check_penalties(self) -> None:
-        """Refuse penalties that cannot act, and a range of rewards without room for them."""
-        penalties, low, longest = self.penalties, self.reward_range[0], self.rollout.max_tokens
-        if penalties.overlong_tokens is not None:
-            if not penalties.overlong:
-                raise ValueError("penalties.overlong_tokens does nothing without penalties.overlong; set it to 1")
-            if penalties.overlong_tokens > longest:
-                raise ValueError(
-                    f"penalties.overlong_tokens = {penalties.overlong_tokens} is more than rollout.max_tokens = "
-                    f"{longest}; the punishment begins that many tokens before it"
-                )
-        if not penalties.repetition and penalties.ngram != Penalties.model_fields["ngram"].default:
-            raise ValueError("penalties.ngram does nothing without penalties.repetition; set it, for instance to 1")
-        if penalties.repetition and penalties.ngram >= longest:
-            raise ValueError(
-                f"penalties.ngram = {penalties.ngram}: no response of rollout.max_tokens = {longest} repeats an n-gram "
-                "of so many; use a smaller one"
-            )
-        most = penalties.overlong + penalties.repetition
-        # A task's own rewards are 0 or more; those of a function of the user's are checked as they come.
-        if most and ":" not in (self.reward or "") and low > -most:
-            raise ValueError(
-                f"penalties take up to {most:g} off a reward of 0, but reward_range = [{low:g}, "
-                f"{self.reward_range[1]:g}]; set reward_range = [{-most:g}, {self.reward_range[1]:g}]"
             )
 
     def _check_old_policy(self, name: str) -> None:

@@ -1,0 +1,138 @@
+"""Parts of a recipe that are about draws and penalties, with the base of all parts.
+
+A part is a table of the recipe. Unknown keys are refused, and so is what does nothing in the recipe that it is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from offdrift.advantages import ADVANTAGES
+
+Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+"""Names become folders: no separators, nothing that leads out of the run folder."""
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+class Part(BaseModel):
+    """Base of all parts: unknown keys are errors, values cannot change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+class Draws(Part):
+    """What is done about groups whose rewards are all equal while a batch is drawn (docs/draws.md). Whether they are
+    is judged by the task's own reward, before `penalties`; with gdpo by each of its components."""
+
+    dynamic: bool = False
+    """Draw further prompts until the batch has `rollout.prompts` groups whose rewards differ; the other groups are
+    discarded (DAPO's dynamic sampling)."""
+    rounds: Positive = 10
+    """dynamic: rounds at most, of as many prompts as the batch has, each; a file's end ends them, too. verl calls it
+    max_num_gen_batches."""
+    at_cap: Literal["fill", "stop"] = "fill"
+    """dynamic: when the rounds are over, "fill" the batch with groups without a spread, as many as it lacks, or "stop"
+    the run with an error, as verl does."""
+    max_samples: Positive | None = None
+    """A group without a spread is enlarged in stages, doubling from `rollout.samples` up to this many responses, until
+    its rewards differ (CompassMax). Absent: groups stay as they were drawn."""
+    leave_out_after: Positive | None = None
+    """A file's prompts that were right throughout in so many visits in a row are not drawn again, as long as others
+    are left (CompassMax). Each process remembers what it has drawn itself. Absent: all are drawn alike."""
+
+    @property
+    def selects(self) -> bool:
+        """Whether what is trained on depends on rewards, so that it is no independent sample."""
+        return self.dynamic or self.max_samples is not None or self.leave_out_after is not None
+
+    def check(self, *, samples: int, task: str, estimators: Mapping[str, str]) -> None:
+        """Refuse draws that cannot act, and settings of what is not done.
+
+        Args:
+            samples: `rollout.samples`.
+            task: the recipe's.
+            estimators: advantage estimator of each arm.
+
+        Raises: `ValueError` naming the field, its value and the way out.
+        """
+        if not self.dynamic:
+            for name in ("rounds", "at_cap"):
+                if getattr(self, name) != Draws.model_fields[name].default:
+                    raise ValueError(f"draws.{name} does nothing without draws.dynamic = true; set it, or leave it out")
+        if self.dynamic or self.max_samples is not None:
+            setting = "draws.dynamic" if self.dynamic else "draws.max_samples"
+            if max(samples, self.max_samples or 0) < 2:
+                raise ValueError(f"{setting}: rollout.samples = 1 makes no group with a spread; draw at least 2")
+            for name, how in estimators.items():
+                if not ADVANTAGES[how].siblings:
+                    raise ValueError(
+                        f"arms.{name}: advantage {how!r} does not compare siblings and learns from groups whose "
+                        f"rewards are all equal, which {setting} is there to avoid; leave it out, or set "
+                        "optim.advantage to grpo"
+                    )
+        if self.max_samples is not None and self.max_samples <= samples:
+            raise ValueError(
+                f"draws.max_samples = {self.max_samples} enlarges no group of rollout.samples = {samples}; "
+                f"use {2 * samples} or more"
+            )
+        if self.leave_out_after is not None and not task.endswith(".jsonl"):
+            raise ValueError(
+                f"draws.leave_out_after: task = {task!r} hardly ever draws a prompt twice; use a file of problems"
+            )
+
+
+class Penalties(Part):
+    """Taken off the reward of every response that is trained on, and shown as `component/overlong` and
+    `component/repetition`; evaluations report the task's own reward."""
+
+    overlong: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Taken off a response of `rollout.max_tokens`, reward units: DAPO's soft overlong punishment, 1 there. 0: none."""
+    overlong_tokens: Positive | None = None
+    """Tokens before `rollout.max_tokens` over which that rises from 0. Absent: a fifth of them, as DAPO's 4096 of
+    20480."""
+    repetition: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Taken off a response whose n-grams are all repetitions, and of any other in proportion, reward units. 0: none."""
+    ngram: Annotated[int, Field(ge=2)] = 3
+    """Tokens of an n-gram: repetition is the share of those that the response has had before."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Components of the reward that they add."""
+        return tuple(name for name in ("overlong", "repetition") if getattr(self, name))
+
+    def check(self, *, longest: int, reward_range: tuple[float, float], own_reward: bool) -> None:
+        """Refuse penalties that cannot act, and a range of rewards without room for them.
+
+        Args:
+            longest: `rollout.max_tokens`.
+            own_reward: whether the task is rewarded by a function of the user's, whose rewards are checked as they
+                come; those of other tasks are 0 or more.
+
+        Raises: `ValueError` naming the field, its value and the way out.
+        """
+        if self.overlong_tokens is not None:
+            if not self.overlong:
+                raise ValueError("penalties.overlong_tokens does nothing without penalties.overlong; set it to 1")
+            if self.overlong_tokens > longest:
+                raise ValueError(
+                    f"penalties.overlong_tokens = {self.overlong_tokens} is more than rollout.max_tokens = "
+                    f"{longest}; the punishment begins that many tokens before it"
+                )
+        if not self.repetition and self.ngram != Penalties.model_fields["ngram"].default:
+            raise ValueError("penalties.ngram does nothing without penalties.repetition; set it, for instance to 1")
+        if self.repetition and self.ngram >= longest:
+            raise ValueError(
+                f"penalties.ngram = {self.ngram}: no response of rollout.max_tokens = {longest} repeats an n-gram "
+                "of so many; use a smaller one"
+            )
+        most, (low, high) = self.overlong + self.repetition, reward_range
+        if most and not own_reward and low > -most:
+            raise ValueError(
+                f"penalties take up to {most:g} off a reward of 0, but reward_range = [{low:g}, {high:g}]; "
+                f"set reward_range = [{-most:g}, {high:g}]"
+            )
