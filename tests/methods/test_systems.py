@@ -114,8 +114,10 @@ def test_every_recipe_value_that_a_system_names_exists():
     named = [w for row in SYSTEMS.values() for w in row.where.replace(",", "").replace(";", "").split() if "=" in w]
     assert sorted(named) == [
         'buffer.pick="freshness"',
+        "draws.max_samples=16",
         "lag.queue=1",
         'old_policy.from="sampling"',
+        'optim.advantage="rl_zvp"',
         "optim.length_guard={}",
         "rollout.dtype=float16",
     ]
@@ -123,6 +125,7 @@ def test_every_recipe_value_that_a_system_names_exists():
     assert (recipe.lag.queue, recipe.rollout.dtype) == (1, "float16")
     assert (recipe.old_policy.source, recipe.buffer.pick) == ("sampling", "freshness")
     assert recipe.optim.length_guard is not None
+    assert (recipe.draws.max_samples, recipe.optim.advantage) == (16, "rl_zvp")
 
 
 def test_systems_have_every_fact_that_lists_and_filters_read():

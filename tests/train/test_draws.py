@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +96,16 @@ def test_repetition_is_the_share_of_ngrams_that_are_not_new(responses, n):
         expected.append(1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0)
     share = repeated_share(tokens, torch.tensor([len(r) for r in responses], dtype=torch.int64), ngram=n)
     torch.testing.assert_close(share, torch.tensor(expected), rtol=0, atol=1e-6)
+
+
+def test_the_recipes_in_the_documentation_are_ones_that_a_run_takes(tmp_path):
+    text = (Path(__file__).parents[2] / "docs/tasks.md").read_text(encoding="utf-8")
+    blocks = [b for b in re.findall(r"```toml\n(.*?)```", text, flags=re.S) if "[draws]" in b or "[penalties]" in b]
+    draws, penalties = (tomllib.loads(block) for block in blocks)
+    recipe = file_recipe(tmp_path, **draws)
+    assert recipe.draws == Draws(dynamic=True, max_samples=32, leave_out_after=2)
+    assert (recipe.optim.advantage, recipe.right) == ("rl_zvp", 1.0)
+    assert recipe_with(**penalties).penalties.names == ("overlong", "repetition")
 
 
 def test_a_prompt_is_left_out_after_so_many_right_visits_in_a_row():

@@ -26,7 +26,7 @@ class Part(BaseModel):
 
 
 class Draws(Part):
-    """What is done about groups whose rewards are all equal while a batch is drawn (docs/draws.md). Whether they are
+    """What is done about groups whose rewards are all equal while a batch is drawn (docs/tasks.md). Whether they are
     is judged by the task's own reward, before `penalties`; with gdpo by each of its components."""
 
     dynamic: bool = False
