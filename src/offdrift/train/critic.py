@@ -52,7 +52,8 @@ class ValueModel(nn.Module):
         ).last_hidden_state
         # The state at the last prompt token precedes the first response token.
         first = int(rollouts.prompt_cu_seqlens.diff().max()) - 1
-        return self.head(states[inputs.rows, first + inputs.columns].to(self.head.weight.dtype)).squeeze(-1)
+        # A sum over the only column, since sharded modules should return no views.
+        return self.head(states[inputs.rows, first + inputs.columns].to(self.head.weight.dtype)).sum(-1)
 
 
 class Critic(NamedTuple):

@@ -22,7 +22,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, gather_object
 from accelerate.utils.fsdp_utils import disable_fsdp_ram_efficient_loading
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, StateDictType
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, StateDictType
 from torch.distributed.tensor import DTensor
 
 from offdrift.errors import RecipeError
@@ -44,11 +44,12 @@ def make_accelerator(**options: Any) -> Accelerator:
     if wanted and accelerator.distributed_type == DistributedType.MULTI_CPU:
         if torch.accelerator.is_available():
             raise RecipeError("--use_fsdp with --cpu on a machine that has an accelerator: leave out one of the two")
-        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
         # Processes and their accelerators share these two.
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         accelerator.state.distributed_type = DistributedType.FSDP
     if accelerator.distributed_type == DistributedType.FSDP:
+        # A new one for every run: it remembers the layers of the first model that it met.
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
         _check_plugin(accelerator.state.fsdp_plugin)
         # Every process reads all weights: its engine and the reference model have them whole.
         disable_fsdp_ram_efficient_loading()
@@ -61,7 +62,7 @@ def _check_plugin(plugin: Any) -> None:
     """Refuse settings of accelerate's FSDP plugin that this trainer has no tests for."""
     refused = {
         "--fsdp_version 1": (plugin.fsdp_version != 2, "set it to 2"),
-        "--fsdp_offload_params true": (bool(plugin.cpu_offload), "leave it out, and launch more processes"),
+        "--fsdp_offload_params true": (isinstance(plugin.cpu_offload, CPUOffloadPolicy), "leave it out, and launch more processes"),
         "--fsdp_state_dict_type": (
             plugin.state_dict_type != StateDictType.SHARDED_STATE_DICT,
             "set it to SHARDED_STATE_DICT: checkpoints stay sharded, and the trained model is stored whole anyway",
