@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -44,20 +45,22 @@ RECIPES = {
     # Five prompts: the processes have 12 and 8 sequences, and other numbers of passes.
     "dense": {"arms": DENSE},
     "experts": {"model": "tiny-qwen3-moe", "arms": {"gae": {"method": "trm_max"}}, "batches": 3,
-                "optim": {"lr": 2e-4, "token_budget": 60, "advantage": "gae"}},
+                "optim": {"advantage": "gae"}},
+    # The processes pick groups of different versions from their buffers.
+    "buffer": {"arms": {"mixed": {"method": "decoupled_ppo"}}, "buffer": {"capacity": 16, "reuse": 2},
+               "lag": {"sync_every": 1}, "optim": {"dtype": "float16"}, "batches": 6},
 }  # fmt: skip
-LR = 2e-4
+COMMON = {
+    "rollout": {"prompts": 5, "samples": 4, "max_tokens": 6, "dtype": "float32"},
+    "lag": {"sync_every": 2, "queue": 1},
+    "batches": 5,
+    "reference": {"offload": True},
+}
 
 
 def recipe(name: str):
-    common = {
-        "rollout": {"prompts": 5, "samples": 4, "max_tokens": 6, "dtype": "float32"},
-        "lag": {"sync_every": 2, "queue": 1},
-        "batches": 5,
-        "optim": {"lr": LR, "token_budget": 60},
-        "reference": {"offload": True},
-    }
-    return small_recipe(**common | RECIPES[name])
+    changes = COMMON | RECIPES[name]
+    return small_recipe(**changes | {"optim": {"lr": 2e-4, "token_budget": 60, **changes.get("optim", {})}})
 
 
 def small_models(patch: pytest.MonkeyPatch) -> None:
@@ -121,13 +124,17 @@ def single(sharded, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         small_models(patch)
         patch.setattr(Source, "draw", drawn)
-        for name in RECIPES:
+        for name in ("dense", "experts"):
             train(recipe(name), folder / name)
     return folder
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 ARMS = [("dense", arm) for arm in DENSE] + [("experts", "gae")]
+OF_ROUNDING = {"mismatch/ratio_mean_z", "mismatch/k3_top_share", "weight/std", "weight/changed_frac"}
+"""Statistics of ratios that differ from 1 by rounding alone."""
+QUOTIENTS = ("shift_corr", "ratio_mean_z", "k3_top_share", "certificate/")
+"""Where differences are divided by each other, or a confidence bound is searched for."""
 
 
 @pytest.mark.parametrize(("name", "arm"), ARMS)
@@ -137,22 +144,33 @@ def test_every_update_is_the_one_that_a_single_process_takes(sharded, single, na
     compared = 0
     for one, other in zip(ours, theirs, strict=True):
         assert one.keys() == other.keys()
-        for key, value in other.items():
-            if isinstance(value, float):
-                assert one[key] == pytest.approx(value, rel=1e-3, abs=1e-6), (one["update"], key)
+        for key in other.keys() - OF_ROUNDING:
+            if isinstance(other[key], float):
+                # Two halves are added in another order: float32's unit, 1.2e-7, some tens of times.
+                rel = 3e-3 if any(part in key for part in QUOTIENTS) else 1e-5
+                assert one[key] == pytest.approx(other[key], rel=rel, abs=1e-6), (one["update"], key)
                 compared += 1
     assert compared > 200
     weights, expected = (load_file(f / name / "arms" / arm / "model" / "model.safetensors") for f in (sharded, single))
     assert weights.keys() == expected.keys()
-    moved = torch.cat([(weights[k] - expected[k]).abs().flatten() for k in expected])
-    print(arm, moved.max(), moved.double().quantile(torch.tensor([0.5, 0.9, 0.99, 0.999], dtype=torch.float64)))
+    for key, weight in weights.items():  # a step moves a weight by up to 2e-4
+        torch.testing.assert_close(weight, expected[key], rtol=1e-5, atol=1e-6)
 
 
 def test_each_process_holds_half_of_the_weights(sharded):
     for rank in range(WORLD):
         facts = json.loads((sharded / f"facts-rank{rank}.json").read_text())
-        assert facts.keys() == {arm for _, arm in ARMS}
+        assert facts.keys() == {*(arm for _, arm in ARMS), "mixed"}
         assert all(fact["sharded"] and fact["share"] == pytest.approx(0.5, abs=0.01) for fact in facts.values())
+
+
+def test_processes_that_hold_other_versions_score_them_all_in_step(sharded):
+    run = sharded / "buffer" / "arms" / "mixed"
+    assert [row["old/exact_frac"] for row in rows(sharded / "buffer", "mixed")] == [1.0] * 6
+    logs = [[pq.read_table(f)["rollout_version"] for f in sorted(run.glob(f"log/*rank{r}*"))] for r in range(WORLD)]
+    picked = [[{v for row in log.to_pylist() for v in row} for log in own] for own in logs]
+    assert any(one != other for one, other in zip(*picked, strict=True))
+    assert [row["optim/loss_scale"] for row in rows(sharded / "buffer", "mixed")] == [65536.0] * 6
 
 
 def test_what_was_resumed_twice_equals_what_was_not_interrupted(sharded):
