@@ -54,10 +54,10 @@ class Arm:
     diagnosis: LiveDiagnosis
     version: int
     """Optimizer steps taken."""
+    loss_scale: LossScale
+    """Of the next step, where the trainer computes in float16."""
     surge: SurgeState = field(default_factory=SurgeState)
     """What the length guard has seen."""
-    loss_scale: LossScale = field(default_factory=LossScale)
-    """Of the next step, where the trainer computes in float16."""
     last_time: float = field(default_factory=time.perf_counter)
     """When the last update was recorded, seconds."""
 
@@ -190,7 +190,20 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
         temperature=run.recipe.rollout.temperature,
     )
     diagnosis = LiveDiagnosis.of(files, context)
-    arm = Arm(run, name, files, method, model, optimizer, critic, settings, old_policy, diagnosis, position.version)
+    arm = Arm(
+        run,
+        name,
+        files,
+        method,
+        model,
+        optimizer,
+        critic,
+        settings,
+        old_policy,
+        diagnosis,
+        position.version,
+        LossScale(),
+    )
     for row in files.rows("metrics"):
         arm.learn(row)
     arm.announce("giving the engine the arm's weights")

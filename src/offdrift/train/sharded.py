@@ -62,7 +62,10 @@ def _check_plugin(plugin: Any) -> None:
     """Refuse settings of accelerate's FSDP plugin that this trainer has no tests for."""
     refused = {
         "--fsdp_version 1": (plugin.fsdp_version != 2, "set it to 2"),
-        "--fsdp_offload_params true": (isinstance(plugin.cpu_offload, CPUOffloadPolicy), "leave it out, and launch more processes"),
+        "--fsdp_offload_params true": (
+            isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+            "leave it out, and launch more processes",
+        ),
         "--fsdp_state_dict_type": (
             plugin.state_dict_type != StateDictType.SHARDED_STATE_DICT,
             "set it to SHARDED_STATE_DICT: checkpoints stay sharded, and the trained model is stored whole anyway",
