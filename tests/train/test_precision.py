@@ -11,9 +11,10 @@ import torch
 from accelerate.state import AcceleratorState
 
 from offdrift.errors import EngineError, RecipeError
+from offdrift.methods.schedules import LossScale
 from offdrift.train import arm, batch, loop, models, old_policy
+from offdrift.train.context import half_precision
 from offdrift.train.loop import train
-from offdrift.train.precision import LossScale, half_precision
 from tests.train.conftest import small_recipe
 from tests.train.test_loop import Stop, rows, stop_at, weights
 

@@ -22,13 +22,12 @@ from offdrift.certificate import TrustRegion
 from offdrift.engines.verify_sync import check_sync
 from offdrift.judge import Context, Finding, Watcher, num_experts
 from offdrift.methods import Method, override
-from offdrift.methods.schedules import LengthSurge, SurgeState
+from offdrift.methods.schedules import LengthSurge, LossScale, SurgeState
 from offdrift.records.rollouts import Rollouts
 from offdrift.train import recipe
 from offdrift.train.context import Event, EventKind, RunContext
 from offdrift.train.critic import Critic
 from offdrift.train.old_policy import OldPolicy, make_old_policy
-from offdrift.train.precision import LossScale
 from offdrift.train.run_folder import ArmFolder, Position, checkpoints, load_checkpoint, save_checkpoint
 from offdrift.train.sharded import anywhere, whole_weights
 from offdrift.train.source import Source

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from offdrift.errors import CheckpointError, RecipeError
 from offdrift.judge import num_experts
 from offdrift.records.rollouts import Sampling
 from offdrift.train.models import load_model, prompt_ids, save_for_engine
-from offdrift.train.precision import half_precision
 from offdrift.train.problems import read_problems
 from offdrift.train.recipe import Recipe
 from offdrift.train.rewards import OwnReward
@@ -35,6 +35,9 @@ from offdrift.train.warmstart import warm_start
 
 PROBES = 8
 """Prompts on which a weight synchronization is verified."""
+
+LAUNCHED = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""accelerate's names of precisions, and `optim.dtype`'s."""
 
 EventKind = Literal["setup", "stage", "warm_start", "arm", "update", "eval", "resume", "finding", "arm_done"]
 
@@ -192,6 +195,24 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     return RunContext(
         recipe, folder, accelerator, model, tokenizer, task, sampling, engine, probes, synced, watch, half
     )
+
+
+def half_precision(recipe: Recipe) -> torch.dtype | None:
+    """What the trainer's matrices are multiplied in: bfloat16, float16, or None where that is float32.
+
+    `optim.dtype` decides, or where it is absent what accelerate was launched with.
+
+    Raises: `RecipeError` if the two contradict each other, or accelerate names a precision that is none of these.
+    """
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if launched not in LAUNCHED:
+        raise RecipeError(f"--mixed_precision {launched}: this trainer computes in no, bf16 or fp16")
+    wanted = recipe.optim.dtype or LAUNCHED[launched]
+    if launched != "no" and wanted != LAUNCHED[launched]:
+        raise RecipeError(
+            f'optim.dtype = "{wanted}", and accelerate was launched with --mixed_precision {launched}; leave out one'
+        )
+    return None if wanted == "float32" else getattr(torch, wanted)
 
 
 def _check_components(recipe: Recipe, task: Task) -> None:

@@ -113,7 +113,7 @@ def train_step(
         region: also collect the evidence for a certificate of this trust region.
         half: precision of the forward passes, see `engines.score.score`.
         loss_scale: what the loss is multiplied by while its gradient is taken; a step whose gradient is then not
-            finite is skipped, and `optim/skipped` is 1. See `precision.LossScale`.
+            finite is skipped, and `optim/skipped` is 1. See `methods.schedules.LossScale`.
 
     Returns: statistics over all processes; the gradient norm before clipping is `optim/grad_norm`.
 
