@@ -191,7 +191,7 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     watch(Event("setup", text="verifying weight synchronization with perturbed weights"))
     synced = verify_sync(engine, model, probes, sampling, seed=recipe.seed)
     if recipe.reference.offload:
-        model.to("cpu")
+        model.to("cpu")  # type: ignore[arg-type]
     return RunContext(
         recipe, folder, accelerator, model, tokenizer, task, sampling, engine, probes, synced, watch, half
     )

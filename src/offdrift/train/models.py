@@ -21,7 +21,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -103,9 +103,9 @@ def save_for_engine(
 
 
 @contextmanager
-def resident(model: PreTrainedModel, device: torch.device) -> Iterator[PreTrainedModel]:
+def resident(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
     """A model on a device for a while; then it goes back to where it was, which frees the device's memory."""
-    home = model.device
+    home = next(model.parameters()).device
     model.to(device)
     try:
         yield model

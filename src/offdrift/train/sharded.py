@@ -128,8 +128,9 @@ def in_step(model: nn.Module, pieces: Iterable[T]) -> Iterator[tuple[T, bool]]:
 def clip_gradients(accelerator: Accelerator, model: nn.Module, limit: float, *, scale: float = 1.0) -> Tensor:
     """Divide a model's gradients by `scale`, and clip their global norm to `limit`; the norm before, on the host."""
     if scale != 1.0:
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], 1 / scale)
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(1 / scale)
     norm = accelerator.clip_grad_norm_(model.parameters(), limit)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     return torch.as_tensor(0.0 if norm is None else norm).cpu()
