@@ -24,7 +24,8 @@ from offdrift.methods import method
 from offdrift.records.rollouts import Sampling
 from offdrift.train.batch import Batch
 from offdrift.train.models import load_model
-from offdrift.train.old_policy import Averaged, BatchStart, SecondModel, Snapshots, named_weights
+from offdrift.train.old_policy import Averaged, BatchStart, SecondModel, Snapshots
+from offdrift.train.sharded import local_weights
 from offdrift.train.step import train_step
 
 
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     accelerator = Accelerator(cpu=True)
     model, _ = load_model(args.model, seed=0)
     engine = make_engine("transformers", model, dtype="float32", batch_size=256)
-    engine.load_weights(named_weights(accelerator, model).items(), version=0)
+    engine.load_weights(local_weights(model).items(), version=0)
     g = torch.Generator().manual_seed(0)
     prompts = torch.randint(4, 60, (args.prompts, 8), generator=g).repeat_interleave(args.samples, 0)
     rollouts = engine.generate(prompts.tolist(), Sampling(max_tokens=args.tokens), seed=0)

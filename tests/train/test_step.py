@@ -370,6 +370,26 @@ def test_the_proxies_of_the_gradients_noise_are_those_of_the_whole_batch(world, 
         assert found[metric] == pytest.approx(x, rel=1e-5), metric
 
 
+def test_a_loss_scale_changes_no_digit_of_a_step(world):
+    """Powers of two pass through a gradient exactly."""
+    (plain, one), (scaled, two) = (step(world, "trm_max", token_budget=40, loss_scale=s) for s in (None, 2.0**12))
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), scaled.parameters(), strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(plain.parameters(), world[0].parameters(), strict=True))
+    one, two = summarize(one.stats), summarize(two.stats)
+    assert one["optim/grad_norm"] == two["optim/grad_norm"]
+    assert (two["optim/loss_scale"], two["optim/skipped"]) == (4096.0, 0.0)
+    assert "optim/skipped" not in one
+
+
+def test_a_step_whose_scaled_gradient_overflows_is_skipped(world):
+    """Nothing learns from it: neither the weights nor a method that adapts."""
+    model, update = step(world, "r2vpo", token_budget=40, loss_scale=2.0**127)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), world[0].parameters(), strict=True))
+    assert summarize(update.stats)["optim/skipped"] == 1.0
+    assert update.method == METHODS["r2vpo"]
+    assert step(world, "r2vpo", token_budget=40)[1].method != METHODS["r2vpo"]
+
+
 class Process(Accelerator):
     """One of two, as far as gathering looks."""
 

@@ -45,7 +45,7 @@ def train(
     rollouts with provenance, checkpoints, the trained models, and report.html. --json prints run.json
     at the end.
 
-    Several GPUs: accelerate launch -m offdrift train recipes/tiny.toml
+    Several GPUs: accelerate launch -m offdrift train recipes/tiny.toml; sharded: docs/training.md.
 
     \b
     offdrift train recipes/tiny.toml

@@ -38,7 +38,14 @@ class Score(NamedTuple):
     """Tempered float32 logits: evidence for exact divergences. Detached, unless asked for otherwise."""
 
 
-def score(model: nn.Module, rollouts: Rollouts, *, temperature: float = 1.0, keep_graph: bool = False) -> Score:
+def score(
+    model: nn.Module,
+    rollouts: Rollouts,
+    *,
+    temperature: float = 1.0,
+    keep_graph: bool = False,
+    half: torch.dtype | None = None,
+) -> Score:
     """Log-probs, entropies and logits of every response token, on the packed layout.
 
         logp_t = log softmax(logits_t / temperature)[token_t]
@@ -49,17 +56,22 @@ def score(model: nn.Module, rollouts: Rollouts, *, temperature: float = 1.0, kee
         temperature: the sampling temperature, so that both policies are tempered alike. Top-k and
             top-p filters are not replayed: mass they removed counts as drift.
         keep_graph: leave the logits attached, for penalties on whole distributions.
+        half: bfloat16 or float16, in which the model multiplies matrices (`torch.autocast`); weights, norms, residual
+            stream and what follows the logits stay as they are. Absent: everything at the weights' precision.
 
     Gradient: to the model's parameters through `logp`, and through `logits` with `keep_graph`.
     """
-    inputs = left_right_padded(rollouts, device=next(model.parameters()).device)
-    rows_btv = model(  # column j predicts response token j
-        input_ids=inputs.ids,
-        attention_mask=inputs.attention,
-        position_ids=inputs.positions,
-        logits_to_keep=int(rollouts.lengths.max()) + 1,
-        use_cache=False,
-    ).logits
+    device = next(model.parameters()).device
+    inputs = left_right_padded(rollouts, device=device)
+    # Every weight is read once a pass: a cache of them in half precision would only hold all of them at once.
+    with torch.autocast(device.type, half, enabled=half is not None, cache_enabled=False):
+        rows_btv = model(  # column j predicts response token j
+            input_ids=inputs.ids,
+            attention_mask=inputs.attention,
+            position_ids=inputs.positions,
+            logits_to_keep=int(rollouts.lengths.max()) + 1,
+            use_cache=False,
+        ).logits
     logits = at_least_float32(rows_btv[inputs.rows, inputs.columns]) / temperature  # [n, v]
     tokens = rollouts.tokens.to(device=logits.device, dtype=torch.int64)
     log_total = logits.logsumexp(-1)

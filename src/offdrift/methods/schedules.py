@@ -1,11 +1,11 @@
-"""Schedules over steps: learning-rate scales, the projection of a gradient, a mixture of policies.
+"""Schedules over steps: scales of learning rates and losses, the projection of a gradient, a mixture of policies.
 
-Pure functions of what a step saw and of a small state. A scale multiplies the learning rate.
+Pure functions of what a step saw and of a small state. A scale of a step multiplies its learning rate.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offdrift.batch_info import BatchInfo, Seen
 from offdrift.correction.weight import WHOLE_SEQUENCE, Weight
-from offdrift.errors import MethodError, ShapeError, check_choice, check_number
+from offdrift.errors import EngineError, MethodError, ShapeError, check_choice, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import at_least_float32, log_sums
 
@@ -291,3 +291,43 @@ def fused_logits(
     t = (a * at_least_float32(teacher)).where(a > 0, 0.0)
     s = ((1 - a) * student).where(a < 1, 0.0)
     return (t + s).log_softmax(-1)
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What a float16 loss is multiplied by before its gradient is taken, so that small gradients are not lost.
+
+        s <- s / 2   where the gradient overflowed: its step is skipped
+        s <- 2 s     after `interval` steps without an overflow
+
+    Gradients are divided by s before they are clipped; a power of two changes none of their digits. It is a function of
+    which steps were skipped, so that a resumed run rebuilds it from its metrics.
+
+    Example:
+        >>> scale = LossScale(interval=2)
+        >>> [scale := scale.after(skipped=x) for x in (True, False, False)][-1].value == scale.value == 65536.0
+        True
+
+    Reference: Micikevicius et al., arXiv:1710.03740, section 3.2; the constants are those of `torch.amp.GradScaler`.
+    """
+
+    value: float = 65536.0
+    steps: int = 0
+    """Without an overflow, since the scale last changed."""
+    interval: int = 2000
+
+    def after(self, *, skipped: bool) -> LossScale:
+        """The scale of the next step.
+
+        Raises: `EngineError` where even an unscaled loss would overflow.
+        """
+        if skipped and self.value <= 1:
+            raise EngineError(
+                "the gradient overflows in float16 even with a loss scale of 1, so no step can be taken; set "
+                'optim.dtype = "bfloat16", or look at the last batch\'s log-ratios (metric full/abs_log_ratio_max)'
+            )
+        if skipped:
+            return replace(self, value=self.value / 2, steps=0)
+        if self.steps + 1 == self.interval:
+            return replace(self, value=2 * self.value, steps=0)
+        return replace(self, steps=self.steps + 1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedType, gather_object
 from torch import nn
 
 from offdrift.advantages import ADVANTAGES
@@ -22,13 +22,14 @@ from offdrift.certificate import TrustRegion
 from offdrift.engines.verify_sync import check_sync
 from offdrift.judge import Context, Finding, Watcher, num_experts
 from offdrift.methods import Method, override
-from offdrift.methods.schedules import LengthSurge, SurgeState
+from offdrift.methods.schedules import LengthSurge, LossScale, SurgeState
 from offdrift.records.rollouts import Rollouts
 from offdrift.train import recipe
 from offdrift.train.context import Event, EventKind, RunContext
 from offdrift.train.critic import Critic
-from offdrift.train.old_policy import OldPolicy, make_old_policy, named_weights
+from offdrift.train.old_policy import OldPolicy, make_old_policy
 from offdrift.train.run_folder import ArmFolder, Position, checkpoints, load_checkpoint, save_checkpoint
+from offdrift.train.sharded import anywhere, whole_weights
 from offdrift.train.source import Source
 
 MIB = 2**20
@@ -52,6 +53,8 @@ class Arm:
     diagnosis: LiveDiagnosis
     version: int
     """Optimizer steps taken."""
+    loss_scale: LossScale
+    """Of the next step, where the trainer computes in float16."""
     surge: SurgeState = field(default_factory=SurgeState)
     """What the length guard has seen."""
     last_time: float = field(default_factory=time.perf_counter)
@@ -83,8 +86,11 @@ class Arm:
         """Of the next step: what the schedule and the length guard say."""
         return self.run.recipe.optim.learning_rate(self.version, self.run.recipe.updates) * self.surge.scale
 
-    def guard(self, mean_length: float) -> None:
-        """Let the length guard, if there is one, see the mean response length of a step."""
+    def learn(self, row: Mapping[str, Any]) -> None:
+        """Move on the loss scale and the length guard, if there are any, after a step with these metrics."""
+        mean_length = row["response/length_mean"] or math.nan  # null in a stored row
+        if (skipped := row.get("optim/skipped")) is not None:
+            self.loss_scale = self.loss_scale.after(skipped=bool(skipped))
         settings = self.run.recipe.optim.length_guard
         if settings is not None and mean_length > 0:  # not NaN
             self.surge = LengthSurge(**settings.model_dump()).after(self.surge, mean_length)
@@ -92,9 +98,8 @@ class Arm:
     def publish(self) -> None:
         """Give the engine the trainer's weights, and make sure that it took them."""
         run = self.run
-        weights = named_weights(run.accelerator, self.model)
-        run.engine.load_weights(weights.items(), version=self.version)
         model = run.accelerator.unwrap_model(self.model)
+        run.engine.load_weights(whole_weights(model), version=self.version)
         check_sync(run.engine, model, run.probes, run.sampling, seed=run.recipe.seed, baseline=run.synced)
         self.old_policy.published(self.model, self.version)
 
@@ -149,6 +154,8 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
     accelerator, files = run.accelerator, run.folder.arm(name)
     checkpoint_folder = files.path / "checkpoints"
     model = copy.deepcopy(run.model)
+    if accelerator.distributed_type != DistributedType.FSDP:  # which moves it part by part
+        model.to(accelerator.device)
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=run.recipe.optim.lr,
@@ -182,9 +189,22 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
         temperature=run.recipe.rollout.temperature,
     )
     diagnosis = LiveDiagnosis.of(files, context)
-    arm = Arm(run, name, files, method, model, optimizer, critic, settings, old_policy, diagnosis, position.version)
+    arm = Arm(
+        run,
+        name,
+        files,
+        method,
+        model,
+        optimizer,
+        critic,
+        settings,
+        old_policy,
+        diagnosis,
+        position.version,
+        LossScale(),
+    )
     for row in files.rows("metrics"):
-        arm.guard(row["response/length_mean"] or math.nan)
+        arm.learn(row)
     arm.announce("giving the engine the arm's weights")
     arm.publish()
     arm.report("arm", run.recipe.row(name).describe())
@@ -202,7 +222,8 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
     )
     if stored is not None:
         source.load(stored.source)
-        old_policy.load(checkpoints(checkpoint_folder)[-1], source.versions() - {position.version})
+        versions = anywhere(model, source.versions()) - {position.version}
+        old_policy.load(checkpoints(checkpoint_folder)[-1], versions)
     return arm, source
 
 

@@ -19,6 +19,7 @@ from offdrift.penalty import penalized_rewards
 from offdrift.records.rollouts import OLD_STATUS, Rollouts
 from offdrift.train.arm import Arm, needs_old
 from offdrift.train.buffer import Picked
+from offdrift.train.models import resident
 from offdrift.train.old_policy import PolicyScores, score_batch
 
 
@@ -75,7 +76,8 @@ def make_batch(arm: Arm, picked: Picked) -> Batch:
     rollouts, weight = picked.rollouts, picked.sample_weight
     recipe, method, estimator = arm.run.recipe, arm.method, ADVANTAGES[arm.estimator]
     optim, cap = recipe.optim, recipe.rollout.tail_log_ratio_cap
-    options: dict[str, Any] = {"token_budget": optim.token_budget, "tail_log_ratio_cap": cap}
+    half = arm.run.half
+    options: dict[str, Any] = {"token_budget": optim.token_budget, "tail_log_ratio_cap": cap, "half": half}
     trainer = old = logp_ref = status = None
     # The trainer as it is now: read by estimators, by a penalty in the reward, and by gates before the update.
     in_reward = method.penalty is not None and method.penalty.place == "reward"
@@ -94,7 +96,8 @@ def make_batch(arm: Arm, picked: Picked) -> Batch:
             exact = any(name.endswith("rollout_old") for name in method.divergences)
             old = arm.old_policy.score(arm.model, rollouts, arm.version, exact=exact, **options)
     if method.penalty is not None:
-        logp_ref = score_batch(arm.run.model, rollouts, token_budget=optim.token_budget).logp
+        with resident(arm.run.model, arm.run.accelerator.device) as reference:
+            logp_ref = score_batch(reference, rollouts, token_budget=optim.token_budget, half=half).logp
     values = None if arm.critic is None else arm.critic.values(rollouts, token_budget=optim.token_budget)
     advantages, returns = token_advantages(arm, rollouts, trainer, old, logp_ref, values)
     if old is not None:
@@ -104,7 +107,7 @@ def make_batch(arm: Arm, picked: Picked) -> Batch:
         status = torch.full_like(rollouts.rollout_version, OLD_STATUS.index(by_anchor[type(method.anchor)]))
 
     def old_logits(piece: Rollouts) -> Tensor:
-        return arm.old_policy.logits(arm.model, piece, arm.version)
+        return arm.old_policy.logits(arm.model, piece, arm.version, half=half)
 
     compared = old_logits if arm.compares_old else None
     return Batch(rollouts, advantages, old, logp_ref, cap, status, old_is_current, compared, values, returns, weight)

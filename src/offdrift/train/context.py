@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,12 +28,16 @@ from offdrift.train.problems import read_problems
 from offdrift.train.recipe import Recipe
 from offdrift.train.rewards import OwnReward
 from offdrift.train.run_folder import RunFolder
+from offdrift.train.sharded import make_accelerator
 from offdrift.train.source import Shard
 from offdrift.train.tasks import OwnTask, Task, find_task
 from offdrift.train.warmstart import warm_start
 
 PROBES = 8
 """Prompts on which a weight synchronization is verified."""
+
+LAUNCHED = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""accelerate's names of precisions, and `optim.dtype`'s."""
 
 EventKind = Literal["setup", "stage", "warm_start", "arm", "update", "eval", "resume", "finding", "arm_done"]
 
@@ -71,6 +76,8 @@ class RunContext:
     synced: SyncReport
     """Differences of engine and trainer at equal weights, with which later checks compare."""
     watch: Watch
+    half: torch.dtype | None = None
+    """What the trainer's forward passes multiply matrices in; None: float32."""
 
     @property
     def shard(self) -> Shard:
@@ -108,7 +115,7 @@ def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
             "versions": versions,
             "table": [],
         }
-        if Accelerator().is_main_process:
+        if make_accelerator().is_main_process:
             folder.create(head)
         return head
     head = folder.head()
@@ -131,10 +138,11 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     _check_components(recipe, task)
     watch(Event("setup", text=f"loading {recipe.model}"))
     # Weights & Biases and others read their own environment; TensorBoard writes into the run.
-    accelerator = Accelerator(
+    accelerator = make_accelerator(
         log_with=list(recipe.log.trackers) or None,
         project_config=ProjectConfiguration(str(folder.path), str(folder.path / "trackers")),
     )
+    half = half_precision(recipe)
     _check_launch(recipe, accelerator)
     model, tokenizer = load_model(recipe.model, seed=recipe.seed)
     steps = recipe.warm_start.steps
@@ -182,7 +190,29 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     probes = [prompt_ids(p, tokenizer) for p in task.sample(PROBES, seed=recipe.seed, split="eval")]
     watch(Event("setup", text="verifying weight synchronization with perturbed weights"))
     synced = verify_sync(engine, model, probes, sampling, seed=recipe.seed)
-    return RunContext(recipe, folder, accelerator, model, tokenizer, task, sampling, engine, probes, synced, watch)
+    if recipe.reference.offload:
+        model.to("cpu")  # type: ignore[arg-type]
+    return RunContext(
+        recipe, folder, accelerator, model, tokenizer, task, sampling, engine, probes, synced, watch, half
+    )
+
+
+def half_precision(recipe: Recipe) -> torch.dtype | None:
+    """What the trainer's matrices are multiplied in: bfloat16, float16, or None where that is float32.
+
+    `optim.dtype` decides, or where it is absent what accelerate was launched with.
+
+    Raises: `RecipeError` if the two contradict each other, or accelerate names a precision that is none of these.
+    """
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if launched not in LAUNCHED:
+        raise RecipeError(f"--mixed_precision {launched}: this trainer computes in no, bf16 or fp16")
+    wanted = recipe.optim.dtype or LAUNCHED[launched]
+    if launched != "no" and wanted != LAUNCHED[launched]:
+        raise RecipeError(
+            f'optim.dtype = "{wanted}", and accelerate was launched with --mixed_precision {launched}; leave out one'
+        )
+    return None if wanted == "float32" else getattr(torch, wanted)
 
 
 def _check_components(recipe: Recipe, task: Task) -> None:
@@ -211,13 +241,11 @@ def _check_components(recipe: Recipe, task: Task) -> None:
 def _check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
     """Refuse, before anything is loaded, settings of accelerate that this trainer does not support."""
     kind, world = accelerator.distributed_type.name, accelerator.num_processes
-    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
         raise RecipeError(
-            f"accelerate is configured for {kind}; this trainer publishes whole weights and runs on "
-            "one device or data-parallel (MULTI_GPU): launch it with --multi_gpu"
+            f"accelerate is configured for {kind}; this trainer runs on one device, data-parallel (--multi_gpu) or "
+            "sharded (--use_fsdp --fsdp_version 2)"
         )
-    if accelerator.mixed_precision == "fp16":
-        raise RecipeError("mixed_precision = fp16 needs loss scaling, which is not supported; use bf16 or no")
     if accelerator.gradient_accumulation_steps != 1:
         raise RecipeError(
             f"gradient_accumulation_steps = {accelerator.gradient_accumulation_steps}: accumulation "

@@ -26,6 +26,7 @@ from offdrift.errors import EngineError
 from offdrift.records.rollouts import Rollouts
 from offdrift.segments import Segments
 from offdrift.train import recipe
+from offdrift.train.sharded import clip_gradients, in_step, is_sharded
 
 SUMS = tuple(
     f"critic/{name}" for name in ("vf", "vf_clipped", "value", "return", "return_squared", "error", "error_squared")
@@ -51,7 +52,8 @@ class ValueModel(nn.Module):
         ).last_hidden_state
         # The state at the last prompt token precedes the first response token.
         first = int(rollouts.prompt_cu_seqlens.diff().max()) - 1
-        return self.head(states[inputs.rows, first + inputs.columns].to(self.head.weight.dtype)).squeeze(-1)
+        # A sum over the only column, since sharded modules should return no views.
+        return self.head(states[inputs.rows, first + inputs.columns].to(self.head.weight.dtype)).sum(-1)
 
 
 class Critic(NamedTuple):
@@ -74,7 +76,7 @@ class Critic(NamedTuple):
         """Value before every response token, on the host. Gradient: none."""
         self.model.eval()
         values = torch.zeros(len(rollouts.tokens))
-        for sequences in chunks(rollouts, token_budget=token_budget):
+        for sequences, _ in in_step(self.model, chunks(rollouts, token_budget=token_budget)):
             values[rollouts.segments.rows(sequences)] = self.model(rollouts.select(sequences)).float().cpu()
         return values
 
@@ -149,7 +151,7 @@ def critic_step(
         # As in the policy's step: processes with fewer pieces repeat their last without counting it.
         counts, sequences = float(i < len(pieces)), pieces[min(i, len(pieces) - 1)]
         rows = rollouts.segments.rows(sequences)
-        with contextlib.nullcontext() if i == passes - 1 else accelerator.no_sync(model):
+        with contextlib.nullcontext() if i == passes - 1 or is_sharded(model) else accelerator.no_sync(model):
             values = model(rollouts.select(sequences)).float()
             before, target = old[rows].to(values.device), returns[rows].to(values.device)
             losses = value_loss(values, before, target, clip=clip)
@@ -158,8 +160,7 @@ def critic_step(
         error = target - before
         terms = (losses, limited, before, target, target.square(), error, error.square())
         sums += counts * torch.stack([x.detach().double().sum() for x in terms])
-    norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-    norm = torch.as_tensor(0.0 if norm is None else norm).cpu()
+    norm = clip_gradients(accelerator, model, max_grad_norm)
     if not bool(norm.isfinite()):
         raise EngineError(
             f"the critic's gradient norm is {norm.item()}; its step was not taken. Lower critic.lr, or look at the "

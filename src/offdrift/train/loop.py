@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
@@ -28,10 +27,11 @@ from offdrift.train.batch import Batch, make_batch
 from offdrift.train.context import Event as Event
 from offdrift.train.context import RunContext, Watch, begin, model_facts, set_up
 from offdrift.train.critic import critic_step
-from offdrift.train.models import save_for_engine
+from offdrift.train.models import resident, save_for_engine
 from offdrift.train.recipe import Recipe
 from offdrift.train.record import TokenLog, record_update, summarize_arm
 from offdrift.train.run_folder import RunFolder
+from offdrift.train.sharded import make_accelerator, whole_weights
 from offdrift.train.source import batch_seed, rollout
 from offdrift.train.step import train_step
 
@@ -109,6 +109,8 @@ def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
                 version=version,
                 view=sampled or logged,
                 region=arm.region,
+                half=run.half,
+                loss_scale=arm.loss_scale.value if run.half is torch.float16 else None,
             )
             if arm.critic is not None:
                 update = replace(update, stats=update.stats.plus(*learn_values(arm, minibatch)))
@@ -127,7 +129,7 @@ def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
                 learning_rate=learning_rate,
                 sampled=sampled,
             )
-            arm.guard(metrics["response/length_mean"])
+            arm.learn(metrics)
             if source.buffer is not None:
                 source.buffer.learn(metrics)
         if log.tokens:
@@ -182,9 +184,11 @@ def evaluate(arm: Arm) -> None:
     run, prompts = arm.run, arm.run.recipe.log.eval_prompts
     arm.announce(f"evaluating on {prompts} held-out prompts")
     problems = run.task.sample(prompts, seed=run.recipe.seed, split="eval")
-    model = run.accelerator.unwrap_model(arm.model)
+    with resident(run.model, run.accelerator.device) as start:
+        engine = make_engine("transformers", start, dtype="float32", batch_size=256)
+    engine.load_weights(whole_weights(run.accelerator.unwrap_model(arm.model)), version=arm.version)
     responses = rollout(
-        make_engine("transformers", model, dtype="float32", batch_size=256),
+        engine,
         problems[run.shard.rank :: run.shard.world],
         run.task,
         run.tokenizer,
@@ -217,9 +221,12 @@ def finish(arm: Arm) -> dict[str, Any]:
         findings=arm.diagnosis.summary(),
         old_policy=arm.old_settings.source,
     )
+    weights = {}
+    for name, weight in whole_weights(run.accelerator.unwrap_model(arm.model), on="cpu"):
+        if run.accelerator.is_main_process:
+            weights[name] = weight
     if run.accelerator.is_main_process:
-        model = run.accelerator.unwrap_model(arm.model)
-        save_for_engine(model, run.tokenizer, arm.files.path / "model")
+        save_for_engine(run.model, run.tokenizer, arm.files.path / "model", weights=weights)
         arm.files.finish(summary)
     for tracker in run.accelerator.trackers:
         tracker.finish()
@@ -230,7 +237,7 @@ def finish(arm: Arm) -> dict[str, Any]:
 
 def agree(choice: Path | None) -> Path:
     """The main process's choice, in every process of the run."""
-    if Accelerator().num_processes > 1:
+    if make_accelerator().num_processes > 1:
         (choice,) = broadcast_object_list([choice])
     assert choice is not None
     return choice

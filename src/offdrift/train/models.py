@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -80,11 +81,36 @@ def load_model(source: str, *, seed: int, cache_dir: Path | None = None) -> Load
     return _pretrained(source)
 
 
-def save_for_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike[str]) -> None:
-    """Write a folder that a rollout engine opens: config, safetensors weights, tokenizer."""
+def save_for_engine(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    path: str | os.PathLike[str],
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write a folder that a rollout engine opens: config, safetensors weights, tokenizer.
+
+    Args:
+        weights: `named_parameters` to store in place of the model's own.
+    """
+    stored = None
+    if weights is not None:  # buffers, where a model stores any, are the model's own
+        own = dict(model.named_parameters(remove_duplicate=False))
+        stored = {name: x for name, x in model.state_dict().items() if name not in own} | dict(weights)
     with _no_progress_bars():
-        model.save_pretrained(path)
+        model.save_pretrained(path, state_dict=stored)
         tokenizer.save_pretrained(path)
+
+
+@contextmanager
+def resident(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
+    """A model on a device for a while; then it goes back to where it was, which frees the device's memory."""
+    home = next(model.parameters()).device
+    model.to(device)
+    try:
+        yield model
+    finally:
+        model.to(home)
 
 
 def prompt_ids(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> list[int]:

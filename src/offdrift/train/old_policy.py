@@ -19,7 +19,6 @@ Costs are measured in docs/old-policy.md.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from jaxtyping import Float, Int
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -41,6 +41,7 @@ from offdrift.records.atomic import write_atomically
 from offdrift.records.rollouts import OLD_STATUS, Rollouts
 from offdrift.segments import Segments
 from offdrift.train import recipe
+from offdrift.train.sharded import anywhere, in_step, is_sharded, local_weights
 
 Weights = Mapping[str, Tensor]
 FOLDER = "old_policy"
@@ -102,6 +103,7 @@ def score_batch(
     token_budget: int,
     exact: bool = False,
     tail_log_ratio_cap: float | None = None,
+    half: torch.dtype | None = None,
 ) -> PolicyScores:
     """Score a batch with the weights that the model has now. Gradient: none.
 
@@ -109,13 +111,16 @@ def score_batch(
         token_budget: padded tokens per forward pass.
         exact: also compute divergences from the recorded evidence.
         tail_log_ratio_cap: what top-k evidence may assume of its tail, nats; see `divergences`.
+        half: precision of the forward passes, see `engines.score.score`.
     """
     temperature = rollouts.provenance.sampling.temperature
     parts = []
     model.eval()
-    for sequences in chunks(rollouts, token_budget=token_budget):
+    for sequences, counts in in_step(model, chunks(rollouts, token_budget=token_budget)):
         piece = rollouts.select(sequences)
-        scored = score(model, piece, temperature=temperature)
+        scored = score(model, piece, temperature=temperature, half=half)
+        if not counts:
+            continue
         evidence = divergences(piece, scored.logits, tail_log_ratio_cap=tail_log_ratio_cap) if exact else {}
         logp, entropy, squares = (x.float().cpu() for x in (scored.logp, scored.entropy, scored.sum_pi_squared))
         scores = PolicyScores(logp, entropy, squares, named_as_old(evidence))
@@ -129,18 +134,29 @@ def named_as_old(from_rollout: Mapping[str, Divergence]) -> dict[str, Divergence
     return {d.name: d for d in renamed}
 
 
-def named_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
-    """The weights by name, of the model inside accelerate's wrapper; they share its memory."""
-    return {n: p.detach() for n, p in accelerator.unwrap_model(model).named_parameters()}
-
-
 @contextmanager
 def weights_replaced(accelerator: Accelerator, model: nn.Module, weights: Weights) -> Iterator[nn.Module]:
     """Put other weights into the model for a while; its own come back bit for bit, also on errors.
 
-    Memory: one more copy of the weights on the model's device, if they are not there already.
+    Args:
+        weights: by name, as `local_weights` gives them: of a sharded model, this process's parts.
+
+    Memory: one more copy of the weights on the model's device, if they are not there already; of a sharded model, of
+    this process's parts.
     """
     inner = accelerator.unwrap_model(model)
+    if is_sharded(inner):  # passes gather what is in the parts' own memory
+        parts = local_weights(inner)
+        copies = {name: part.clone() for name, part in parts.items()}
+        try:
+            for name, part in parts.items():
+                part.copy_(weights[name])
+            yield model
+        finally:
+            local_weights(inner)  # nothing that was gathered outlives the parts that it was gathered from
+            for name, part in parts.items():
+                part.copy_(copies[name])
+        return
     own = {name: (p, p.data) for name, p in inner.named_parameters()}
     try:
         for name, (p, data) in own.items():
@@ -149,6 +165,11 @@ def weights_replaced(accelerator: Accelerator, model: nn.Module, weights: Weight
     finally:
         for p, data in own.values():
             p.data = data
+
+
+def kept(weight: Tensor, *, offload: bool) -> Tensor:
+    """A copy of a weight that rests on the weight's own device, or with `offload` in host memory."""
+    return weight.to("cpu" if offload else weight.device, copy=True)
 
 
 class OldPolicy:
@@ -163,6 +184,17 @@ class OldPolicy:
     def __init__(self, accelerator: Accelerator, folder: Path) -> None:
         self.accelerator = accelerator
         self.folder = folder
+        self.parts = accelerator.distributed_type == DistributedType.FSDP
+        """Whether every process keeps its own part of the weights, in files of its own."""
+
+    def write(self, weights: Weights, file: Path) -> None:
+        """Write weights, in every process that holds some of them."""
+        if self.parts or self.accelerator.is_main_process:
+            write_weights(weights, file)
+
+    def _file(self, folder: Path, name: str) -> Path:
+        part = f"-rank{self.accelerator.process_index}" if self.parts else ""
+        return folder / f"{name}{part}.safetensors"
 
     def policy(self, drawn_at: int, model: nn.Module, version: int) -> AbstractContextManager[nn.Module]:
         """The old policy of tokens that weights of version `drawn_at` drew.
@@ -186,7 +218,7 @@ class OldPolicy:
         """An optimizer step was taken."""
 
     def save(self, folder: Path) -> None:
-        """Store in a checkpoint what cannot be recomputed. Called by the main process."""
+        """Store in a checkpoint what cannot be recomputed. Called in every process."""
 
     def load(self, folder: Path, versions: Iterable[int]) -> None:
         """Take back what `save` stored; queued rollouts refer to `versions`.
@@ -202,7 +234,7 @@ class OldPolicy:
             options: of `score_batch`.
         """
         parts = []
-        for drawn_at, part, rows, part_rows in self._by_version(rollouts):
+        for drawn_at, part, rows, part_rows in self._by_version(model, rollouts):
             with self.policy(drawn_at, model, version) as scorer:
                 scores = score_batch(scorer, part, **options)
             scored_at = self.scored_at(drawn_at, version)
@@ -212,31 +244,34 @@ class OldPolicy:
         return PolicyScores.joined(parts, len(rollouts.tokens))
 
     @torch.no_grad()
-    def logits(self, model: nn.Module, rollouts: Rollouts, version: int) -> Float[Tensor, "n v"]:
+    def logits(
+        self, model: nn.Module, rollouts: Rollouts, version: int, *, half: torch.dtype | None = None
+    ) -> Float[Tensor, "n v"]:
         """The old policy's tempered logits, for divergences of whole distributions. Gradient: none.
 
         Memory: all logits of the rollouts that are given: one piece of a step at a time.
         """
         temperature, parts = rollouts.provenance.sampling.temperature, []
-        for drawn_at, part, rows, part_rows in self._by_version(rollouts):
+        for drawn_at, part, rows, part_rows in self._by_version(model, rollouts):
             with self.policy(drawn_at, model, version) as scorer:
                 was_training = scorer.training
                 scorer.eval()
-                logits = score(scorer, part, temperature=temperature).logits
+                logits = score(scorer, part, temperature=temperature, half=half).logits
                 parts.append((rows, logits[part_rows]))
                 scorer.train(was_training)
         logits = torch.cat([x for _, x in parts])
         rows = torch.cat([r for r, _ in parts]).to(logits.device)
         return torch.empty_like(logits).index_copy_(0, rows, logits)
 
-    def _by_version(self, rollouts: Rollouts) -> Iterator[tuple[int, Rollouts, Tensor, Tensor]]:
+    def _by_version(self, model: nn.Module, rollouts: Rollouts) -> Iterator[tuple[int, Rollouts, Tensor, Tensor]]:
         """Split rollouts by the version of the weights that drew each token.
 
         Yields: the version, the sequences that have a token of it, the rows of those tokens in the
-            batch, and their rows within those sequences.
+            batch, and their rows within those sequences. Where the model is sharded, every process yields the
+            versions of all of them: the first sequence, and no rows of it, for one that it has no token of.
         """
         drawn = rollouts.rollout_version
-        present = drawn.unique().tolist()
+        present = sorted(anywhere(self.accelerator.unwrap_model(model), drawn.unique().tolist()))
         if not self.by_version or len(present) == 1:
             every = torch.arange(len(drawn))
             yield present[0], rollouts, every, every
@@ -244,6 +279,7 @@ class OldPolicy:
         segments = Segments(rollouts.cu_seqlens)
         for v in present:
             sequences = (segments.sum((drawn == v).double()) > 0).nonzero().squeeze(-1)
+            sequences = sequences if len(sequences) else torch.tensor([0])
             rows = segments.rows(sequences)
             part_rows = (drawn[rows] == v).nonzero().squeeze(-1)
             yield v, rollouts.select(sequences), rows[part_rows], part_rows
@@ -290,29 +326,29 @@ class Snapshots(OldPolicy):
         return drawn_at
 
     def retain(self, versions: Iterable[int], model: nn.Module, version: int) -> None:
-        wanted = set(versions)
+        inner = self.accelerator.unwrap_model(model)
+        wanted = anywhere(inner, versions)
         for old in self.kept.keys() - wanted:
             snapshot = self.kept.pop(old)
-            if isinstance(snapshot, Path) and self.accelerator.is_main_process:
+            if isinstance(snapshot, Path) and (self.parts or self.accelerator.is_main_process):
                 snapshot.unlink(missing_ok=True)
         if version in wanted and version not in self.kept:
-            self._keep(version, named_weights(self.accelerator, model))
+            self._keep(version, local_weights(inner))
 
     def save(self, folder: Path) -> None:
         for v in self.kept:
-            write_weights(self._weights(v), _file(folder / FOLDER, v))
+            self.write(self._weights(v), self._file(folder / FOLDER, f"version-{v:08d}"))
 
     def load(self, folder: Path, versions: Iterable[int]) -> None:
         for v in sorted(set(versions)):
-            self._keep(v, read_weights(_file(folder / FOLDER, v)))
+            self._keep(v, read_weights(self._file(folder / FOLDER, f"version-{v:08d}")))
 
     def _keep(self, version: int, weights: Weights) -> None:
         if not self.on_disk:
             self.kept[version] = {n: w.to("cpu", copy=True) for n, w in weights.items()}
             return
-        file = _file(self.folder, version)
-        if self.accelerator.is_main_process:
-            write_weights(weights, file)
+        file = self._file(self.folder, f"version-{version:08d}")
+        self.write(weights, file)
         self.accelerator.wait_for_everyone()
         self.kept[version] = file
 
@@ -322,34 +358,30 @@ class Snapshots(OldPolicy):
 
 
 class SecondModel(OldPolicy):
-    """A copy of the model that takes the trainer's weights whenever the engine does.
+    """A copy of the weights that follows the trainer's whenever the engine takes new ones.
 
     Exact for what the engine draws now. A batch that waited in a queue while the engine moved on is scored with newer
     weights, and marked `stale`.
 
-    Memory: one more model on the device.
+    Memory: one copy of the weights, where they are `kept`.
     """
 
-    def __init__(self, accelerator: Accelerator, folder: Path) -> None:
+    def __init__(self, accelerator: Accelerator, folder: Path, *, offload: bool = False) -> None:
         super().__init__(accelerator, folder)
-        self.model: nn.Module | None = None
+        self.offload = offload
+        self.weights: dict[str, Tensor] = {}
         self.version = 0
 
     def policy(self, drawn_at: int, model: nn.Module, version: int) -> AbstractContextManager[nn.Module]:
-        assert self.model is not None, "weights were never published"
-        return nullcontext(self.model)
+        assert self.weights, "weights were never published"
+        return weights_replaced(self.accelerator, model, self.weights)
 
     def scored_at(self, drawn_at: int, version: int) -> int:
         return self.version
 
-    @torch.no_grad()
     def published(self, model: nn.Module, version: int) -> None:
-        inner = self.accelerator.unwrap_model(model)
-        if self.model is None:
-            self.model = copy.deepcopy(inner).requires_grad_(False)
-        else:
-            for own, new in zip(self.model.parameters(), inner.parameters(), strict=True):
-                own.copy_(new)
+        current = local_weights(self.accelerator.unwrap_model(model))
+        self.weights = {n: kept(w, offload=self.offload) for n, w in current.items()}
         self.version = version
 
 
@@ -358,14 +390,14 @@ class Averaged(OldPolicy):
 
         W' = decay W + 1,    mean' = (decay W mean + theta) / W'
 
-    Memory: one copy of the weights, on their device.
+    Memory: one copy of the weights, where they are `kept`.
 
     Reference: Hilton et al., arXiv:2110.00641.
     """
 
-    def __init__(self, accelerator: Accelerator, folder: Path, *, decay: float) -> None:
+    def __init__(self, accelerator: Accelerator, folder: Path, *, decay: float, offload: bool = False) -> None:
         super().__init__(accelerator, folder)
-        self.decay, self.weight = decay, 1.0
+        self.decay, self.offload, self.weight = decay, offload, 1.0
         self.mean: dict[str, Tensor] = {}
 
     def policy(self, drawn_at: int, model: nn.Module, version: int) -> AbstractContextManager[nn.Module]:
@@ -376,21 +408,22 @@ class Averaged(OldPolicy):
 
     def published(self, model: nn.Module, version: int) -> None:
         if not self.mean:  # the average begins where training does
-            self.mean = {n: w.clone() for n, w in named_weights(self.accelerator, model).items()}
+            current = local_weights(self.accelerator.unwrap_model(model))
+            self.mean = {n: kept(w, offload=self.offload) for n, w in current.items()}
 
     def stepped(self, model: nn.Module) -> None:
         total = self.weight
-        for name, new in named_weights(self.accelerator, model).items():
-            mean = self.mean[name].to(new.device)
-            self.mean[name], total = ewma_update(mean, new, weight=self.weight, decay=self.decay)
+        for name, new in local_weights(self.accelerator.unwrap_model(model)).items():
+            mean, total = ewma_update(self.mean[name].to(new.device), new, weight=self.weight, decay=self.decay)
+            self.mean[name] = mean.cpu() if self.offload else mean
         self.weight = total
 
     def save(self, folder: Path) -> None:
         total = torch.tensor(self.weight, dtype=torch.float64)
-        write_weights({**self.mean, "/weight": total}, folder / FOLDER / "mean.safetensors")
+        self.write({**self.mean, "/weight": total}, self._file(folder / FOLDER, "mean"))
 
     def load(self, folder: Path, versions: Iterable[int]) -> None:
-        self.mean = dict(read_weights(folder / FOLDER / "mean.safetensors"))
+        self.mean = dict(read_weights(self._file(folder / FOLDER, "mean")))
         self.weight = float(self.mean.pop("/weight"))
 
 
@@ -399,9 +432,9 @@ def make_old_policy(settings: recipe.OldPolicy, accelerator: Accelerator, folder
     if settings.source == "sampling":
         return Snapshots(accelerator, folder, on_disk=settings.snapshots == "disk")
     if settings.source == "second_model":
-        return SecondModel(accelerator, folder)
+        return SecondModel(accelerator, folder, offload=settings.offload)
     if settings.source == "ewma":
-        return Averaged(accelerator, folder, decay=settings.decay)
+        return Averaged(accelerator, folder, decay=settings.decay, offload=settings.offload)
     return BatchStart(accelerator, folder)
 
 
@@ -423,7 +456,3 @@ def read_weights(file: Path) -> Weights:
             f"weights of an earlier version cannot be read from {file} ({e}); rollouts refer to them: "
             "resume from another checkpoint, or start the arm over"
         ) from e
-
-
-def _file(folder: Path, version: int) -> Path:
-    return folder / f"version-{version:08d}.safetensors"

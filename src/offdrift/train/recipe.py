@@ -41,7 +41,7 @@ class Rollout(Part):
     engine: Literal["transformers", "vllm", "openai"] = "transformers"
     """Which engine draws the tokens; "openai": a server that is running at `url`."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """The engine's precision; the trainer's is float32 (or what accelerate is told)."""
+    """The engine's precision; the trainer's is `optim.dtype`."""
     quantization: Annotated[str | None, BeforeValidator(lambda x: None if x == "none" else x)] = None
     """transformers: "int8". vllm: its own names, for instance "fp8_per_channel". "none": full weights,
     as if it were absent."""
@@ -123,6 +123,16 @@ class OldPolicy(Part):
     """sampling: where the weights of versions that rollouts still refer to are kept."""
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.889
     """ewma: decay of the average per update; 1 / (1 - decay) - 1 = 8 updates is its mean age."""
+    offload: bool = False
+    """second_model, ewma: keep the old policy's weights in host memory, and bring them to the device for its forward
+    passes only. Snapshots (sampling) always are there, or on disk."""
+
+
+class Reference(Part):
+    """The model that every arm starts from, which penalties on KL refer to."""
+
+    offload: bool = False
+    """Keep it in host memory, and bring it to the device for its forward passes and evaluations only."""
 
 
 class LengthGuard(Part):
@@ -167,6 +177,10 @@ class Optim(Part):
     """Optimizer steps per pass."""
     max_grad_norm: PositiveFloat = 1.0
     """Global gradient norm is clipped to this."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """What the trainer's forward passes multiply matrices in; weights, gradients and AdamW stay float32, and so does a
+    critic. float16 scales the loss, and skips steps whose gradient overflows (`optim/skipped`). Absent: what
+    `accelerate launch --mixed_precision` says, else float32."""
     token_budget: Positive = 16384
     """Padded tokens per forward pass; smaller is slower, uses less memory, and changes nothing else."""
     advantage: AdvantageName | Literal["method"] = "method"
@@ -288,6 +302,7 @@ class Recipe(Part):
     lag: Lag = Lag()
     buffer: Buffer = Buffer()
     old_policy: OldPolicy = OldPolicy()
+    reference: Reference = Reference()
     optim: Optim = Optim()
     critic: Critic = Critic()
     log: Log = Log()
@@ -418,6 +433,11 @@ class Recipe(Part):
     def _check_old_policy(self, name: str) -> None:
         """Refuse an old policy that leaves a part of the method without effect."""
         row, source = self.arms[name].build(), self.old_policy_of(name).source
+        if self.old_policy_of(name).offload and source not in ("second_model", "ewma"):
+            raise ValueError(
+                f'arms.{name}: old_policy.offload = true, but old_policy.from = "{source}" keeps no weights on the '
+                'device; leave it out, or use "second_model" or "ewma"'
+            )
         parts = [*row.correction.gates, *row.correction.weights, row.objective]
         inert = [p.formula for p in parts if getattr(p, "on", None) == "mismatch"]
         compared = sorted(name for name in row.divergences if name.endswith("old_current"))

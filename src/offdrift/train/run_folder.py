@@ -155,7 +155,7 @@ class Position:
 def save_checkpoint(
     accelerator: Accelerator, folder: Path, position: Position, *, also: Callable[[Path], None] = lambda path: None
 ) -> None:
-    """Write a checkpoint, and in the main process whatever `also` adds to its folder; all but the newest two go.
+    """Write a checkpoint, and in every process whatever `also` adds to its folder; all but the newest two go.
 
     Raises: `RecordError` if it cannot be written; the previous checkpoint is untouched.
     """
@@ -178,9 +178,9 @@ def save_checkpoint(
         common = asdict(position)
         own = partial / f"source-{accelerator.process_index:03d}.json"
         own.write_text(json.dumps(common.pop("source")))
+        also(partial)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            also(partial)
             (partial / "position.json").write_text(json.dumps(common))
             shutil.rmtree(final, ignore_errors=True)
             os.replace(partial, final)

@@ -38,6 +38,7 @@ from offdrift.stats.metrics import gradient_power
 from offdrift.stats.signature import signature
 from offdrift.train.batch import Batch
 from offdrift.train.old_policy import PolicyScores, named_as_old
+from offdrift.train.sharded import clip_gradients, in_step, is_sharded
 
 GROUPS_PER_PROCESS = 2**32
 
@@ -98,6 +99,8 @@ def train_step(
     version: int = 0,
     view: bool = False,
     region: TrustRegion | None = None,
+    half: torch.dtype | None = None,
+    loss_scale: float | None = None,
 ) -> Update:
     """Take one optimizer step on a batch.
 
@@ -108,10 +111,13 @@ def train_step(
         version: optimizer steps taken before this one.
         view: also give per-token values, for samples and the token log.
         region: also collect the evidence for a certificate of this trust region.
+        half: precision of the forward passes, see `engines.score.score`.
+        loss_scale: what the loss is multiplied by while its gradient is taken; a step whose gradient is then not
+            finite is skipped, and `optim/skipped` is 1. See `methods.schedules.LossScale`.
 
     Returns: statistics over all processes; the gradient norm before clipping is `optim/grad_norm`.
 
-    Raises: `EngineError` if the gradient is not finite; the model is left as it was.
+    Raises: `EngineError` if the gradient is not finite and no loss scale was given; the model is left as it was.
     """
     rollouts, world = batch.rollouts, accelerator.num_processes
     horizon = rollouts.provenance.sampling.max_tokens
@@ -126,7 +132,11 @@ def train_step(
     observed = None
     if method.looks_ahead and (passes > 1 or world > 1):
         with torch.no_grad():
-            parts = [ScoredPiece(model, batch.select(p), version).observe(method) for p in pieces]
+            observations = [
+                (ScoredPiece(model, batch.select(piece), version, half).observe(method), counts)
+                for piece, counts in in_step(model, pieces)
+            ]
+        parts = [part for part, counts in observations if counts]
         parts = parts if world == 1 else gather_object(parts)
         observed = functools.reduce(Observed.merge, parts).to(accelerator.device)
     stats: list[DriftStats] = []
@@ -137,10 +147,12 @@ def train_step(
         # Every process makes the same number of backward passes: one that has fewer pieces repeats
         # its last without counting it.
         counts, sequences = i < len(pieces), pieces[min(i, len(pieces) - 1)]
-        with contextlib.nullcontext() if i == passes - 1 else accelerator.no_sync(model):
-            piece = ScoredPiece(model, batch.select(sequences), version)
+        # Gradients of a sharded model are spread after every piece: added up whole, they would be on every device.
+        spread = i == passes - 1 or is_sharded(model)
+        with contextlib.nullcontext() if spread else accelerator.no_sync(model):
+            piece = ScoredPiece(model, batch.select(sequences), version, half)
             result = piece.loss(method, normalizer, observed)
-            accelerator.backward(result.loss if counts else result.loss * 0.0)
+            accelerator.backward(result.loss * (counts * (loss_scale or 1.0)))
         if not counts:
             continue
         tails.add(piece.logprobs)
@@ -152,13 +164,13 @@ def train_step(
             exact &= all(d.grade is Grade.EXACT for d in piece.divergences.values())
         if observed is None and method.looks_ahead:
             observed = result.observed  # the only piece is the whole step
-    norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-    norm = torch.as_tensor(0.0 if norm is None else norm).cpu()
+    norm = clip_gradients(accelerator, model, max_grad_norm, scale=loss_scale or 1.0)
     total = _with_batch_stats(DriftStats.merge_all(stats), batch, version)
     if world > 1:  # a few kilobytes; objects, because processes may have different positions
         total = DriftStats.merge_all(gather_object([total.cpu()]))
     total = total.plus(tails.sums(lambda own: gather_object([own]) if world > 1 else [own]))
-    if not bool(norm.isfinite()):
+    skipped = not bool(norm.isfinite())
+    if skipped and loss_scale is None:
         raise EngineError(
             f"the gradient norm is {norm.item()}; the step was not taken. Lower optim.lr, or look "
             "at the last batch's log-ratios (metrics full/abs_log_ratio_max, optim/loss)"
@@ -171,15 +183,19 @@ def train_step(
     try:
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = (lr if learning_rate is None else learning_rate) * lr_scale
-        optimizer.step()
+        if not skipped:
+            optimizer.step()
     finally:
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
     total = total.with_max("optim/grad_norm", norm).with_max("optim/lr_scale", torch.tensor(lr_scale))
+    if loss_scale is not None:
+        total = total.with_max("optim/loss_scale", torch.tensor(loss_scale))
+        total = total.with_max("optim/skipped", torch.tensor(float(skipped)))
     # The method of the next step: its own state, and the penalty's controller, moved on.
-    if observed is not None:
+    if observed is not None and not skipped:
         method = method.next(observed)
-    penalty = method.penalty
+    penalty = None if skipped else method.penalty
     if penalty is not None and penalty.controller is not None:
         sums = total.to_host()
         kl = sums["reference/kl"] / sums["n"]
@@ -208,11 +224,12 @@ def gather_evidence(accelerator: Accelerator, parts: list[BatchEvidence]) -> Bat
 class ScoredPiece:
     """A piece of a batch, scored by the current policy: log-probs, divergences, `BatchInfo`."""
 
-    def __init__(self, model: nn.Module, batch: Batch, version: int) -> None:
+    def __init__(self, model: nn.Module, batch: Batch, version: int, half: torch.dtype | None = None) -> None:
         rollouts, sampling = batch.rollouts, batch.rollouts.provenance.sampling
         logits_old = None if batch.old_logits is None else batch.old_logits(rollouts)
         self.horizon = sampling.max_tokens
-        self.scored = score(model, rollouts, temperature=sampling.temperature, keep_graph=logits_old is not None)
+        compared = logits_old is not None
+        self.scored = score(model, rollouts, temperature=sampling.temperature, keep_graph=compared, half=half)
         device = self.scored.logp.device
         self.divergences = divergences(
             rollouts, self.scored.logits.detach(), tail_log_ratio_cap=batch.tail_log_ratio_cap
