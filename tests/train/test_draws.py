@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +31,7 @@ from offdrift.train.source import batch_seed
 from offdrift.train.tasks import TASKS
 from tests.train.conftest import Digits, short_arms, small_recipe
 from tests.train.test_buffer import drawn as rollouts_with
+from tests.train.test_processes import ENVIRONMENT, ROOT
 from tests.train.test_tokenlog import logs
 
 
@@ -64,7 +68,7 @@ def sizes(rollouts):
 # -- formulas -------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), min_size=1, max_size=4), max_size=6))
+@given(st.lists(st.lists(st.tuples(st.integers(-1, 1), st.integers(-1, 0)), min_size=1, max_size=4), max_size=6))
 def test_a_group_has_a_spread_if_some_column_takes_two_values(groups):
     rows = [(g, *values) for g, group in enumerate(groups) for values in group]
     table = torch.tensor(sorted(rows, key=hash), dtype=torch.int64).reshape(-1, 3)
@@ -126,31 +130,40 @@ def test_a_prompt_is_left_out_after_so_many_right_visits_in_a_row():
 # -- runs -----------------------------------------------------------------------------------------
 
 
-def test_a_batch_is_filled_with_groups_that_have_a_spread_in_the_order_of_the_draws(tmp_path, short):
-    """What it holds is what single rounds, drawn by hand, hold: of each, the groups whose rewards differ."""
-    train(recipe_with(draws={"dynamic": True}), tmp_path / "run")
-    train(recipe_with(batches=1), tmp_path / "plain")
-    batch, row = drawn_by(tmp_path / "run"), metrics_of(tmp_path / "run")[0]
+def by_turn(monkeypatch, reward):
+    """Reward a prompt's responses by its number and their place among all of its responses, from 1."""
+    seen: Counter[str] = Counter()
+
+    def score(self, completion, problem):
+        seen[problem.prompt] += 1
+        return reward(int(problem.prompt.split("+")[0]), seen[problem.prompt])
+
+    monkeypatch.setattr(Early, "reward", score)
+
+
+def test_a_batch_is_filled_with_groups_that_have_a_spread_in_the_order_of_the_draws(tmp_path, short, monkeypatch):
+    """Two of three prompts have a spread: of four a round, two or three, so that five or six in two rounds."""
+    by_turn(monkeypatch, lambda number, turn: float(number % 3 == 0 or turn % 2))
+    train(recipe_with(batches=1, draws={"dynamic": True}), tmp_path / "run")
+    batch, (row,) = drawn_by(tmp_path / "run"), metrics_of(tmp_path / "run")
+    stream = [p.prompt for p in Early().sample(8, seed=batch_seed(0, 0))]
+    useful = [p for p in stream if int(p.split("+")[0]) % 3]
+    assert len(useful) > 4
+    assert list(batch.prompts[::4]) == useful[:4]
     assert sizes(batch) == [4] * 4
-    assert has_spread(batch.rewards[:, None], batch.group_ids).all()
-    # The first round is what a run without dynamic sampling draws, and its useful groups come first.
-    first = drawn_by(tmp_path / "plain")
-    useful = has_spread(first.rewards[:, None], first.group_ids)
-    assert 0 < useful.sum() < 4
-    prompts = [first.prompts[4 * i] for i in range(4) if useful[i]]
-    assert list(batch.prompts[::4])[: len(prompts)] == prompts
-    # The next are those of the prompts that follow in the same stream.
-    later = [p.prompt for p in Early().sample(40, seed=batch_seed(0, 0))][4:]
-    assert [p for p in later if p in batch.prompts] == list(batch.prompts[::4])[len(prompts) :]
+    assert batch.rewards.tolist() == [1.0, 0.0] * 8
+    # The first round is what a run without dynamic sampling draws.
+    train(recipe_with(batches=1), tmp_path / "plain")
+    plain = drawn_by(tmp_path / "plain")
+    of_first = [[r.completions[i] for i in range(16) if r.prompts[i] == useful[0]] for r in (batch, plain)]
+    assert of_first[0] == of_first[1]
     # Cost: every response drawn is counted, whether it is trained on or not.
-    rounds = row["draws/rounds"]
-    assert row["draws/responses_per_kept"] == rounds > 1
-    assert row["draws/discarded_frac"] == 1 - 1 / rounds
-    assert (row["draws/filled_frac"], row["groups/flat_frac"]) == (0.0, 0.0)
-    # No certificate: neither of the update, nor by an audit of its log, nor by `offdrift certify`.
+    expected = {"rounds": 2.0, "responses_per_kept": 2.0, "discarded_frac": 0.5, "filled_frac": 0.0, "group_size": 4.0}
+    assert {name: row[f"draws/{name}"] for name in expected} == expected
+    assert row["groups/flat_frac"] == 0.0
+    # No certificate: neither of the update nor by `offdrift certify`.
     assert not row["certificate/fresh"]
     assert "chosen by the rewards" in row["certificate/verdict"]
-    assert batch.provenance.selected
     assert metrics_of(tmp_path / "plain")[0]["certificate/fresh"]
     with pytest.raises(RecordError, match="chosen by the rewards"):
         judge(
@@ -173,24 +186,19 @@ def test_when_rounds_run_out_the_batch_is_filled_or_the_run_stops(tmp_path, shor
         train(recipe_with(draws={"dynamic": True, "rounds": 3, "at_cap": "stop"}), tmp_path / "stop")
 
 
-def test_groups_without_a_spread_double_until_they_have_one_or_are_as_large_as_allowed(tmp_path, short):
-    train(recipe_with(batches=1, draws={"max_samples": 14}), tmp_path / "grown")
-    train(recipe_with(batches=1), tmp_path / "plain")
-    grown, plain = drawn_by(tmp_path / "grown"), drawn_by(tmp_path / "plain")
-    spread = has_spread(plain.rewards[:, None], plain.group_ids).tolist()
-    assert not all(spread)
+def test_groups_without_a_spread_double_until_they_have_one_or_are_as_large_as_allowed(tmp_path, short, monkeypatch):
+    """Of four prompts the 2nd, the 6th, the 10th and no response is wrong: sizes 4, 8, 14 and 14."""
+    by_turn(monkeypatch, lambda number, turn: float(turn != (2, 6, 10, 99)[number % 4]))
+    train(recipe_with(batches=1, draws={"max_samples": 14}), tmp_path)
+    batch, (row,) = drawn_by(tmp_path), metrics_of(tmp_path)
     for g in range(4):
-        rewards = grown.rewards[grown.group_ids == g].tolist()
-        assert rewards[:4] == plain.rewards[plain.group_ids == g].tolist(), "the first stage is the plain draw"
-        stages = [4] if spread[g] else [4, 8, 14]
-        # It stopped at the first stage after which its rewards differ, or at the last.
-        enough = next((n for n in stages if len(set(rewards[:n])) > 1), stages[-1])
-        assert len(rewards) == enough
-        assert len({p for p, i in zip(grown.prompts, grown.group_ids.tolist()) if i == g}) == 1
-    assert grown.num_sequences > 16
-    (row,) = metrics_of(tmp_path / "grown")
-    assert row["draws/group_size"] == grown.num_sequences / 4
-    assert row["draws/responses_per_kept"] == 1.0
+        own = (batch.group_ids == g).nonzero()[:, 0].tolist()
+        (prompt,) = {batch.prompts[i] for i in own}
+        kind = int(prompt.split("+")[0]) % 4
+        assert [len(own), batch.rewards[own].tolist().count(0.0)] == [(4, 8, 14, 14)[kind], int(kind != 3)]
+        stages = [[batch.completions[i] for i in own[a:b]] for a, b in ((0, 4), (4, 8), (8, 12))]
+        assert kind == 0 or stages[0] != stages[1]
+    assert (row["draws/group_size"], row["draws/responses_per_kept"]) == (10.0, 1.0)
 
 
 LINES = [
@@ -348,3 +356,31 @@ def test_an_audit_makes_no_certificate_of_what_was_selected(tmp_path, short):
 def test_what_cannot_act_is_refused_by_name(changes, words):
     with pytest.raises(RecipeError, match=words):
         recipe_with(**changes)
+
+
+@pytest.mark.slow
+def test_two_processes_fill_their_own_shares_of_a_batch(tmp_path):
+    """Five groups are three and two; the metrics of both processes are of all that was drawn."""
+    (tmp_path / "early.py").write_text(
+        "def score(completion): return float(any(c.isdigit() for c in completion[:3]))\n"
+    )
+    changes = {
+        "reward": f"{tmp_path}/early.py:score",
+        "draws": {"dynamic": True, "max_samples": 8},
+        "rollout": {"prompts": 5, "samples": 4, "max_tokens": 6},
+        "batches": 1,
+        "arms": {"none": {"method": "none"}},
+    }
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "tests.train.worker")
+    words = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    environment = {**ENVIRONMENT, "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, *launcher, str(tmp_path / "two"), "--short", *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    shares = [read(tmp_path / f"two/arms/none/rollouts/batch-000000-rank{rank}.parquet") for rank in (0, 1)]
+    assert [sorted(set(share.group_ids.tolist())) for share in shares] == [[0, 2, 4], [1, 3]]
+    assert set(shares[0].prompts).isdisjoint(shares[1].prompts)
+    (row,) = metrics_of(tmp_path / "two")
+    flat = sum(int((~has_spread(s.rewards[:, None], s.group_ids // 2)).sum()) for s in shares)
+    assert row["groups/flat_frac"] == row["draws/filled_frac"] == flat / 5
+    assert row["draws/group_size"] == sum(share.num_sequences for share in shares) / 5
