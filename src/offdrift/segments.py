@@ -112,6 +112,23 @@ class Segments:
             )
         return replace(self, group_ids=group_ids)
 
+    def with_turns(self, turn_ids: Int[Tensor, " n"]) -> Segments:
+        """The same, cut into turns wherever `turn_ids` change within a segment.
+
+        Example:
+            >>> s = Segments.from_lengths([3, 1]).with_turns(torch.tensor([0, 0, 1, 1]))
+            >>> s.turns.lengths
+            tensor([2, 1, 1])
+        """
+        changes = (turn_ids.diff() != 0).nonzero().squeeze(-1) + 1
+        return replace(self, turns=Segments(torch.cat([self.cu_seqlens, changes.to(self.cu_seqlens)]).unique()))
+
+    def to(self, device: torch.device | str) -> Segments:
+        """The same on another device."""
+        ids = None if self.group_ids is None else self.group_ids.to(device)
+        turns = None if self.turns is None else self.turns.to(device)
+        return Segments(self.cu_seqlens.to(device), turns=turns, group_ids=ids)
+
     def __len__(self) -> int:
         return len(self.cu_seqlens) - 1
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from offdrift.engines.output_head import check_states
 from offdrift.errors import EngineError
+from offdrift.ratios import turns_of
 from offdrift.records.rollouts import (
     Evidence,
     EvidenceKind,
@@ -22,8 +23,10 @@ from offdrift.records.rollouts import (
     Provenance,
     Rollouts,
     Sampling,
+    cumulative,
     pack_sequences,
 )
+from offdrift.segments import Segments
 
 MIN_TEMPERATURE = 0.01
 """Below it vLLM clamps in silence and float32 softmax overflows; greedy is `top_k=1`."""
@@ -174,14 +177,24 @@ def rollouts_from(draws: Sequence[Draws], prompts: Tokens, *, version: int, prov
 
 
 def prompts_of(rollouts: Rollouts) -> list[list[int]]:
-    """Token ids of every prompt."""
-    cuts = rollouts.prompt_cu_seqlens.diff().tolist()
-    return [p.tolist() for p in rollouts.prompt_tokens.split(cuts)]
+    """Token ids of every prompt; of an episode, for each of its turns, all that stands before it."""
+    cuts, turns = rollouts.prompt_cu_seqlens.diff().tolist(), rollouts.turns
+    prompts = [p.tolist() for p in rollouts.prompt_tokens.split(cuts)]
+    if turns is None:
+        return prompts
+    columns, context_columns = turns.columns(rollouts.cu_seqlens)
+    starts, segments = cumulative(rollouts.lengths_with_context), rollouts.segments
+    whole = torch.empty(int(starts[-1]), dtype=torch.int64)
+    whole[starts[segments.seq_ids] + columns] = rollouts.tokens.long()
+    whole[starts[Segments(turns.context_cu_seqlens).seq_ids] + context_columns] = turns.context_tokens.long()
+    first = turns_of(segments).cu_seqlens[:-1]
+    before = zip(segments.seq_ids[first].tolist(), columns[first].tolist(), strict=True)
+    return [prompts[i] + whole[starts[i] : starts[i] + column].tolist() for i, column in before]
 
 
 def responses_of(rollouts: Rollouts) -> list[list[int]]:
-    """Token ids of every response."""
-    return [r.tolist() for r in rollouts.tokens.split(rollouts.lengths.tolist())]
+    """Token ids of every response; of an episode, of each of its turns."""
+    return [r.tolist() for r in rollouts.tokens.split(turns_of(rollouts.segments).lengths.tolist())]
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -33,7 +33,12 @@ def routers(model: nn.Module) -> list[nn.Module]:
 
 
 def route_lengths(rollouts: Rollouts) -> Int[Tensor, " b"]:
-    """Positions of every sequence that engines compute: prompt and response but the last token."""
+    """Positions of every sequence that engines compute: prompt and response but the last token.
+
+    Raises: `EngineError` for episodes of several turns, which are prefilled anew at each turn.
+    """
+    if rollouts.turns is not None:
+        raise EngineError("routes of episodes are not read: give rollouts of one turn")
     return rollouts.prompt_cu_seqlens.diff() + rollouts.lengths - 1
 
 

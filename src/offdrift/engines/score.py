@@ -65,11 +65,11 @@ def score(
     inputs = left_right_padded(rollouts, device=device)
     # Every weight is read once a pass: a cache of them in half precision would only hold all of them at once.
     with torch.autocast(device.type, half, enabled=half is not None, cache_enabled=False):
-        rows_btv = model(  # column j predicts response token j
+        rows_btv = model(  # column j predicts the token at place j behind the prompt
             input_ids=inputs.ids,
             attention_mask=inputs.attention,
             position_ids=inputs.positions,
-            logits_to_keep=int(rollouts.lengths.max()) + 1,
+            logits_to_keep=int(rollouts.lengths_with_context.max()) + 1,
             use_cache=False,
         ).logits
     logits = at_least_float32(rows_btv[inputs.rows, inputs.columns]) / temperature  # [n, v]
@@ -105,17 +105,26 @@ class Padded(NamedTuple):
 
 
 def left_right_padded(rollouts: Rollouts, *, device: torch.device | str = "cpu") -> Padded:
-    """Prompts flush right, responses flush left, meeting in one column of every row."""
-    prompts, responses = rollouts.prompt_cu_seqlens.diff(), rollouts.lengths
+    """Prompts flush right, responses flush left, meeting in one column of every row.
+
+    What an environment wrote between turns stands where it stood, and no column is its own.
+    """
+    prompts, responses, turns = rollouts.prompt_cu_seqlens.diff(), rollouts.lengths_with_context, rollouts.turns
     widest, longest, b = int(prompts.max()), int(responses.max()), len(responses)
     rows, columns = _cells(rollouts.cu_seqlens)
     prompt_rows, prompt_columns = _cells(rollouts.prompt_cu_seqlens)
     prompt_columns = prompt_columns + (widest - prompts)[prompt_rows]
     ids = torch.zeros(b, widest + longest, dtype=torch.int64)
     attention = torch.zeros_like(ids)
+    if turns is not None:
+        columns, context_columns = turns.columns(rollouts.cu_seqlens)
+        context_rows, _ = _cells(turns.context_cu_seqlens)
+        ids[context_rows, widest + context_columns] = turns.context_tokens.long()
     ids[prompt_rows, prompt_columns] = rollouts.prompt_tokens.long()
     ids[rows, widest + columns] = rollouts.tokens.long()
     attention[prompt_rows, prompt_columns] = 1
+    if turns is not None:
+        attention[context_rows, widest + context_columns] = 1
     attention[rows, widest + columns] = 1
     positions = (attention.cumsum(-1) - 1).clamp(min=0)
     return Padded(*(x.to(device) for x in (ids, attention, positions, rows, columns)))
@@ -127,7 +136,7 @@ def chunks(rollouts: Rollouts, *, token_budget: int) -> Iterator[Int[Tensor, " s
     A piece costs `sequences x (widest prompt + longest response)`; a single sequence longer than
     the budget is a piece of its own.
     """
-    prompts, responses = rollouts.prompt_cu_seqlens.diff(), rollouts.lengths
+    prompts, responses = rollouts.prompt_cu_seqlens.diff(), rollouts.lengths_with_context
     order = torch.argsort(prompts + responses, stable=True).tolist()
     piece: list[int] = []
     widest = longest = 0

@@ -103,11 +103,63 @@ Evidence = FullVocab | TopK | HiddenStates
 
 
 @dataclass(frozen=True)
+class Turns:
+    """Turns of episodes: which one drew each response token, and what an environment wrote between them.
+
+    A sequence is an episode. `c` tokens of context in all: a model that scores the episode reads them where they
+    stand, and none of them is scored or trained.
+    """
+
+    ids: Int[Tensor, " n"]
+    """Turn of each response token in its episode, from 0."""
+    context_tokens: Int[Tensor, " c"]
+    context_ids: Int[Tensor, " c"]
+    """Turn that each context token stands before, never decreasing within an episode."""
+    context_cu_seqlens: Int[Tensor, " cuts"]
+    """Where the context of each episode begins and ends."""
+
+    @staticmethod
+    def single(tokens: int, sequences: int) -> Turns:
+        """One turn per sequence, without context."""
+        none = torch.zeros(0, dtype=torch.int64)
+        return Turns(none.new_zeros(tokens), none, none, none.new_zeros(sequences + 1))
+
+    def select(self, rows: Int[Tensor, " k"], sequences: Int[Tensor, " s"]) -> Turns:
+        """The turns of the given sequences, whose response tokens are `rows`."""
+        context = Segments(self.context_cu_seqlens)
+        at = context.rows(sequences)
+        cuts = cumulative(context.lengths[sequences])
+        return Turns(self.ids[rows], self.context_tokens[at], self.context_ids[at], cuts)
+
+    def columns(self, cu_seqlens: Int[Tensor, " cuts"]) -> tuple[Int[Tensor, " n"], Int[Tensor, " c"]]:
+        """Places behind the prompt, from 0, of every response token and of every context token.
+
+        In each episode: the context of a turn, then its response tokens, then the context of the next.
+
+        Example:
+            >>> turns = Turns(*map(torch.tensor, ([0, 0, 1], [7], [1], [0, 1])))
+            >>> turns.columns(torch.tensor([0, 3]))  # y y c y
+            (tensor([0, 1, 3]), tensor([2]))
+        """
+        responses, context = Segments(cu_seqlens), Segments(self.context_cu_seqlens)
+        sequence = torch.cat([context.seq_ids, responses.seq_ids])
+        turn = torch.cat([self.context_ids.long(), self.ids.long()])
+        # Context stands first in the list, so that a stable sort puts it before the turn's own tokens.
+        order = turn.argsort(stable=True)
+        order = order[sequence[order].argsort(stable=True)]
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order))
+        starts = (responses.cu_seqlens + context.cu_seqlens)[:-1].long()
+        context_columns, columns = (place - starts[sequence]).split([len(self.context_ids), len(self.ids)])
+        return columns, context_columns
+
+
+@dataclass(frozen=True)
 class Rollouts:
     """A batch of sampled sequences on the packed layout.
 
     `n` response tokens in `b` sequences; `m` prompt tokens. `group_ids` says which sequences answer the same prompt.
-    `rewards` and the texts are optional and filled in by whoever knows them.
+    `rewards`, `turns` and the texts are optional and filled in by whoever knows them.
     """
 
     tokens: Int[Tensor, " n"]
@@ -127,6 +179,8 @@ class Rollouts:
     """Reward of a greedy response to the same prompt by the same weights, where one was drawn (ReMax's baseline)."""
     prompts: tuple[str, ...] | None = field(default=None, repr=False)
     completions: tuple[str, ...] | None = field(default=None, repr=False)
+    turns: Turns | None = field(default=None, repr=False)
+    """Where sequences are episodes of several turns; None: one turn each."""
 
     @property
     def num_sequences(self) -> int:
@@ -134,13 +188,19 @@ class Rollouts:
 
     @property
     def segments(self) -> Segments:
-        """Which token belongs to which sequence and prompt group."""
-        return Segments(self.cu_seqlens, group_ids=self.group_ids)
+        """Which token belongs to which sequence, turn and prompt group."""
+        segments = Segments(self.cu_seqlens, group_ids=self.group_ids)
+        return segments if self.turns is None else segments.with_turns(self.turns.ids)
 
     @property
     def lengths(self) -> Int[Tensor, " b"]:
         """Response tokens per sequence."""
         return self.cu_seqlens.diff()
+
+    @property
+    def lengths_with_context(self) -> Int[Tensor, " b"]:
+        """Tokens per sequence behind its prompt: response tokens, and what an environment wrote between them."""
+        return self.lengths if self.turns is None else self.lengths + self.turns.context_cu_seqlens.diff()
 
     def prompt_keys(self) -> Int[Tensor, " b"]:
         """A hash of each sequence's prompt tokens: equal where prompts are, in whatever file or batch.
@@ -166,11 +226,10 @@ class Rollouts:
                 values[name] = {key: value[sequences] for key, value in x.items()}
             elif isinstance(x, tuple):
                 values[name] = tuple(x[i] for i in order)
-        if self.evidence is not None:
-            evidence = {name: x[rows] for name, x in _per_token(self.evidence).items()}
-            values["evidence"] = replace(self.evidence, **evidence)
         return replace(
             self,
+            evidence=None if self.evidence is None else evidence_at(self.evidence, rows),
+            turns=None if self.turns is None else self.turns.select(rows, sequences),
             cu_seqlens=cumulative(self.lengths[sequences]),
             prompt_tokens=self.prompt_tokens[Segments(self.prompt_cu_seqlens).rows(sequences)],
             prompt_cu_seqlens=cumulative(self.prompt_cu_seqlens.diff()[sequences]),
@@ -191,6 +250,8 @@ def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
     Raises: `ShapeError` if they differ in provenance, or in the output head of their hidden states.
     """
     first = batches[0]
+    if any(b.turns is not None for b in batches):
+        batches = [b.with_(turns=b.turns or Turns.single(len(b.tokens), b.num_sequences)) for b in batches]
     if any(b.provenance != first.provenance for b in batches):
         raise ShapeError(
             "cannot concatenate rollouts of different provenance: "
@@ -206,6 +267,9 @@ def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
             if name.endswith("cu_seqlens"):
                 return cumulative(torch.cat([v.diff() for v in values]))
             return torch.cat(values)
+        if isinstance(values[0], Turns):
+            turns = {n: torch.cat([getattr(v, n) for v in values]) for n in ("ids", "context_tokens", "context_ids")}
+            return Turns(**turns, context_cu_seqlens=cumulative(torch.cat([v.context_cu_seqlens.diff() for v in values])))
         if isinstance(values[0], Mapping):
             return {k: torch.cat([v[k] for v in values]) for k in values[0]}
         if isinstance(values[0], Evidence):
@@ -219,6 +283,11 @@ def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
         return sum(values, ()) if isinstance(values[0], tuple) else values[0]
 
     return Rollouts(**{f.name: joined(f.name) for f in fields(Rollouts)})  # type: ignore[arg-type]
+
+
+def evidence_at(evidence: Evidence, rows: Int[Tensor, " k"]) -> Evidence:
+    """The evidence of some of the tokens."""
+    return replace(evidence, **{name: x[rows] for name, x in _per_token(evidence).items()})
 
 
 def _per_token(evidence: Evidence) -> dict[str, Tensor]:

@@ -30,12 +30,12 @@ from torch import Tensor
 from offdrift.divergence.head import Head
 from offdrift.errors import RecordError
 from offdrift.records.atomic import write_atomically
-from offdrift.records.rollouts import Evidence, FullVocab, HiddenStates, Provenance, Rollouts, Sampling, TopK
+from offdrift.records.rollouts import Evidence, FullVocab, HiddenStates, Provenance, Rollouts, Sampling, TopK, Turns
 from offdrift.records.schema import ROLLOUTS_KEY
 
-FORMAT = 2
-READABLE = (1, FORMAT)
-"""Format 2 adds hidden states; whatever else a file of format 1 holds is the same."""
+FORMAT = 3
+READABLE = (1, 2, FORMAT)
+"""Format 2 adds hidden states, format 3 turns; whatever else a file of an earlier format holds is the same."""
 KEY = ROLLOUTS_KEY
 
 TOKEN_COLUMNS = {"tokens": pa.int32(), "logp_rollout": pa.float32(), "rollout_version": pa.int32()}
@@ -62,6 +62,10 @@ def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
         name: _list(getattr(rollouts, name), offsets, kind) for name, kind in TOKEN_COLUMNS.items()
     }
     columns["prompt_tokens"] = _list(rollouts.prompt_tokens, rollouts.prompt_cu_seqlens, pa.int32())
+    if (turns := rollouts.turns) is not None:
+        columns["turn_ids"] = _list(turns.ids, offsets, pa.int32())
+        for name in ("context_tokens", "context_ids"):
+            columns[name] = _list(getattr(turns, name), turns.context_cu_seqlens, pa.int32())
     columns["group_id"] = pa.array(rollouts.group_ids.numpy(), pa.int64())
     columns["finish"] = pa.array(rollouts.finish, pa.string())
     if rollouts.rewards is not None:
@@ -117,6 +121,14 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
         for name in TOKEN_COLUMNS:
             if not torch.equal(_stream(table, name)[1], cu_seqlens):
                 raise ValueError(f"{name} and tokens have different lengths")
+        turns = None
+        if "turn_ids" in table.column_names:
+            ids, of_tokens = _stream(table, "turn_ids")
+            context, cuts = _stream(table, "context_tokens")
+            before, of_context = _stream(table, "context_ids")
+            if not (torch.equal(of_tokens, cu_seqlens) and torch.equal(of_context, cuts)):
+                raise ValueError("turn_ids or context_ids have other lengths than the tokens they are about")
+            turns = Turns(ids, context, before, cuts)
         prompt_tokens, prompt_cu_seqlens = _stream(table, "prompt_tokens")
         components = {n.removeprefix(COMPONENT): n for n in table.column_names if n.startswith(COMPONENT)}
 
@@ -139,6 +151,7 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
             greedy_rewards=per_sequence("greedy_reward"),
             prompts=prompts,
             completions=completions,
+            turns=turns,
         )
 
 

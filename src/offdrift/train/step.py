@@ -32,7 +32,6 @@ from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss, policy_loss
 from offdrift.methods import Method
 from offdrift.records.rollouts import OLD_STATUS
-from offdrift.segments import Segments
 from offdrift.stats.drift import DriftStats, Tails
 from offdrift.stats.metrics import gradient_power
 from offdrift.stats.signature import signature
@@ -246,7 +245,7 @@ class ScoredPiece:
             self.scored.logp,
             None if old is None else old.logp,
             logp_ref=None if batch.logp_ref is None else batch.logp_ref.to(device),
-            segments=Segments(rollouts.cu_seqlens.to(device), group_ids=rollouts.group_ids.to(device)),
+            segments=rollouts.segments.to(device),
         )
         if old is not None:
             self.divergences |= old.divergences
