@@ -56,6 +56,10 @@ class RewardError(OffdriftError, RuntimeError):
     """A reward function of the user's that failed, or returned what is no reward."""
 
 
+class EpisodeError(OffdriftError, RuntimeError):
+    """An environment of the user's that failed, or answered what is no answer."""
+
+
 class FrameworkError(OffdriftError, ImportError):
     """A training framework that is missing, or of a version that an adapter does not know."""
 

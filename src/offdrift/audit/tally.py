@@ -119,6 +119,8 @@ def _facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor |
         maxima["version_lag_max"] = batch.lag.max()
         maxima["-version_lag_min"] = -batch.lag.min()
         maxima |= {"version_max": batch.version.max(), "-version_min": -batch.version.min()}
+    if (turns := batch.segments.turns) is not None and n:
+        sums |= {"turns": float(len(turns)), "turns/n": batch.segments.lengths.count_nonzero()}
     if batch.entropy is not None and n:
         sums |= {"current/entropy": batch.entropy.double().sum(), "current/entropy/n": float(n)}
     return sums, maxima

@@ -51,6 +51,7 @@ class Logged(LogValues):
             logp_rollout=rollouts.logp_rollout,
             group_ids=rollouts.group_ids,
             tokens=rollouts.tokens,
+            turn_ids=None if rollouts.turns is None else rollouts.turns.ids,
             truncated=torch.tensor([int(f == "length") for f in rollouts.finish]),
             **columns,
         )
@@ -65,8 +66,9 @@ class Logged(LogValues):
 
     @cached_property
     def segments(self) -> Segments:
-        """Which token belongs to which sequence and prompt group."""
-        return Segments(self.cu_seqlens, group_ids=self.group_ids)
+        """Which token belongs to which sequence, turn and prompt group."""
+        segments = Segments(self.cu_seqlens, group_ids=self.group_ids)
+        return segments if self.turn_ids is None else segments.with_turns(self.turn_ids)
 
     @property
     def pairs(self) -> tuple[str, ...]:

@@ -268,8 +268,9 @@ def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
                 return cumulative(torch.cat([v.diff() for v in values]))
             return torch.cat(values)
         if isinstance(values[0], Turns):
-            turns = {n: torch.cat([getattr(v, n) for v in values]) for n in ("ids", "context_tokens", "context_ids")}
-            return Turns(**turns, context_cu_seqlens=cumulative(torch.cat([v.context_cu_seqlens.diff() for v in values])))
+            streams = {n: torch.cat([getattr(v, n) for v in values]) for n in ("ids", "context_tokens", "context_ids")}
+            cuts = cumulative(torch.cat([v.context_cu_seqlens.diff() for v in values]))
+            return Turns(**streams, context_cu_seqlens=cuts)
         if isinstance(values[0], Mapping):
             return {k: torch.cat([v[k] for v in values]) for k in values[0]}
         if isinstance(values[0], Evidence):

@@ -158,6 +158,13 @@ class LogValues:
         default="the lists leave no token out",
         argument=False,
     )
+    turn_ids: Int[Tensor, " n"] | None = _row(
+        "token",
+        "int32",
+        "turn of an episode that the token is of, from 0: methods of turns read it",
+        default="a response is one turn",
+        repeats=True,
+    )
     entropy: Float[Tensor, " n"] | None = _row(
         "token", "float32", "entropy of the policy being trained, nats", spellings=("entropies",)
     )

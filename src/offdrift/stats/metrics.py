@@ -439,6 +439,8 @@ _ROWS = [
            lambda s: s["critic/grad_norm"]),
     Metric("response/length_mean", "token", "mean response length", "neither", _mean_length),
     Metric("response/length_max", "token", "longest response", "neither", lambda s: s["length_max"]),
+    Metric("response/turns_mean", "1", "mean number of turns of an episode; without episodes it is missing", "neither",
+           mean("turns")),
     Metric("response/truncated_frac", "1", "share of responses that the length limit cut off", "neither",
            lambda s: s["truncated"] / s["truncated/n"]),
     Metric("version_lag/mean", "step", "mean over tokens of updates since its weights", "worse", mean("version_lag")),

@@ -23,6 +23,7 @@ from offdrift.engines.verify_sync import SyncReport, verify_sync
 from offdrift.errors import CheckpointError, RecipeError
 from offdrift.judge import num_experts
 from offdrift.records.rollouts import Sampling
+from offdrift.train.environments import Environment, find_environment, is_environment
 from offdrift.train.models import load_model, prompt_ids, save_for_engine
 from offdrift.train.problems import read_problems
 from offdrift.train.recipe import Recipe
@@ -68,7 +69,7 @@ class RunContext:
     model: PreTrainedModel
     """The weights that every arm starts from; also the reference model of penalties."""
     tokenizer: PreTrainedTokenizerBase
-    task: Task
+    task: Task | Environment
     sampling: Sampling
     engine: Engine
     probes: list[list[int]]
@@ -134,7 +135,11 @@ def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
 
 def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     """Load and warm-start the model, start the engine, and verify that it takes the trainer's weights."""
-    task = find_task(recipe.task, recipe.reward, reward_range=recipe.reward_range)
+    task: Task | Environment
+    if is_environment(recipe.task):
+        task = find_environment(recipe.task)
+    else:
+        task = find_task(recipe.task, recipe.reward, reward_range=recipe.reward_range)
     _check_components(recipe, task)
     watch(Event("setup", text=f"loading {recipe.model}"))
     # Weights & Biases and others read their own environment; TensorBoard writes into the run.
@@ -165,7 +170,7 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     engine_options = {
         "dtype": rollout.dtype,
         "quantization": rollout.quantization,
-        "evidence_limit_mib": rollout.evidence_limit_mib,
+        "evidence_limit_mib": rollout.evidence_limit_mib // recipe.max_turns,  # an engine draws one turn at a time
     }
     source: Any = model
     if rollout.engine == "transformers":
@@ -185,7 +190,7 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     ends = (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None))
     stop_ids = {i for x in ends for i in (x if isinstance(x, list) else [x]) if isinstance(i, int)}
     sampling = Sampling(
-        max_tokens=rollout.max_tokens, temperature=rollout.temperature, stop_token_ids=tuple(sorted(stop_ids))
+        max_tokens=recipe.horizon, temperature=rollout.temperature, stop_token_ids=tuple(sorted(stop_ids))
     )
     probes = [prompt_ids(p, tokenizer) for p in task.sample(PROBES, seed=recipe.seed, split="eval")]
     watch(Event("setup", text="verifying weight synchronization with perturbed weights"))
@@ -215,7 +220,7 @@ def half_precision(recipe: Recipe) -> torch.dtype | None:
     return None if wanted == "float32" else getattr(torch, wanted)
 
 
-def _check_components(recipe: Recipe, task: Task) -> None:
+def _check_components(recipe: Recipe, task: Task | Environment) -> None:
     """Refuse an estimator of components, or weights of them, where the reward returns no such."""
     function = task.rewards if isinstance(task, OwnTask) else None
     named: tuple[str, ...] = function.components if isinstance(function, OwnReward) else ()

@@ -195,6 +195,7 @@ def evaluate(arm: Arm) -> None:
         run.sampling,
         samples=1,
         seed=batch_seed(run.recipe.seed, 0, run.shard.rank),
+        max_turns=run.recipe.max_turns,
     )
     assert responses.rewards is not None
     total = float(run.sum(responses.rewards.double().sum()))

@@ -34,8 +34,9 @@ class Problem:
 
     prompt: str
     answer: str
-    demonstration: str | None = None
-    """A completion that earns the full reward, for a supervised start; None if there is none."""
+    demonstration: str | tuple[str, ...] | None = None
+    """A completion that earns the full reward, for a supervised start; None if there is none. For an environment one
+    text per turn."""
     chat: bool | Literal["if_template"] = False
     """Ask it as a user's turn of the model's chat template rather than as plain text; "if_template": where the
     tokenizer has one."""

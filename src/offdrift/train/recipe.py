@@ -22,6 +22,7 @@ from offdrift.errors import MethodError, RecipeError
 from offdrift.methods import Method, method, override
 from offdrift.methods.anchor import Interpolated, RolloutAsOld
 from offdrift.methods.describe import DEFAULT_ADVANTAGE, raises
+from offdrift.train.environments import ENVIRONMENTS, is_environment
 from offdrift.train.parts import Draws, FolderName, Natural, Part, Penalties, Positive, PositiveFloat
 
 SUPPLIED = {"logp_old", "sum_pi_squared", "weight", "position", "greedy_rewards", "components", "values", "entropy"}
@@ -50,7 +51,10 @@ class Rollout(Part):
     samples: Positive = 8
     """Responses per prompt: the group whose mean is the baseline."""
     max_tokens: Positive = 14
-    """Longest response, tokens; also the horizon T of the bounds."""
+    """Longest response, tokens; with an environment, of one turn. The horizon T of the bounds is this, or
+    `max_turns` times this."""
+    max_turns: Positive | None = None
+    """With an environment: turns of the model until an episode is cut off. Other tasks have one, and it is absent."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer tempers its own distribution alike."""
     evidence: Literal["full", "hidden", "sampled"] | Positive = "full"
@@ -60,7 +64,7 @@ class Rollout(Part):
     """For top-k evidence: assume |log mu - log pi| at most this outside the top k, nats. Upper ends of
     divergences then rest on it, and every guarantee from them states it. Absent: nothing is assumed."""
     evidence_limit_mib: Positive = 1024
-    """Refuse to record more evidence than this per batch, MiB."""
+    """Refuse to record more evidence than this per batch, MiB; with an environment each turn may take an equal part."""
     url: str | None = None
     """openai: address of a vLLM or SGLang server, http://HOST:PORT/v1; it is given weights."""
     served_model: str | None = None
@@ -280,7 +284,8 @@ class Recipe(Part):
     """tiny-qwen3, tiny-qwen3-moe, smollm2-135m, or any path or hub id of a causal LM."""
     task: str = "arithmetic"
     """Task: arithmetic, chat-arithmetic, reasoning_gym:NAME, or a file of problems, NAME.jsonl: {"prompt": ...,
-    "answer": ...} a line (docs/tasks.md)."""
+    "answer": ...} a line; or an environment of several turns: calculator, guess, or a class of yours, "game.py:Game"
+    or "module:Class" (docs/tasks.md)."""
     reward: str | None = None
     """What a completion earns, in place of the task's own reward: "number", "exact", "math", or a function of
     yours, "rewards.py:score" or "module:function". A file of problems needs one."""
@@ -354,6 +359,7 @@ class Recipe(Part):
                     'records none; set rollout.evidence = "full" or "hidden" (or a number of top '
                     "log-probs), or use trm_max_k2"
                 )
+        self._check_environment()
         rollout, evidence, cap = self.rollout, self.rollout.evidence, self.rollout.tail_log_ratio_cap
         if (rollout.engine == "openai") != (rollout.url is not None):
             raise ValueError(
@@ -389,6 +395,26 @@ class Recipe(Part):
                 f"optim.minibatches = {self.optim.minibatches} is more than the {sequences} sequences of a batch"
             )
         return self
+
+    def _check_environment(self) -> None:
+        """Refuse turns without an environment, or an environment without turns."""
+        turns = self.rollout.max_turns
+        if is_environment(self.task):
+            if turns is None:
+                raise ValueError(
+                    f"task = {self.task!r} is played in turns; say how many there are before an episode is cut off, "
+                    "for instance rollout.max_turns = 4"
+                )
+            if self.reward is not None:
+                raise ValueError(
+                    f"reward = {self.reward!r} scores single responses, and the environment {self.task!r} rewards its "
+                    "episodes itself; leave it out"
+                )
+        elif turns is not None:
+            raise ValueError(
+                f"rollout.max_turns = {turns} does nothing with task = {self.task!r}, whose responses are single; "
+                f"leave it out, or choose an environment: {', '.join(sorted(ENVIRONMENTS))}"
+            )
 
     def _check_buffer(self) -> None:
         """Refuse a buffer that cannot fill a batch, or settings of one that is not there."""
@@ -494,6 +520,16 @@ class Recipe(Part):
     def right(self) -> float:
         """The reward from which a response is right."""
         return self.reward_range[1] if self.right_from is None else self.right_from
+
+    @property
+    def max_turns(self) -> int:
+        """Turns of the model in a sequence, at most."""
+        return self.rollout.max_turns or 1
+
+    @property
+    def horizon(self) -> int:
+        """Tokens of the model in a sequence, at most."""
+        return self.max_turns * self.rollout.max_tokens
 
     @property
     def updates(self) -> int:

@@ -118,7 +118,7 @@ def find_reward(spec: str, *, folder: Path | None = None) -> RewardFunction:
             f"reward = {spec!r}: expected one of {', '.join(map(repr, VERIFIERS))}, "
             '"module:function", or "file.py:function"'
         )
-    module = _module(module_name, spec, [Path.cwd(), *([] if folder is None else [folder])])
+    module = imported(module_name, f"reward = {spec!r}", [Path.cwd(), *([] if folder is None else [folder])])
     function = getattr(module, name, None)
     if not callable(function):
         own = [n for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")]
@@ -128,16 +128,19 @@ def find_reward(spec: str, *, folder: Path | None = None) -> RewardFunction:
     return OwnReward(spec, function)
 
 
-def _module(name: str, spec: str, folders: Sequence[Path]) -> ModuleType:
-    """Import a module, or a file by its path. Errors of the user's code keep their traceback."""
+def imported(name: str, setting: str, folders: Sequence[Path]) -> ModuleType:
+    """Import a module, or a file by its path, that a recipe's setting asks for.
+
+    Raises: `RecipeError` that begins with the setting, with the traceback of the user's code if that failed.
+    """
     try:
         if name.endswith(".py"):
             path = next((p for p in (folder / Path(name).expanduser() for folder in folders) if p.is_file()), None)
             if path is None:
                 raise RecipeError(
-                    f"reward = {spec!r}: there is no file {name} in {' or '.join(map(str, dict.fromkeys(folders)))}"
+                    f"{setting}: there is no file {name} in {' or '.join(map(str, dict.fromkeys(folders)))}"
                 )
-            found = importlib.util.spec_from_file_location(f"offdrift_reward_{path.stem}", path)
+            found = importlib.util.spec_from_file_location(f"offdrift_own_{path.stem}", path)
             assert found is not None
             assert found.loader is not None
             module = importlib.util.module_from_spec(found)
@@ -152,13 +155,13 @@ def _module(name: str, spec: str, folders: Sequence[Path]) -> ModuleType:
         raise
     except ModuleNotFoundError as error:
         if error.name != name.partition(".")[0] and error.name != name:
-            raise RecipeError(f"reward = {spec!r} imports {error.name!r}, which is not installed") from error
+            raise RecipeError(f"{setting} imports {error.name!r}, which is not installed") from error
         raise RecipeError(
-            f"reward = {spec!r}: there is no module {name!r}; give a file (rewards.py:{spec.rpartition(':')[2]}), "
-            f"or start the run where the module can be imported"
+            f"{setting}: there is no module {name!r}; give a file (FILE.py:NAME), or start the run where the module "
+            "can be imported"
         ) from error
     except Exception as error:
-        raise RecipeError(f"reward = {spec!r} cannot be imported: {_told(error)}") from error
+        raise RecipeError(f"{setting} cannot be imported: {own_traceback(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -203,8 +206,8 @@ class OwnReward:
         for completion, reward in zip(("answer", "empty text"), trial.total):
             if not low <= reward <= high:
                 raise RecipeError(
-                    f"reward = {self.spec!r} gave {reward:g} for the {completion} of {_short(problem.prompt)}, outside "
-                    f"reward_range = [{low:g}, {high:g}]; set reward_range to what the function can return"
+                    f"reward = {self.spec!r} gave {reward:g} for the {completion} of {shortened(problem.prompt)}, "
+                    f"outside reward_range = [{low:g}, {high:g}]; set reward_range to what the function can return"
                 )
 
     def __call__(self, completions: Sequence[str], problems: Sequence[Problem]) -> Rewards:
@@ -218,7 +221,7 @@ class OwnReward:
                 results = results.tolist()
             if not isinstance(results, Sequence) or len(results) != len(completions):
                 raise RewardError(
-                    f"reward function {self.spec} returned {_short(results)} for {len(completions)} completions; "
+                    f"reward function {self.spec} returned {shortened(results)} for {len(completions)} completions; "
                     "a function of `completions` returns a list with one reward each"
                 )
         else:
@@ -244,7 +247,7 @@ class OwnReward:
             return self.function(**wanted)
         except Exception as error:
             where = None if self.batched else (i, completions, problems)
-            raise self._error(f"failed: {_told(error)}", where) from error
+            raise self._error(f"failed: {own_traceback(error)}", where) from error
 
     def _parts(
         self, result: Any, i: int, completions: Sequence[str], problems: Sequence[Problem]
@@ -257,7 +260,7 @@ class OwnReward:
             values = {}
         if not values or not all(map(math.isfinite, values.values())):
             raise self._error(
-                f"returned {_short(result)}; expected a finite number, or finite numbers by name",
+                f"returned {shortened(result)}; expected a finite number, or finite numbers by name",
                 (i, completions, problems),
             )
         if not isinstance(result, Mapping):
@@ -266,7 +269,7 @@ class OwnReward:
         components = {name: x for name, x in values.items() if name not in TOTALS}
         if bad := next((name for name in components if not _NAME.match(name)), None):
             raise self._error(
-                f"returned an entry named {_short(bad)}; a name has letters, digits, '_', '-' or '.', at most 40",
+                f"returned an entry named {shortened(bad)}; a name has letters, digits, '_', '-' or '.', at most 40",
                 (i, completions, problems),
             )
         return (sum(components.values()) if stated is None else stated), components
@@ -276,9 +279,9 @@ class OwnReward:
         if sample is not None:
             i, completions, problems = sample
             lines += [
-                f"prompt: {_short(problems[i].prompt)}",
-                f"completion: {_short(completions[i])}",
-                f"answer: {_short(problems[i].answer)}",
+                f"prompt: {shortened(problems[i].prompt)}",
+                f"completion: {shortened(completions[i])}",
+                f"answer: {shortened(problems[i].answer)}",
             ]
         lines.append("Return 0.0 for what cannot be scored; --resume continues a run from its newest checkpoint.")
         return RewardError("\n".join(lines))
@@ -310,13 +313,14 @@ def _batch_fields(completions: Sequence[str], problems: Sequence[Problem]) -> di
     }
 
 
-def _told(error: BaseException) -> str:
+def own_traceback(error: BaseException) -> str:
     """An error of the user's code with the lines of its traceback that are theirs."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
+    package = Path(__file__).parents[1]
+    own = [f for f in frames if package not in Path(f.filename).parents and "importlib" not in f.filename]
     return f"{type(error).__name__}: {error}\n" + "".join(traceback.format_list(own)).rstrip()
 
 
-def _short(x: object) -> str:
+def shortened(x: object) -> str:
     text = repr(x)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text):,} characters)"

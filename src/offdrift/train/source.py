@@ -21,9 +21,11 @@ from transformers import PreTrainedTokenizerBase
 from offdrift.engines import Engine
 from offdrift.errors import RewardError
 from offdrift.records import store
-from offdrift.records.rollouts import Rollouts, Sampling, concatenate
+from offdrift.records.rollouts import EvidenceKind, Rollouts, Sampling, concatenate
 from offdrift.train.buffer import Buffer, Picked
 from offdrift.train.draws import COST, History, has_spread, joined, of_groups, penalized
+from offdrift.train.environments import Environment
+from offdrift.train.episodes import play
 from offdrift.train.models import prompt_ids
 from offdrift.train.problems import Problem, ProblemFile, digest
 from offdrift.train.recipe import Recipe
@@ -55,7 +57,7 @@ class Source:
     """
 
     engine: Engine
-    task: Task
+    task: Task | Environment
     tokenizer: PreTrainedTokenizerBase
     recipe: Recipe
     sampling: Sampling
@@ -241,8 +243,9 @@ class Source:
             if turn or stage:
                 seed = digest("draw", seed, turn, stage) % 2**63
             self._cost["responses"] += samples * len(asked)
+            options: dict[str, Any] = {"samples": samples, "seed": seed, "evidence": evidence}
             return rollout(
-                self.engine, asked, self.task, self.tokenizer, sampling, samples=samples, seed=seed, evidence=evidence
+                self.engine, asked, self.task, self.tokenizer, sampling, max_turns=recipe.max_turns, **options
             )
 
         def spread_of(drawn: Rollouts) -> Bool[Tensor, " g"]:
@@ -260,10 +263,10 @@ class Source:
             drawn = drawn.select(drawn.group_ids.argsort(stable=True))
             spread = spread_of(drawn)
         self.history.visit(problems, drawn)
-        drawn = penalized(drawn, recipe.penalties, max_tokens=recipe.rollout.max_tokens)
+        drawn = penalized(drawn, recipe.penalties, max_tokens=recipe.horizon)
         if self.greedy:
             best = ask(problems, 1, 0, replace(self.sampling, top_k=1))
-            best = penalized(best, recipe.penalties, max_tokens=recipe.rollout.max_tokens)
+            best = penalized(best, recipe.penalties, max_tokens=recipe.horizon)
             assert best.rewards is not None
             drawn = drawn.with_(greedy_rewards=best.rewards[drawn.group_ids])
         return drawn, spread
@@ -276,18 +279,22 @@ class Source:
 def rollout(
     engine: Engine,
     problems: list[Problem],
-    task: Task,
+    task: Task | Environment,
     tokenizer: PreTrainedTokenizerBase,
     sampling: Sampling,
     *,
     samples: int,
     seed: int,
-    evidence: int | str = "sampled",
+    evidence: EvidenceKind = "sampled",
+    max_turns: int = 1,
 ) -> Rollouts:
-    """Draw `samples` responses per problem and reward them; the problem's index is the group id."""
+    """Draw `samples` responses, or episodes, per problem and reward them; the problem's index is the group id."""
+    if isinstance(task, Environment):
+        options: dict[str, Any] = {"samples": samples, "max_turns": max_turns, "seed": seed, "evidence": evidence}
+        return play(engine, problems, task, tokenizer, sampling, **options)
     asked = [p for p in problems for _ in range(samples)]
     prompts = [prompt_ids(p, tokenizer) for p in asked]
-    drawn = engine.generate(prompts, sampling, seed=seed, evidence=evidence)  # type: ignore[arg-type]
+    drawn = engine.generate(prompts, sampling, seed=seed, evidence=evidence)
     responses = drawn.tokens.split(drawn.lengths.tolist())
     completions = tuple(str(tokenizer.decode(r.tolist(), skip_special_tokens=True)) for r in responses)
     rewards = rewards_of(task, completions, asked)

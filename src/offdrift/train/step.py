@@ -330,6 +330,8 @@ def _with_batch_stats(stats: DriftStats, batch: Batch, version: int) -> DriftSta
     lag = version - rollouts.rollout_version.double()
     stats = stats.with_sum("version_lag", lag.sum()).with_max("version_lag_max", lag.max())
     stats = stats.with_max("length_max", rollouts.lengths.max())
+    if (turns := rollouts.segments.turns) is not None:
+        stats = stats.plus({"turns": float(len(turns)), "turns/n": float(len(rollouts.lengths))})
     if rollouts.rewards is not None:
         stats = stats.plus({"reward": rollouts.rewards.sum(), "reward/n": float(len(rollouts.rewards))})
     return stats.plus({f"component/{name}": x.sum() for name, x in (rollouts.components or {}).items()})

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from offdrift.errors import RecipeError
+from offdrift.train.environments import ENVIRONMENTS
 from offdrift.train.problems import EVAL_SHARE, Problem, ProblemFile, Split, digest, read_problems, split_of
 from offdrift.train.rewards import VERIFIERS, OwnReward, RewardFunction, Rewards, exact_number, find_reward
 
@@ -156,6 +157,7 @@ def _named_task(name: str) -> Task:
         return _reasoning_gym_task(dataset)
     raise RecipeError(
         f"task = {name!r} is not known; choose one of {', '.join(map(repr, sorted(TASKS)))}, "
+        f"or the environments {', '.join(map(repr, sorted(ENVIRONMENTS)))}; "
         '"reasoning_gym:NAME" for a data set of that package, a file of problems ("problems.jsonl"), or add a Task to '
         "offdrift.train.tasks.TASKS"
     )

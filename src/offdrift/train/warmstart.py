@@ -27,6 +27,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from offdrift.errors import RecipeError, RecordError
 from offdrift.records.atomic import write_atomically
+from offdrift.train.environments import Environment
+from offdrift.train.episodes import demonstrated
 from offdrift.train.models import default_cache_dir, prompt_ids
 from offdrift.train.tasks import Task
 
@@ -70,7 +72,7 @@ class _Plan:
 def warm_start(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    task: Task,
+    task: Task | Environment,
     *,
     steps: int,
     batch_size: int = 128,
@@ -158,34 +160,38 @@ def _step(
 
 
 def _batch(
-    tokenizer: PreTrainedTokenizerBase, task: Task, plan: _Plan, step: int
+    tokenizer: PreTrainedTokenizerBase, task: Task | Environment, plan: _Plan, step: int
 ) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
-    """Prompts with their demonstrations, and the same tokens as labels where they are trained."""
+    """Prompts with their demonstrations, and the same tokens as labels where the model writes them."""
     # A seed that no step of the trainer uses, so that what it draws later is new.
     digest = hashlib.sha256(f"warm start {plan.seed} {step}".encode()).digest()
     problems = task.sample(plan.batch_size, seed=int.from_bytes(digest[:8], "big"))
     end_id = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
-    prompts, answers = [], []
+    shown: list[list[tuple[int, bool]]] = []
     for problem in problems:
-        if problem.demonstration is None:
+        if isinstance(task, Environment):
+            shown.append(demonstrated(problem, task, tokenizer))
+            continue
+        if not isinstance(problem.demonstration, str):
             raise RecipeError(
                 f"task {task.name!r} shows no demonstrations to start from; set the warm start's "
                 "steps to 0 and begin with a model that already solves some of it"
             )
-        prompts.append(prompt_ids(problem, tokenizer))
-        text = tokenizer.encode(problem.demonstration, add_special_tokens=False)
-        answers.append([*text, end_id])
-    longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    tokens = torch.full((len(problems), longest), end_id)
+        answer = [*tokenizer.encode(problem.demonstration, add_special_tokens=False), end_id]
+        prompt = prompt_ids(problem, tokenizer)
+        shown.append([(token, i >= len(prompt)) for i, token in enumerate([*prompt, *answer])])
+    tokens = torch.full((len(problems), max(map(len, shown))), end_id)
     labels = torch.full_like(tokens, IGNORED)
-    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        end = len(prompt) + len(answer)
-        tokens[i, :end] = torch.tensor(prompt + answer)
-        labels[i, len(prompt) : end] = tokens[i, len(prompt) : end]
+    for i, pairs in enumerate(shown):
+        ids, trained = torch.tensor(pairs).T
+        tokens[i, : len(pairs)] = ids
+        labels[i, : len(pairs)] = ids.where(trained > 0, IGNORED)
     return tokens, labels
 
 
-def _file_name(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, plan: _Plan) -> str:
+def _file_name(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task | Environment, plan: _Plan
+) -> str:
     """A name that differs whenever the result could."""
     facts = {
         "code": CODE_VERSION,
