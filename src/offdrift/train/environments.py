@@ -37,6 +37,7 @@ class Answer:
     """Whether the episode is over."""
 
 
+@runtime_checkable
 class Episode(Protocol):
     """One run through a problem."""
 

@@ -106,19 +106,15 @@ def play(
         if not active:
             break
     prompt_tokens, prompt_cu_seqlens = pack_sequences(prompts)
-    context_pairs = torch.tensor([pair for pairs in context for pair in pairs], dtype=torch.int64).reshape(-1, 2)
-    rollouts = joined_turns(parts, *torch.tensor(played).T)
-    assert rollouts.turns is not None
-    return rollouts.with_(
+    pairs = torch.tensor([pair for of_episode in context for pair in of_episode], dtype=torch.int64).reshape(-1, 2)
+    none = torch.zeros(0, dtype=torch.int64)
+    return joined_turns(
+        parts,
+        *torch.tensor(played).T,
+        turns=Turns(none, pairs[:, 0], pairs[:, 1], cumulative(torch.tensor([len(p) for p in context]))),
         prompt_tokens=prompt_tokens,
         prompt_cu_seqlens=prompt_cu_seqlens,
-        turns=replace(
-            rollouts.turns,
-            context_tokens=context_pairs[:, 0],
-            context_ids=context_pairs[:, 1],
-            context_cu_seqlens=cumulative(torch.tensor([len(pairs) for pairs in context])),
-        ),
-        provenance=replace(rollouts.provenance, sampling=sampling),
+        provenance=replace(parts[0].provenance, sampling=sampling),
         finish=tuple("stop" if s else "length" for s in stopped),
         group_ids=torch.arange(len(problems)).repeat_interleave(samples),
         rewards=torch.tensor(rewards, dtype=torch.float32),
@@ -127,29 +123,32 @@ def play(
     )
 
 
-def joined_turns(parts: Sequence[Rollouts], episode: Tensor, turn: Tensor, length: Tensor) -> Rollouts:
-    """One sequence per episode from turns that were drawn one after the other, without context or prompts.
+def joined_turns(
+    parts: Sequence[Rollouts], episode: Tensor, turn: Tensor, length: Tensor, *, turns: Turns, **of_episodes: object
+) -> Rollouts:
+    """One sequence per episode, from turns that were drawn one after the other.
 
     Args:
         parts: what was drawn; the three tensors have one entry per sequence in them.
         episode: that the turn is of.
         turn: its number in the episode, ascending.
         length: tokens that count; what follows was drawn in vain.
+        turns: the context of the episodes.
+        of_episodes: all other fields but those of tokens.
     """
     flat = concatenate(parts)
     segments = Segments(flat.cu_seqlens)
     rows = segments.rows(episode.argsort(stable=True))
     rows = rows[(segments.position < segments.spread(length))[rows]]
-    count = int(episode.max()) + 1
-    tokens = torch.zeros(count, dtype=torch.int64).index_add_(0, episode, length)
-    single = Turns.single(len(rows), count)
+    lengths = torch.zeros(int(episode.max()) + 1, dtype=torch.int64).index_add_(0, episode, length)
     return flat.with_(
         tokens=flat.tokens[rows],
         logp_rollout=flat.logp_rollout[rows],
         rollout_version=flat.rollout_version[rows],
-        cu_seqlens=cumulative(tokens),
+        cu_seqlens=cumulative(lengths),
         evidence=None if flat.evidence is None else evidence_at(flat.evidence, rows),
-        turns=replace(single, ids=segments.spread(turn)[rows]),
+        turns=replace(turns, ids=segments.spread(turn)[rows]),
+        **of_episodes,
     )
 
 
@@ -164,7 +163,7 @@ def stop_length(ids: Sequence[int], stops: Sequence[str], tokenizer: PreTrainedT
     """
 
     def stops_within(length: int) -> bool:
-        text = str(tokenizer.decode(ids[:length]))
+        text = str(tokenizer.decode(ids[:length], skip_special_tokens=True))
         return any(stop in text for stop in stops)
 
     if not stops or not stops_within(len(ids)):

@@ -16,6 +16,7 @@ from offdrift.certificate.certify import certify
 from offdrift.certificate.confidence import Looks
 from offdrift.judge import load_rules
 from offdrift.methods import Method
+from offdrift.objectives.turns import TurnNormalized
 from offdrift.records.batch import Logged
 from offdrift.records.recorder import write_log
 from offdrift.records.rollouts import OLD_STATUS, Rollouts
@@ -119,7 +120,7 @@ def samples(
     kl, tv = (view.divergence(f"{name}_rollout_current") for name in ("kl", "tv"))
     worst = int(rollouts.segments.max(kl.nan_to_num(0.0)).argmax())
     spread = torch.linspace(0, rollouts.num_sequences - 1, KEPT - 1).long().tolist()
-    cuts = rollouts.cu_seqlens.tolist()
+    cuts, turns = rollouts.cu_seqlens.tolist(), rollouts.turns
     lines = []
     for i in dict.fromkeys([worst, *spread]):
         s = slice(cuts[i], cuts[i + 1])
@@ -137,6 +138,14 @@ def samples(
                 "weight": view.weight[s].tolist(),
             }
         )
+        if turns is not None:
+            own = slice(*turns.context_cu_seqlens[i : i + 2].tolist())
+            before, context = turns.context_ids[own], turns.context_tokens[own]
+            # What was read between turns, with the place of the token that follows.
+            lines[-1]["context"] = [
+                [int((turns.ids[s] < turn).sum()), tokenizer.decode(context[before == turn].tolist())]
+                for turn in before.unique().tolist()
+            ]
     return lines
 
 
@@ -258,6 +267,11 @@ def _notes(row: Method, metrics: Sequence[Row]) -> Iterator[str]:
             f"rounds of draws ran out in {sum(x > 0 for x in filled)} of {len(filled)} batches: {max(filled):.0%} of a "
             "batch's groups were filled in without a spread of rewards; the task is too easy or too hard for the model"
         )
+    turns = max(_recorded(metrics, "response/turns_mean"), default=1)
+    if metrics and turns == 1:
+        for part in (row.objective, *weights):
+            if str(getattr(part, "unit", "")).startswith("turn") or isinstance(part, TurnNormalized):
+                yield f"every response was one turn: what is taken over turns was of whole responses ({part.formula})"
     lag = max(map(int, _recorded(metrics, "old/version_lag")), default=0)
     if any(_recorded(metrics, "old/stale_frac")):
         yield (

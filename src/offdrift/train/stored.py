@@ -18,7 +18,7 @@ from typing import Any
 
 from offdrift.errors import RecordError
 from offdrift.judge import load_rules
-from offdrift.show.json_access import items, mapping, number
+from offdrift.show.json_access import items, mapping, number, text
 from offdrift.show.numbers import duration, fixed, percent, short
 
 FORMAT = 1
@@ -76,6 +76,8 @@ class Sample:
     tv: tuple[float | None, ...]
     logp_rollout: tuple[float | None, ...]
     weight: tuple[float | None, ...]
+    context: Mapping[int, str] = field(default_factory=dict)
+    """What an environment wrote before a token, by the token's place."""
 
     @staticmethod
     def of(row: Row) -> Sample:
@@ -90,6 +92,11 @@ class Sample:
             accepted=accepted if isinstance(accepted, bool) else None,
             finish=str(row.get("finish") or ""),
             tokens=tokens,
+            context={
+                int(place): text(words)
+                for place, words in (pair for pair in map(items, items(row.get("context"))) if len(pair) == 2)
+                if number(place) is not None
+            },
             **{key: tuple(number(v) for _, v in itertools.zip_longest(tokens, x)) for key, x in columns.items()},
         )
 
