@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -410,31 +412,16 @@ def test_turns_without_effect_are_refused(echo, changes, words):
         turns_recipe(**changes)
 
 
-OWN = """
-from dataclasses import dataclass
-from offdrift.train.environments import Answer
-from offdrift.train.problems import Problem
-
-
-class Game:
-    name, stops = "game", ()
-
-    def sample(self, n, *, seed, split="train"):
-        return [Problem(f"{split} {seed} {i}", "5", ("5",)) for i in range(n)]
-
-    def start(self, problem):
-        return self
-
-    def answer(self, text):
-        return ANSWER
-"""
+DOCS = (Path(__file__).parents[2] / "docs/tasks.md").read_text()
+(OWN,) = re.findall(r"```python\n([^`]*class Game:[^`]*)```", DOCS)
+ANSWERED = 'Answer("no, try again\\n")'
 
 
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
     [
-        ("Answer(reward=float('5' in text), done=True)", None, ""),
-        ("1 / 0", EpisodeError, r"ZeroDivisionError[\s\S]*own.py[\s\S]*turn 0: '5'"),
+        (ANSWERED, None, ""),
+        ("1 / 0", EpisodeError, r"ZeroDivisionError[\s\S]*own.py[\s\S]*turn 0: '"),
         ("('text', 1.0)", EpisodeError, "expected an `Answer`"),
         ("Answer(reward=float('nan'))", EpisodeError, "finite reward"),
     ],
@@ -442,8 +429,9 @@ class Game:
 def test_a_class_of_the_users_is_played_and_its_mistakes_are_told(tmp_path, monkeypatch, answer, error, words):
     monkeypatch.chdir(tmp_path)
     short_arms(monkeypatch)
-    (tmp_path / "own.py").write_text(OWN.replace("ANSWER", answer))
-    recipe = turns_recipe(task="own.py:Game", batches=1)
+    assert ANSWERED in OWN
+    (tmp_path / "own.py").write_text(OWN.replace(ANSWERED, answer))
+    recipe = turns_recipe(task="own.py:Game", batches=1, warm_start={"steps": 1})
     if error is None:
         assert train(recipe, tmp_path / "run")[0]["updates"] == 1
         return
@@ -457,14 +445,13 @@ def test_a_class_of_the_users_is_played_and_its_mistakes_are_told(tmp_path, monk
     [
         ("class Game", "class Other", "has no class 'Game'; it has Other"),
         ("def start", "def begin", "Game has no 'start'"),
-        ("{seed} {i}", "{__import__('random').random()}", "draw them from `seed` alone"),
-        ("Problem(f", "str(f", "expected a list of 2 `Problem`"),
+        ('f"{split} {seed}"', "", "draw them from `seed` alone"),
+        ("for x in numbers]", "for x in numbers[1:]]", "expected a list of 2 `Problem`"),
     ],
 )
 def test_what_is_no_environment_is_refused(tmp_path, monkeypatch, old, new, words):
     monkeypatch.chdir(tmp_path)
-    source = OWN.replace("ANSWER", "Answer(done=True)").replace(old, new)
-    source = source.replace('"5", ("5",))', '"5")' if "str" in new else '"5", ("5",))').replace('str(f"{split} {seed} {i}", "5")', "str(i)")  # fmt: skip
-    (tmp_path / "own.py").write_text(source)
+    assert OWN.count(old) == 1
+    (tmp_path / "own.py").write_text(OWN.replace(old, new))
     with pytest.raises(RecipeError, match=words):
         train(turns_recipe(task="own.py:Game"), tmp_path / "run")

@@ -153,7 +153,7 @@ def answer_ids(answer: str, problem: Problem, tokenizer: PreTrainedTokenizerBase
     turns = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": TURN},
-        {"role": "user", "content": answer},
+        {"role": "user", "content": answer.strip()},
     ]
     text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
     _, shown, between = text.partition(TURN)
