@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import dataclass, field
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from offdrift.audit.tally import Tally
 from offdrift.batch_info import BatchInfo
 from offdrift.engines import make_engine
 from offdrift.engines.generate import prompts_of, responses_of
+from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.routing import route_lengths
 from offdrift.engines.score import chunks, left_right_padded, score
 from offdrift.errors import EngineError, EpisodeError, RecipeError
@@ -20,7 +23,9 @@ from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import method
 from offdrift.records import store
+from offdrift.records.readers import detect, pieces, read
 from offdrift.records.rollouts import Sampling, Turns, concatenate
+from offdrift.train.batch import Batch
 from offdrift.train.context import set_up
 from offdrift.train.environments import ENVIRONMENTS, Answer, Calculator, Environment, Guess, calculated
 from offdrift.train.episodes import demonstrated, play, stop_length
@@ -29,6 +34,7 @@ from offdrift.train.models import answer_ids, load_model, tiny_tokenizer
 from offdrift.train.page import write_report
 from offdrift.train.problems import Problem
 from offdrift.train.run_folder import RunFolder
+from offdrift.train.step import ScoredPiece
 from offdrift.train.warmstart import IGNORED, _batch, _Plan
 from tests.train.conftest import short_arms, small_recipe
 
@@ -156,6 +162,18 @@ def test_context_changes_log_probs_and_is_never_scored(model):
     first = rollouts.turns.ids == 0
     torch.testing.assert_close(whole[first], without[first], atol=1e-5, rtol=0)
     assert (whole - without)[~first].abs().mean() > 0.01
+
+
+def test_every_turn_is_drawn_from_random_numbers_of_its_own(model, monkeypatch):
+    seeds, generate = [], TransformersEngine.generate
+
+    def spy(self, *args, seed, **options):
+        seeds.append(seed)
+        return generate(self, *args, seed=seed, **options)
+
+    monkeypatch.setattr(TransformersEngine, "generate", spy)
+    played(model)
+    assert len(set(seeds)) == len(seeds) == 3
 
 
 def test_one_turn_draws_what_a_task_draws(model):
@@ -322,6 +340,9 @@ def test_turn_level_methods_read_the_turns_of_episodes(model, name):
         by_turn, _ = loss_of(rollouts, name, logp)
         by_sequence, _ = loss_of(rollouts.with_(turns=None), name, logp)
         assert torch.equal(by_turn, by_sequence) == same
+    with torch.no_grad():
+        piece = ScoredPiece(model[0], Batch(episodes, torch.ones(len(episodes.tokens))), 0)
+    assert torch.equal(piece.logprobs.segments.turns.cu_seqlens, episodes.segments.turns.cu_seqlens)
     # In closed form: the tokens of a turn share what their turn's mean log-ratio, and no other's, decides.
     logp = drifted(episodes)
     grad, _ = loss_of(episodes, "turn_ppo", logp)
@@ -385,6 +406,15 @@ def test_a_run_in_turns_is_logged_shown_and_resumed_bit_for_bit(echo, tmp_path):
             assert sample["tokens"][place - 1] in (*STOPS, "<eos>")
     page = write_report(tmp_path / "whole").read_text()
     assert 'data-context="ok1"' in page
+    # What an audit reads.
+    logs = detect([str(arm)])
+    batches = [batch for piece in pieces(logs) for batch in read(piece, logs).batches]
+    assert sum(b.num_sequences for b in batches) == 4 * 8
+    turns = sum(len(b.segments.turns) for b in batches)
+    assert turns == pytest.approx(sum(8 * row["response/turns_mean"] for row in rows))
+    assert functools.reduce(Tally.merge, map(Tally.of, batches)).as_dict()["overall"][
+        "response/turns_mean"
+    ] == pytest.approx(turns / 32)
 
 
 def test_the_trainer_states_the_horizon_of_episodes(echo, tmp_path):

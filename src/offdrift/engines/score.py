@@ -115,17 +115,14 @@ def left_right_padded(rollouts: Rollouts, *, device: torch.device | str = "cpu")
     prompt_rows, prompt_columns = _cells(rollouts.prompt_cu_seqlens)
     prompt_columns = prompt_columns + (widest - prompts)[prompt_rows]
     ids = torch.zeros(b, widest + longest, dtype=torch.int64)
-    attention = torch.zeros_like(ids)
+    ids[prompt_rows, prompt_columns] = rollouts.prompt_tokens.long()
     if turns is not None:
         columns, context_columns = turns.columns(rollouts.cu_seqlens)
         context_rows, _ = _cells(turns.context_cu_seqlens)
         ids[context_rows, widest + context_columns] = turns.context_tokens.long()
-    ids[prompt_rows, prompt_columns] = rollouts.prompt_tokens.long()
     ids[rows, widest + columns] = rollouts.tokens.long()
-    attention[prompt_rows, prompt_columns] = 1
-    if turns is not None:
-        attention[context_rows, widest + context_columns] = 1
-    attention[rows, widest + columns] = 1
+    place = torch.arange(widest + longest)
+    attention = ((place >= (widest - prompts)[:, None]) & (place < (widest + responses)[:, None])).long()
     positions = (attention.cumsum(-1) - 1).clamp(min=0)
     return Padded(*(x.to(device) for x in (ids, attention, positions, rows, columns)))
 

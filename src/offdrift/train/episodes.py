@@ -152,7 +152,7 @@ def joined_turns(
     )
 
 
-def stop_length(ids: Sequence[int], stops: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int | None:
+def stop_length(ids: list[int], stops: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Tokens up to the one that completes the first stop text, itself included; None if there is none.
 
     Example:
