@@ -30,7 +30,7 @@ from offdrift.train.context import set_up
 from offdrift.train.environments import ENVIRONMENTS, Answer, Calculator, Environment, Guess, calculated
 from offdrift.train.episodes import demonstrated, play, stop_length
 from offdrift.train.loop import train
-from offdrift.train.models import answer_ids, load_model, tiny_tokenizer
+from offdrift.train.models import CHARACTERS, answer_ids, load_model, tiny_tokenizer
 from offdrift.train.page import write_report
 from offdrift.train.problems import Problem
 from offdrift.train.run_folder import RunFolder
@@ -39,12 +39,13 @@ from offdrift.train.warmstart import IGNORED, _batch, _Plan
 from tests.train.conftest import short_arms, small_recipe
 
 CUT = (1,)
-STOPS = tuple("=+-*/abc")
+STOPS = (*"=+-*", *(x + y for x in CHARACTERS for y in "abc/"))
+"""Texts of one token, which the engine stops at, and of two, which it does not know."""
 
 
 @dataclass(frozen=True)
 class Echo:
-    """Answers "ok" with the number of the turn, twice."""
+    """Answers "ok" with the number of the turn and the prompt, twice."""
 
     name: str = "echo"
     stops: tuple[str, ...] = STOPS
@@ -54,18 +55,19 @@ class Echo:
         return [Problem(f"{(seed * 31 + i + shift) % 977}", "0", ("1=", "2=", "3=")) for i in range(n)]
 
     def start(self, problem: Problem) -> Echoing:
-        return Echoing()
+        return Echoing(problem.prompt)
 
 
 @dataclass
 class Echoing:
+    prompt: str
     turns: list[str] = field(default_factory=list)
 
     def answer(self, text: str) -> Answer:
         """A turn earns the share of its characters that are digits."""
         self.turns.append(text)
         digits = sum(c.isdigit() for c in text) / max(1, len(text))
-        return Answer(f"ok{len(self.turns)}", digits / 3, done=len(self.turns) == 3)
+        return Answer(f"ok{len(self.turns)}{self.prompt}", digits / 3, done=len(self.turns) == 3)
 
 
 @pytest.fixture
@@ -111,7 +113,7 @@ def test_an_episode_is_prompt_turns_and_answers_in_their_order(model):
         own = iter([tokenizer.decode(ids) for ids, s in zip(responses_of(rollouts), turn_owner(rollouts)) if s == i])
         expected = rollouts.prompts[i]
         for k, turn in enumerate(own):
-            expected += (f"ok{k}" if k else "") + turn
+            expected += (f"ok{k}{rollouts.prompts[i]}" if k else "") + turn
             lengths[i] = k + 1
         assert text == expected
     assert len(turns) == sum(lengths)
@@ -136,6 +138,7 @@ def test_a_turn_ends_at_its_stop_text_and_one_that_is_cut_off_ends_the_episode(m
         turns = [k for k, o in enumerate(owner) if o == i]
         assert (finish == "stop") == (len(turns) == 3 and stopped[turns[-1]])
     assert {"stop", "length"} == set(rollouts.finish)
+    assert set(played(model, turns=2).finish) == {"length"}, "nobody said that these were over"
 
 
 @pytest.mark.parametrize("evidence", ["full", 5, "hidden"])
@@ -402,10 +405,10 @@ def test_a_run_in_turns_is_logged_shown_and_resumed_bit_for_bit(echo, tmp_path):
     assert several
     for sample in several:
         for number, (place, words) in enumerate(sample["context"], 1):
-            assert words == f"ok{number}"
-            assert sample["tokens"][place - 1] in (*STOPS, "<eos>")
+            assert words == f"ok{number}{sample['prompt']}"
+            assert "".join(sample["tokens"][:place]).endswith((*STOPS, "<eos>"))
     page = write_report(tmp_path / "whole").read_text()
-    assert 'data-context="ok1"' in page
+    assert 'data-context="ok1' in page
     # What an audit reads.
     logs = detect([str(arm)])
     batches = [batch for piece in pieces(logs) for batch in read(piece, logs).batches]
