@@ -53,7 +53,7 @@ class RecipeError(OffdriftError, ValueError):
 
 
 class RewardError(OffdriftError, RuntimeError):
-    """A reward function of the user's that failed, or returned what is no reward."""
+    """A reward function of the user's that failed or returned what is no reward, or rewards that teach nothing."""
 
 
 class EpisodeError(OffdriftError, RuntimeError):

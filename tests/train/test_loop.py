@@ -286,7 +286,7 @@ def test_rejected_siblings_count_in_the_baseline_or_not_as_asked(tmp_path):
 
 @pytest.mark.slow
 def test_every_advantage_estimator_that_needs_no_critic_trains(tmp_path, monkeypatch):
-    given = {"logp_old", "sum_pi_squared", "weight", "position"}
+    given = {"logp_old", "sum_pi_squared", "weight", "position", "entropy"}
     supplied = [name for name, row in ADVANTAGES.items() if set(row.needs) <= given]
     assert len(supplied) >= 12
     short_arms(monkeypatch)

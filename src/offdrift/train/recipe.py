@@ -64,7 +64,8 @@ class Rollout(Part):
     """For top-k evidence: assume |log mu - log pi| at most this outside the top k, nats. Upper ends of
     divergences then rest on it, and every guarantee from them states it. Absent: nothing is assumed."""
     evidence_limit_mib: Positive = 1024
-    """Refuse to record more evidence than this per batch, MiB; with an environment each turn may take an equal part."""
+    """Refuse to record more evidence than this per batch, or per round and stage of `draws`, MiB; with an environment
+    each turn may take an equal part."""
     url: str | None = None
     """openai: address of a vLLM or SGLang server, http://HOST:PORT/v1; it is given weights."""
     served_model: str | None = None
