@@ -246,7 +246,11 @@ def test_seeds_decide_everything(tmp_path):
 
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
-    [("GRADIENT_ACCUMULATION_STEPS", "4", "gradient_accumulation_steps = 4"), ("MIXED_PRECISION", "fp16", "fp16")],
+    [
+        ("GRADIENT_ACCUMULATION_STEPS", "4", "gradient_accumulation_steps = 4"),
+        ("MIXED_PRECISION", "fp8", "fp8"),
+        ("USE_FSDP", "true", "--use_fsdp with one process"),
+    ],
 )
 def test_a_launch_that_would_silently_change_the_step_is_refused(tmp_path, monkeypatch, variable, value, words):
     monkeypatch.setenv(f"ACCELERATE_{variable}", value)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from accelerate.utils import FullyShardedDataParallelPlugin
 
 from offdrift.errors import EngineError, RecipeError
 from offdrift.methods.schedules import LossScale
 from offdrift.train import arm, batch, loop, models, old_policy
 from offdrift.train.context import half_precision
 from offdrift.train.loop import train
+from offdrift.train.sharded import _check_plugin
 from tests.train.conftest import small_recipe
 from tests.train.test_loop import Stop, rows, stop_at, weights
 
@@ -155,6 +157,17 @@ def test_offloaded_old_policies_train_as_those_on_the_device(tmp_path, monkeypat
     assert rows(tmp_path / "False", "arm") == rows(tmp_path / "True", "arm")
     assert copies == sorted(copies)
     assert set(copies) == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"fsdp_version": 1, "reshard_after_forward": "FULL_SHARD"}, "--fsdp_version 1"),
+     ({"fsdp_version": 2, "cpu_offload": True}, "--fsdp_offload_params"),
+     ({"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"}, "SHARDED_STATE_DICT"), ({"fsdp_version": 2}, None)],
+)  # fmt: skip
+def test_kinds_of_sharding_that_nothing_tests_are_refused(settings, words):
+    with pytest.raises(RecipeError, match=words) if words else nullcontext():
+        _check_plugin(FullyShardedDataParallelPlugin(**settings))
 
 
 def test_offloading_what_is_not_on_the_device_is_refused():
