@@ -102,7 +102,8 @@ def policy_loss(
         observed = method.observe(anchored, advantages, batch_info)
     batch_info = replace(batch_info, observed=observed)
     corrected = method.correction(anchored, advantages, batch_info)
-    pushed = method.objective(*of_scored(anchored, advantages, batch_info)).placed(anchored)
+    scored = of_scored(anchored, advantages, batch_info)
+    pushed = method.objective(*scored).placed(anchored)
     # where, not a product: a rejected token's loss may be huge, and huge * 0 is how NaN is born.
     token_loss = (corrected.weight * pushed.loss).where(corrected.keep, 0.0)
     scale = None  # what turns sampled denominators into the ones that the method asks for
@@ -122,6 +123,8 @@ def policy_loss(
         normalizer = normalizer_of(segments, how=how, horizon=horizon) or 1.0
     loss = aggregate(token_loss, segments, how=how, normalizer=normalizer)
     stats = DriftStats.of(logprobs, corrected, divergences=batch_info.divergences, clipped=pushed.clipped)
+    if hasattr(method.objective, "sums"):
+        stats = stats.plus(method.objective.sums(scored[0], scored[2]))
     if kl is not None:
         stats = stats.with_sum("reference/kl", logprobs.at_scored(kl).sum())
     return PolicyLoss(loss, corrected, stats, observed)

@@ -16,6 +16,7 @@ from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.entropy_groups import EntropyGrouped
 from offdrift.objectives.ewma import ProximalEwma
 from offdrift.objectives.flipped import Flipped
+from offdrift.objectives.preference import Preference
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic, Regression
@@ -202,6 +203,16 @@ def regression(o: Regression, s: Sequence, step: Step) -> Matrix:
     return [[2 * o.beta * residual] * len(s)] * len(s)
 
 
+def preference(o: Preference, s: Sequence, step: Step) -> Matrix:
+    """-+ beta sigmoid(-beta (s_best - s_worst)) of the best and the worst of a prompt, times its answers; else 0."""
+    siblings = [q for q in step if q.group == s.group]
+    best, worst = max(siblings, key=lambda q: q.reward), min(siblings, key=lambda q: q.reward)
+    sign = {id(best): -1, id(worst): 1}.get(id(s), 0) if best.reward > worst.reward else 0
+    margin = sum(p - r for p, r in zip(best.pi, best.ref)) - sum(p - r for p, r in zip(worst.pi, worst.ref))
+    push = sign * len(siblings) * o.beta / (1 + math.exp(o.beta * margin))
+    return [[push] * len(s)] * len(s)
+
+
 def turn_normalized(o: TurnNormalized, s: Sequence, step: Step) -> Matrix:
     inside = lambda u, a, t: outward(u, a, 1 - o.eps_low, 1 + o.eps_high)  # noqa: E731
     if o.mode == "renorm":
@@ -265,6 +276,7 @@ PUSH: dict[type, Any] = {
     QuantizedClipped: quantized_clipped,
     Quadratic: quadratic,
     Regression: regression,
+    Preference: preference,
     TurnNormalized: turn_normalized,
     EntropyGrouped: entropy_grouped,
 }

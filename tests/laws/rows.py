@@ -5,6 +5,7 @@ from offdrift.objectives.clipped import GeometricClipped, QuantizedClipped, Soft
 from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.entropy_groups import EntropyGrouped
 from offdrift.objectives.flipped import Flipped
+from offdrift.objectives.preference import Preference
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic, Regression
@@ -34,6 +35,7 @@ OBJECTIVES = {
     "r2vpo_clip, full": GroupClipped(on="full", reference=0.1),
     "oapl, geometric": Regression(beta=1.0, unit="geometric"),
     "oapl, half": Regression(beta=0.5, beta_value=0.3),
+    "online_dpo, strong": Preference(beta=2.0),
     "dro, full": Quadratic(on="full", beta=0.3),
     "sapo, full": Soft(on="full", tau_positive=2.0, tau_negative=2.0),
     "espo, half": EntropyGrouped(top_frac=0.5),

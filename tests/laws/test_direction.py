@@ -20,6 +20,7 @@ from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.entropy_groups import EntropyGrouped
 from offdrift.objectives.ewma import ProximalEwma
 from offdrift.objectives.flipped import Flipped
+from offdrift.objectives.preference import Preference
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic, Regression
@@ -99,6 +100,8 @@ NEVER_STOP: dict[type, str] = {
     Regression: "fits its target from either side",
 }
 """Objectives that keep a gradient by design, and how they limit drift instead."""
+
+COMPARES = {Preference: "pushes the answers of a pair apart, and never stops; a token alone is in no pair"}
 
 CAPPED = {ImportanceSampled: "a cap ends the push of either sign above it"}
 
@@ -205,8 +208,13 @@ def test_what_does_not_clip_keeps_its_push(name):
             assert "objective/clipped" not in got.result.stats.to_host()
 
 
+@pytest.mark.parametrize("name", names(COMPARES))
+def test_what_compares_answers_does_nothing_to_one_alone(name):
+    assert alone(METHODS[name], 1.3, 0.5).grad.tolist() == [0.0]
+
+
 def test_every_objective_is_of_one_kind():
-    kinds = [set(CLIPS), set(NEVER_STOP), set(CAPPED)]
+    kinds = [set(CLIPS), set(NEVER_STOP), set(CAPPED), set(COMPARES)]
     assert sum(map(len, kinds)) == len(set.union(*kinds))
     assert {type(row.objective) for row in METHODS.values()} == set.union(*kinds)
     assert len(CLIPPING) > 50

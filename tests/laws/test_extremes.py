@@ -113,6 +113,7 @@ def test_without_advantage_there_is_no_push(name):
 
 WITHOUT_ADVANTAGE = {
     "oapl": "regresses on rewards",
+    "online_dpo": "compares rewards",
     "dro": "the pull to the old policy remains",
     "quatro": "the pull to the old policy remains",
     "kl_cov": "a chosen token carries its penalty alone",

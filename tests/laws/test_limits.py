@@ -48,6 +48,7 @@ OTHER_FORM = {
     "dro": "no ratio, and a pull that its parameter cannot be without",
     "quatro": "ratio times (A - price * log-ratio), the price found from rewards",
     "oapl": "regression on rewards",
+    "online_dpo": "a loss of pairs",
     "espo": "ratios of entropy groups, whose width is bounded by the entropy",
     "r2vpo_clip": "a clip whose width is at most 0.5",
     "ppo_ewma": "one width for both sides, below 1: a positive push always stops at ratio 2",

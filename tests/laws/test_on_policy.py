@@ -50,11 +50,22 @@ def regression(step: list[Sequence]) -> list[list[float]]:
     return found
 
 
+def preference(step: list[Sequence]) -> list[list[float]]:
+    """At margin 0 the best answer of n is pushed by beta n / 2 with beta = 0.1, the worst by as much the other way."""
+    found = []
+    for s in step:
+        rewards = [q.reward for q in step if q.group == s.group]
+        sign = (s.reward == min(rewards)) - (s.reward == max(rewards))
+        found.append([sign * 0.05 * len(rewards)] * len(s))
+    return found
+
+
 EXCEPTIONS: dict[str, tuple[str, Callable[[list[Sequence]], list[list[float]]]]] = {
     "shaped_is": ("w / (w + 0.1) is below 1 at w = 1", saturated),
     "ctpo_paper": ("early tokens collect every later advantage", through_the_prefix),
     "espo": ("groups of a sequence weigh alike, not tokens", entropy_groups),
     "oapl": ("fits rewards; reads no advantages", regression),
+    "online_dpo": ("compares rewards; reads no advantages", preference),
 }
 """Rows that are not the policy gradient even on policy: why, and what they are instead."""
 

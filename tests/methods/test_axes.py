@@ -40,6 +40,7 @@ NOT_AN_INTEGRAL = {
     "a3po": "the anchor holds the current policy, stopped",
     "aspo": "the flip divides by the stopped ratio",
     "st_ppo_renorm": "the mean that ratios are divided by is stopped",
+    "online_dpo": "each answer's loss is half a pair's, and the gradient is its own part of the pair's",
 }
 
 
@@ -320,7 +321,7 @@ def test_filters_add_up():
     both = select(rows, evidence="exact", unit="seq_mean")
     assert set(both) == {"trm_avg", "trm_max_avg"}
     assert set(select(rows, unit="seq_max")) == set(select(rows, unit="worst")) >= {"trm_max"}
-    assert set(select(rows, ratio="none")) == {"none", "gpg"}
+    assert set(select(rows, ratio="none")) == {"none", "gpg", "online_dpo"}
     assert set(select(rows, kind="system")) == set(SYSTEMS)
     assert set(select(rows, kind="presets")) == set(FAMILIES["presets"])
     assert "trm_max" in select(rows, reference="2512.23075")

@@ -133,7 +133,17 @@ def test_systems_have_every_fact_that_lists_and_filters_read():
     rows = catalog()
     method, system = rows["trm_max"], find("R3")
     assert system == rows["r3"]
-    only_methods = {"needs", "needs_old", "needs_divergences", "advantage", "formula", "parts", "settings", "command"}
+    only_methods = {
+        "needs",
+        "needs_old",
+        "needs_reference",
+        "needs_divergences",
+        "advantage",
+        "formula",
+        "parts",
+        "settings",
+    }
+    only_methods |= {"command"}
     assert set(method) - set(system) == only_methods
     assert system["kind"] == "system"
     assert "nothing here pretends to do it" in system["where"]

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from offdrift.stats import summarize
 from offdrift.train.batch import Batch
 from offdrift.train.loop import train
 from offdrift.train.models import load_model
+from offdrift.train.old_policy import score_batch
 from offdrift.train.step import train_step
 from tests.train.conftest import short_arms, small_recipe
 from tests.train.test_loop import rows
@@ -60,6 +62,7 @@ LIMITS = {"weight.cap": 0.5, "gate.high": 8e-5}
 ARMS = {
     "normalized_tis": {"method": "normalized_tis", "gates_of": "trm_max", "override": LIMITS},
     "vcpo": {"method": "vcpo"},
+    "online_dpo": {"method": "online_dpo"},
 }
 WHITENED = {"lr": 2e-4, "advantage": "reinforce_plus_plus_baseline"}
 
@@ -107,5 +110,7 @@ def one_process_step(rollouts, arm: str):
     how = WHITENED["advantage"]
     batch = Batch(rollouts, advantages(rollouts.rewards, rollouts.segments, how=how))
     row = small_recipe(arms=ARMS).arms[arm].build()
+    if row.needs_reference:
+        batch = replace(batch, logp_ref=score_batch(model, rollouts, token_budget=64).logp)
     update = train_step(Accelerator(cpu=True), model, optimizer, batch, row, token_budget=16384, max_grad_norm=1.0)  # fmt: skip
     return summarize(update.stats), dict(model.state_dict())

@@ -18,7 +18,7 @@ from offdrift.certificate.batch import COLUMNS, BatchEvidence
 from offdrift.certificate.certify import certify
 from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.score import chunks, divergences, left_right_padded, score
-from offdrift.errors import EngineError
+from offdrift.errors import EngineError, RecipeError
 from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS, override
 from offdrift.penalty import Adaptive, KLPenalty
@@ -26,15 +26,16 @@ from offdrift.records import Sampling, TopK
 from offdrift.stats import summarize
 from offdrift.train.arm import Arm
 from offdrift.train.batch import Batch, token_advantages
-from offdrift.train.loop import train
+from offdrift.train.loop import minibatches, train
 from offdrift.train.models import tiny_qwen3_config
 from offdrift.train.old_policy import score_batch
 from offdrift.train.step import gather_evidence, train_step
 from tests.judge.proxies import variance_proxies
-from tests.train.conftest import small_recipe
+from tests.train.conftest import short_arms, small_recipe
 from tests.train.test_loop import rows
 
 step_module = importlib.import_module("offdrift.train.step")
+loop_module = importlib.import_module("offdrift.train.loop")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
@@ -101,10 +102,12 @@ def step(world, name: str, *, token_budget: int, **options):
     row = override(METHODS[name], CHANGES.get(name, {}))
     if row.needs_old:
         batch = Batch(batch.rollouts, batch.advantages, score_batch(model, batch.rollouts, token_budget=64))
+    if row.needs_reference:
+        batch = replace(batch, logp_ref=batch.rollouts.logp_rollout)  # some other policy
     return model, taken(model, batch, row, token_budget=token_budget, **options)
 
 
-LOOKS_AHEAD = ["normalized_tis", "m2po", "clip_cov", "kl_cov", "st_ppo", "oapl", "quatro", "r2vpo_clip"]
+LOOKS_AHEAD = ["normalized_tis", "m2po", "clip_cov", "kl_cov", "st_ppo", "oapl", "quatro", "r2vpo_clip", "online_dpo"]
 
 
 @pytest.mark.parametrize(
@@ -454,3 +457,51 @@ def test_only_the_first_update_on_a_batch_is_certified_as_fresh(tmp_path):
         assert stale is not row["certificate/fresh"]
         assert (row["certificate/gain_low"] is None) is stale
         assert row["certificate/certified"] == 0.0
+
+
+def test_a_policy_learns_to_prefer_what_earned_more(world):
+    """Repeated steps on one batch: of every pair, the better answer gains on the worse."""
+    model = copy.deepcopy(world[0])
+    batch = replace(world[1], logp_ref=score_batch(model, world[1].rollouts, token_budget=64).logp)
+    steps = [summarize(taken(model, batch, METHODS["online_dpo"], lr=0.3).stats) for _ in range(8)]
+    margins = [row["preference/margin"] for row in steps]
+    assert margins[0] == pytest.approx(0, abs=1e-5)
+    assert margins == sorted(margins)
+    assert steps[-1]["preference/accuracy"] == pytest.approx(1)
+    assert steps[-1]["preference/pair_frac"] == pytest.approx(1)
+
+
+def test_answers_to_a_prompt_stay_in_one_minibatch():
+    recipe, groups = (
+        small_recipe(optim={"epochs": 2, "minibatches": 3}),
+        torch.tensor([9, 4, 4, 2, 9, 7, 4, 5, 5, 5, 5]),
+    )
+    for index in range(5):
+        parts = list(minibatches(recipe, index, groups))
+        assert [epoch for epoch, _ in parts] == [0, 0, 0, 1, 1, 1]
+        for epoch in (0, 1):
+            chosen = [x for e, x in parts if e == epoch]
+            assert sorted(torch.cat(chosen).tolist()) == list(range(11))
+            assert sorted(groups[x].unique().numel() for x in chosen) == [1, 2, 2]
+        assert [x.tolist() for _, x in parts[:3]] != [x.tolist() for _, x in parts[3:]]
+
+
+def test_online_dpo_runs_on_whole_prompts_and_a_recipe_without_them_is_refused(tmp_path, monkeypatch):
+    short_arms(monkeypatch)
+    sizes, step = [], loop_module.train_step
+
+    def watched(accelerator, model, optimizer, batch, *args, **options):
+        sizes.append(batch.rollouts.group_ids.unique(return_counts=True)[1].tolist())
+        return step(accelerator, model, optimizer, batch, *args, **options)
+
+    monkeypatch.setattr(loop_module, "train_step", watched)
+    arms = {"online_dpo": {"method": "online_dpo"}}
+    train(small_recipe(batches=2, optim__minibatches=2, optim__token_budget=60, arms=arms), tmp_path)
+    assert sizes == [[4, 4]] * 4
+    first, *rest = rows(tmp_path, "online_dpo")
+    assert first["preference/margin"] == pytest.approx(0, abs=1e-6)
+    assert all(0 < row["preference/pair_frac"] <= 1 and abs(row["preference/margin"]) > 1e-7 for row in rest)
+    with pytest.raises(RecipeError, match=r"minibatches = 5 is more than rollout\.prompts = 4"):
+        small_recipe(optim__minibatches=5, arms=arms)
+    with pytest.raises(RecipeError, match=r"rollout\.samples = 1"):
+        small_recipe(rollout__samples=1, arms=arms)

@@ -90,7 +90,7 @@ def check_served(
     needed = {
         "version_lag": "versions" in evidence(method),
         "logp_old": method.needs_old,
-        "logp_ref": method.penalty is not None,
+        "logp_ref": method.needs_reference,
         "divergences": method.needs_divergences,
     }
     needs = {name for name in INPUTS if name in method.needs or needed.get(name)}

@@ -245,6 +245,15 @@ def raises(aggregate: str, advantage: str) -> dict[str, Any]:
     }
 
 
+def raised_by(row: Method, advantage: str) -> dict[str, Any]:
+    """`raises` of a method with an advantage estimator; of one that reads no advantages, what its objective says."""
+    own: str | None = getattr(row.objective, "raises", None)
+    if own is None:
+        return raises(row.aggregate, advantage)
+    words = f"{own}, not J = E[R]: it can rise while J falls"
+    return {"return": own, "is_j": False, "advantage": advantage, "provided": "", "for_j": [], "words": words}
+
+
 REWARDS, BASELINES = (0.0, 0.5, 1.0), (0.0, 0.25, 0.5, 0.75, 1.0)
 MISMATCHES = (0.02, 0.4, 0.9, 1.1, 2.5, 50.0)
 
@@ -328,7 +337,7 @@ def facts(name: str, row: Method) -> dict[str, Any]:
         "sign": sign(row),
         "stop_gradient": stop_gradient(row),
         "certifies": certifies(row),
-        "raises": raises(row.aggregate, row.advantage or DEFAULT_ADVANTAGE),
+        "raises": raised_by(row, row.advantage or DEFAULT_ADVANTAGE),
         "aggregate": row.aggregate,
         "mechanism": row.mechanism,
         "is_treatment": is_treatment(row),
@@ -340,6 +349,7 @@ def facts(name: str, row: Method) -> dict[str, Any]:
         "experimental": row.status == "unverified",
         "needs": sorted(row.needs),
         "needs_old": row.needs_old,
+        "needs_reference": row.needs_reference,
         "needs_divergences": row.needs_divergences,
         "advantage": row.advantage,
         "formula": row.describe(),

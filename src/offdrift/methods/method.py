@@ -121,6 +121,16 @@ class Method:
         return any(getattr(part, "needs_old", getattr(part, "on", None) in on_old) for part in self.parts)
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether it reads log-probs of the reference policy."""
+        return self.penalty is not None or getattr(self.objective, "needs_reference", False)
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether a step must hold all answers to a prompt, as it does not where minibatches cut them apart."""
+        return getattr(self.objective, "whole_prompts", False)
+
+    @property
     def needs(self) -> frozenset[str]:
         """Fields of `BatchInfo` that it reads, besides divergences."""
         return frozenset(name for part in self.parts for name in getattr(part, "needs", ()))

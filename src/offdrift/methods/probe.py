@@ -54,7 +54,7 @@ def batch() -> Batch:
         rewards=(torch.arange(len(segments)) % 3).double(),
         version_lag=(segments.seq_ids % 4).double(),
     )
-    logprobs = LogProbs(rollout, segments, rollout + drift.sum(0), rollout + drift[0])
+    logprobs = LogProbs(rollout, segments, rollout + drift.sum(0), rollout + drift[0], rollout)
     return Batch(logprobs, segments.spread(signs), batch_info)
 
 
@@ -69,7 +69,7 @@ def moved(token: int, by: float | int) -> Batch:
     assert lp.logp is not None
     assert lp.logp_old is not None
     far = {name: Divergence.exact(name, d.lo + step.square()) for name, d in calm.batch_info.divergences.items()}
-    logprobs = LogProbs(lp.logp_rollout, lp.segments, lp.logp - 2 * step, lp.logp_old - step)
+    logprobs = LogProbs(lp.logp_rollout, lp.segments, lp.logp - 2 * step, lp.logp_old - step, lp.logp_ref)
     return Batch(logprobs, calm.advantages, replace(calm.batch_info, divergences=far))
 
 

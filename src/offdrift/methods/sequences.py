@@ -11,6 +11,7 @@ from offdrift.methods.weighted import TOKEN_BIAS
 from offdrift.objectives import Clipped, Reinforce
 from offdrift.objectives.clipped import GeometricClipped
 from offdrift.objectives.entropy_groups import EntropyGrouped
+from offdrift.objectives.preference import Preference
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.regression import Regression
 from offdrift.objectives.turns import TurnNormalized
@@ -151,6 +152,16 @@ ROWS: dict[str, Method] = {
         fails="its target is another policy: no estimate of the policy gradient",
         bias="O(1)",
         reference="OAPL, arXiv:2602.19362",
+    ),
+    "online_dpo": row(
+        Preference(),
+        aggregate="seq_mean_token_mean",
+        summary="DPO between the best and the worst answer to each prompt, as their rewards say",
+        mechanism="pull to the reference policy",
+        target="stale answers of asynchronous training",
+        fails="learns which answer is better and not by how much; nothing from a prompt whose answers earn alike",
+        bias="O(1)",
+        reference="OAIF, arXiv:2402.04792; Asynchronous RLHF, arXiv:2410.18252; the loss: arXiv:2305.18290, eq. 7",
     ),
     "vcpo": row(
         Reinforce(), SEQ_TIS,

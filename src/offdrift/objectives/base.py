@@ -60,8 +60,9 @@ def capped(pushed: TokenLoss, advantages: PerToken, ceiling: PerToken) -> TokenL
 class Objective(Protocol):
     """A frozen set of parameters that maps a batch to per-token losses.
 
-    An objective may also have `observe` (see `batch_info.Observer`) if it needs the whole step, and
-    `next(seen) -> Objective`, its successor after the step, if it adapts.
+    An objective may also have `observe` (see `batch_info.Observer`) if it needs the whole step;
+    `next(seen) -> Objective`, its successor after the step, if it adapts; and `sums(logprobs, batch_info)`, sums over
+    the batch by name, if it has metrics of its own.
     """
 
     @property

@@ -289,8 +289,7 @@ def method_page(row: Row) -> RenderableType:
         formulas.append(("advantage", f"{row['advantage']}, as published"))
     settings = [(f"override.{path}", shown(value)) for path, value in row["settings"].items()]
     bias = row["bias"]
-    penalized = any(part["role"] == "penalty" for part in row["parts"])
-    needs = [*row["needs"], *["logp_old"] * row["needs_old"], *["logp_ref"] * penalized]
+    needs = [*row["needs"], *["logp_old"] * row["needs_old"], *["logp_ref"] * row["needs_reference"]]
     axes = [
         ("unit", _explained("unit", row["unit"])),
         ("ratio", "\n".join(f"{ratio}: {RATIOS[ratio]}" for ratio in row["ratio"]) or "none"),

@@ -427,6 +427,12 @@ _ROWS = [
     Metric("gate/drop_frac_token", "1", "share of tokens rejected", "worse",
            lambda s: 1 - s["gate/kept_tokens"] / s["n"]),
     Metric("reward/mean", "task", "mean reward of the batch's sequences", "better", mean("reward", "b")),
+    Metric("preference/pair_frac", "1", "share of prompts whose answers do not all earn alike: those with a pair",
+           "better", mean("preference/pairs", "preference/prompts")),
+    Metric("preference/accuracy", "1", "share of pairs of which the policy prefers the better answer, as compared with "
+           "the reference", "better", mean("preference/right", "preference/pairs")),
+    Metric("preference/margin", "1", "mean over pairs of beta (log pi / pi_ref of the better - of the worse answer)",
+           "better", mean("preference/margin", "preference/pairs")),
     Metric("critic/vf_loss", "task^2", "mean over tokens of the critic's (clipped) squared error / 2", "neither",
            mean("critic/vf")),
     Metric("critic/vf_clip_frac", "1", "share of tokens whose value has moved past the critic's clip", "neither",

@@ -95,7 +95,7 @@ def make_batch(arm: Arm, picked: Picked) -> Batch:
         if not old_is_current:
             exact = any(name.endswith("rollout_old") for name in method.divergences)
             old = arm.old_policy.score(arm.model, rollouts, arm.version, exact=exact, **options)
-    if method.penalty is not None:
+    if method.needs_reference:
         with resident(arm.run.model, arm.run.accelerator.device) as reference:
             logp_ref = score_batch(reference, rollouts, token_budget=optim.token_budget, half=half).logp
     values = None if arm.critic is None else arm.critic.values(rollouts, token_budget=optim.token_budget)

@@ -260,12 +260,14 @@ def _check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
         raise RecipeError(
             f'rollout.engine = "openai" with {world} processes: each would give one server weights; launch one process'
         )
-    smallest = recipe.rollout.prompts // world * recipe.rollout.samples
+    whole = any(recipe.row(name).whole_prompts for name in recipe.arms)
+    smallest = recipe.rollout.prompts // world * (1 if whole else recipe.rollout.samples)
     if min(recipe.rollout.prompts, recipe.log.eval_prompts) < world or smallest < recipe.optim.minibatches:
         raise RecipeError(
             f"{world} processes share rollout.prompts = {recipe.rollout.prompts}, log.eval_prompts = "
             f"{recipe.log.eval_prompts} and optim.minibatches = {recipe.optim.minibatches}: each needs "
-            "at least one prompt, and a sequence per minibatch; raise them or launch fewer processes"
+            f"at least one prompt, and a {'prompt' if whole else 'sequence'} per minibatch; raise them or launch fewer "
+            "processes"
         )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
+from jaxtyping import Int
 from torch import Tensor
 
 from offdrift.engines import make_engine
@@ -91,7 +92,8 @@ def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
         arm.keep_old_weights(rollouts, source)
         # Optimizer steps.
         first_version, token_log = arm.version, TokenLog(batch)
-        for epoch, sequences in minibatches(recipe, index, rollouts.num_sequences):
+        whole = rollouts.group_ids if arm.method.whole_prompts else torch.arange(rollouts.num_sequences)
+        for epoch, sequences in minibatches(recipe, index, whole):
             minibatch, version = batch.select(sequences), arm.version
             sampled, logged = version % log.samples_every == 0, log.tokens and epoch == 0
             learning_rate = arm.learning_rate
@@ -150,15 +152,23 @@ def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
     return finish(arm)
 
 
-def minibatches(recipe: Recipe, index: int, sequences: int) -> Iterator[tuple[int, Tensor]]:
-    """The sequences of every optimizer step on a batch, with the epoch that the step is of."""
+def minibatches(recipe: Recipe, index: int, units: Int[Tensor, " b"]) -> Iterator[tuple[int, Tensor]]:
+    """The sequences of every optimizer step on a batch, with the epoch that the step is of.
+
+    Args:
+        units: a number per sequence; sequences of one number are in one step.
+    """
     optim = recipe.optim
     if optim.epochs == optim.minibatches == 1:
-        yield 0, torch.arange(sequences)
+        yield 0, torch.arange(len(units))
         return
+    _, unit = units.unique(return_inverse=True)
+    counts = unit.bincount()
     for epoch in range(optim.epochs):
         g = torch.Generator().manual_seed(batch_seed(recipe.seed, index, epoch))
-        for part in torch.randperm(sequences, generator=g).tensor_split(optim.minibatches):
+        drawn = torch.randperm(len(counts), generator=g)
+        order = drawn.argsort()[unit].argsort(stable=True)
+        for part in order.split([int(counts[x].sum()) for x in drawn.tensor_split(optim.minibatches)]):
             yield epoch, part
 
 

@@ -21,7 +21,7 @@ from offdrift.correction import Correction
 from offdrift.errors import MethodError, RecipeError
 from offdrift.methods import Method, method, override
 from offdrift.methods.anchor import Interpolated, RolloutAsOld
-from offdrift.methods.describe import DEFAULT_ADVANTAGE, raises
+from offdrift.methods.describe import DEFAULT_ADVANTAGE, raised_by
 from offdrift.train.environments import ENVIRONMENTS, is_environment
 from offdrift.train.parts import Draws, FolderName, Natural, Part, Penalties, Positive, PositiveFloat
 
@@ -353,6 +353,17 @@ class Recipe(Part):
                     f"arms.{name}: advantage {how!r} weighs the components of a reward, and reward = {self.reward!r} "
                     'has none; set it to a function that returns numbers by name, "rewards.py:score" (docs/tasks.md)'
                 )
+            if row.whole_prompts and self.rollout.prompts < self.optim.minibatches:
+                raise ValueError(
+                    f"arms.{name}: {arm.method} compares the answers to a prompt, which stay in one minibatch, and "
+                    f"optim.minibatches = {self.optim.minibatches} is more than rollout.prompts = "
+                    f"{self.rollout.prompts}; take fewer minibatches or more prompts"
+                )
+            if row.whole_prompts and self.rollout.samples < 2:
+                raise ValueError(
+                    f"arms.{name}: {arm.method} compares the answers to a prompt; rollout.samples = 1 gives it nothing "
+                    "to compare, set it to 2 or more"
+                )
             recorded = any("rollout" in name for name in row.divergences)
             if recorded and self.rollout.evidence == "sampled":
                 raise ValueError(
@@ -515,7 +526,7 @@ class Recipe(Part):
     def raises(self, name: str) -> dict[str, Any]:
         """The return that an arm's steps raise, in place of J: see `offdrift.methods.describe.raises`."""
         row = self.row(name)
-        return raises(row.aggregate, self.estimator(row))
+        return raised_by(row, self.estimator(row))
 
     @property
     def right(self) -> float:

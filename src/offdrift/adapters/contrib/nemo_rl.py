@@ -183,7 +183,7 @@ class OffdriftLoss:
             return require_logprobs(x, mask, name, WAYS_OUT[name], beside=logp)
 
         old = field("prev_logprobs") if self.old == "recorded" else logp.detach()
-        ref = field("reference_policy_logprobs") if hook.method.penalty is not None else None
+        ref = field("reference_policy_logprobs") if hook.method.needs_reference else None
         logprobs = LogProbs.pack(field("generation_logprobs"), logp, old, logp_ref=ref, mask=mask)
         batch_info = NO_INFO if scores is None else self._batch_info(scores.detach(), data, mask, logprobs)
         result = hook.loss(

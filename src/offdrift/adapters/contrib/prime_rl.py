@@ -73,7 +73,7 @@ def loss(
                 f"({hook.method.describe()}) is not proportional to the advantage; choose one that is"
             )
         advantages = inputs.advantages * weights
-    ref: Tensor | None = inputs.ref_logprobs if hook.method.penalty is not None else None
+    ref: Tensor | None = inputs.ref_logprobs if hook.method.needs_reference else None
     logprobs = LogProbs.pack(
         inputs.inference_logprobs[None],
         logp[None],

@@ -161,7 +161,7 @@ class _Loss:
             return zero_loss(logp), {"actor/offdrift/loss@sum": 0.0}
         old = self.get_old_log_probs_with_cache(data, logp)  # type: ignore[attr-defined]
         fields = {"infer_logprobs": batch.get("infer_logprobs", None), "old_log_probs": old}
-        if hook.method.penalty is not None:
+        if hook.method.needs_reference:
             fields["ref_log_probs"] = batch.get("ref_log_probs", None)
         rollout, old, *ref = (
             require_logprobs(x if x is not None and len(x) else None, mask, name, WAYS_OUT[name], beside=logp)

@@ -251,7 +251,7 @@ def missing(row: Method) -> tuple[str, ...]:
         "divergences of whole distributions": row.needs_divergences,
         "rollout and old log-probs at once": reads_rollout(share) and share.needs_old,
         "turns": reads_turns,
-        "log-probs of the reference policy (use actor.use_kl_loss with another row)": row.penalty is not None,
+        "log-probs of the reference policy (use actor.use_kl_loss with another row)": row.needs_reference,
         "the learning rate, which this method scales": row.lr_scale is not None,
         "the end of a step, where its objective adapts": hasattr(row.objective, "next"),
         "advantages in the driver's correction, which comes before them": any(
