@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 
@@ -10,13 +11,18 @@ import torch
 from accelerate import Accelerator
 
 from offdrift.engines import make_engine
+from offdrift.engines.score import left_right_padded, score
+from offdrift.errors import RecipeError
+from offdrift.methods import METHODS
 from offdrift.records.rollouts import Sampling
 from offdrift.segments import Segments
 from offdrift.train import recipe
-from offdrift.train.critic import Critic, ValueModel, critic_step, value_loss
+from offdrift.train.batch import Batch
+from offdrift.train.critic import Critic, ValueHead, ValueModel, critic_step, value_loss
 from offdrift.train.loop import train
 from offdrift.train.models import load_model
-from tests.train.conftest import small_recipe
+from offdrift.train.step import train_step
+from tests.train.conftest import short_arms, small_recipe
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10], [3, 4]]
 
@@ -117,8 +123,81 @@ def test_values_learn_what_returns_are(model, rollouts):
     assert error[-1] < 0.2 * error[0]
 
 
-def test_ppo_trains_with_a_critic_and_resumes_to_the_same_numbers(tmp_path):
-    changes = {"batches": 4, "optim": {"advantage": "gae", "lr": 1e-4}, "critic": {"lr": 1e-3, "lam": 0.95}}
+def shared_of(model, **settings):
+    """A critic whose head reads the states of this model, and is not 0."""
+    torch.manual_seed(0)
+    head = ValueHead(model)
+    torch.nn.init.normal_(head.weight, std=0.02)
+    return Critic(head, None, recipe.Critic(shared=True, **settings), policy=model)
+
+
+def test_a_shared_head_reads_the_policys_last_states(model, rollouts):
+    critic = shared_of(model)
+    inputs = left_right_padded(rollouts)
+    states = model.base_model(
+        input_ids=inputs.ids, attention_mask=inputs.attention, position_ids=inputs.positions
+    ).last_hidden_state
+    first = int(rollouts.prompt_cu_seqlens.diff().max()) - 1
+    expected = critic.model(states[inputs.rows, first + inputs.columns])
+    for budget in (4096, 8):
+        torch.testing.assert_close(critic.values(rollouts, token_budget=budget), expected, atol=1e-5, rtol=0)
+    assert not model.get_output_embeddings()._forward_pre_hooks
+    assert ValueHead(model)(states[0]).abs().max() == 0
+
+
+@pytest.mark.parametrize("budget", [4096, 9])
+def test_a_shared_critic_adds_its_share_to_the_gradient_of_body_and_head(model, rollouts, budget):
+    """Of a step of SGD: less the step without a critic, it is coef times the gradient of the mean loss of values."""
+    g = torch.Generator().manual_seed(0)
+    n = len(rollouts.tokens)
+    old, returns, advantages = torch.zeros(n), torch.rand(n, generator=g), torch.randn(n, generator=g)
+    batch = Batch(rollouts, advantages, values=old, returns=returns)
+    moved = []
+    for with_critic in (True, False):
+        policy = copy.deepcopy(model)
+        critic = shared_of(policy, coef=0.25, clip=None) if with_critic else None
+        parameters = [*policy.parameters(), *(critic.model.parameters() if critic else ())]
+        optimizer, limits = torch.optim.SGD(parameters, lr=1.0), {"token_budget": budget, "max_grad_norm": 1e9}
+        update = train_step(Accelerator(cpu=True), policy, optimizer, batch, METHODS["none"], critic=critic, **limits)
+        moved.append(parameters)
+        if critic is not None:
+            numbers = update.stats.to_host()
+    policy = copy.deepcopy(model)
+    critic = shared_of(policy)
+    loss = (critic.model(score(policy, rollouts, with_states=True).states) - returns).square().mean() / 2
+    used = [*policy.parameters(), *critic.model.parameters()]
+    gradients = torch.autograd.grad(loss, used, allow_unused=True)
+    compared = 0
+    for start, with_, without, slope in zip(model.parameters(), moved[0], moved[1], gradients):
+        expected = torch.zeros_like(start) if slope is None else slope
+        torch.testing.assert_close(without.detach() - with_.detach(), 0.25 * expected, rtol=1e-3, atol=3e-6)
+        compared += int((expected.abs() > 1e-5).sum())
+    assert compared > 10_000
+    for head, now, slope in zip(critic.model.parameters(), moved[0][-2:], gradients[-2:], strict=True):
+        torch.testing.assert_close(head.detach() - now.detach(), 0.25 * slope, rtol=1e-3, atol=3e-6)
+    assert numbers["critic/vf"] == pytest.approx(loss.item() * n, rel=1e-4)
+    norm = math.sqrt(sum(float(x.square().sum()) for x in gradients[-2:]))
+    assert numbers["critic/grad_norm"] == pytest.approx(0.25 * norm, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"critic": {"shared": True}}, r"critic\.shared does nothing"),
+        ({"critic": {"gamma": 0.9}}, r"critic\.gamma does nothing"),
+        ({"optim": {"advantage": "gae"}, "critic": {"coef": 0.1}}, r"critic\.coef = 0\.1 does nothing without"),
+        ({"optim": {"advantage": "gae"}, "critic": {"shared": True, "lr": 1e-3}}, r"critic\.lr = 0\.001 does nothing"),
+    ],
+)
+def test_settings_of_the_other_kind_or_of_no_critic_are_refused(changes, problem):
+    with pytest.raises(RecipeError, match=problem):
+        small_recipe(**changes)
+
+
+@pytest.mark.parametrize("settings", [{"lr": 1e-3, "lam": 0.95}, {"shared": True, "lam": 0.95}], ids=["own", "shared"])
+def test_ppo_trains_with_a_critic_and_resumes_to_the_same_numbers(tmp_path, monkeypatch, settings):
+    short_arms(monkeypatch)
+    changes = {"batches": 4, "optim": {"advantage": "gae", "lr": 1e-4}, "critic": settings}
     recipe_ = small_recipe(**changes, arms={"ppo": {"method": "ppo_clip"}})
     train(recipe_, tmp_path / "whole")
     whole = metrics_of(tmp_path / "whole")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,20 @@ from torch import nn
 from offdrift.audit.conclude import conclude
 from offdrift.audit.partial import Job
 from offdrift.audit.stream import audit
+from offdrift.engines import make_engine
 from offdrift.engines.score import score
 from offdrift.errors import CheckpointError, EvidenceError, RecipeError
 from offdrift.methods import METHODS
 from offdrift.objectives.ewma import ewma_update
 from offdrift.records.readers import detect, pieces
-from offdrift.records.rollouts import OLD_STATUS
+from offdrift.records.rollouts import OLD_STATUS, Sampling
 from offdrift.records.store import read
-from offdrift.train import old_policy
+from offdrift.train import loop, old_policy
+from offdrift.train.batch import make_batch
 from offdrift.train.loop import train
 from offdrift.train.models import load_model
-from offdrift.train.old_policy import score_batch
-from tests.train.conftest import small_recipe
+from offdrift.train.old_policy import gradient_norms, score_batch
+from tests.train.conftest import short_arms, small_recipe
 from tests.train.test_loop import Stop, rows, stop_at, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -385,3 +388,57 @@ def test_mistakes_in_the_table_name_its_keys():
         small_recipe(old_policy={"from": "newest"})
     with pytest.raises(RecipeError, match=r"arms.x.old_policy has from, snapshots, decay"):
         small_recipe(arms={"x": {"method": "grpo", "old_policy": {"kind": "ewma"}}})
+
+
+def test_gradient_norms_are_those_of_each_response_alone():
+    """Finite differences along the gradient itself: d log pi(y) / d eps = |g|."""
+    model = load_model("tiny-qwen3", seed=0)[0].double()
+    sampling = Sampling(5, temperature=0.7, stop_token_ids=tuple(range(20)))
+    drawn = make_engine("transformers", model).generate([[3, 4, 5], [6], [7, 8]], sampling, seed=0)
+    norms = gradient_norms(model, drawn).double()
+    for i in range(3):
+        one = drawn.select(torch.tensor([i]))
+        model.zero_grad()
+        score(model, one, temperature=0.7).logp.sum().backward()
+        along, size = [p.grad / norms[i].sqrt() for p in model.parameters()], []
+        for eps in (1e-5, -1e-5):
+            moved = copy.deepcopy(model)
+            with torch.no_grad():
+                for p, g in zip(moved.parameters(), along, strict=True):
+                    p += eps * g
+                size.append(score(moved, one, temperature=0.7).logp.sum())
+        assert float((size[0] - size[1]) / 2e-5) == pytest.approx(float(norms[i].sqrt()), rel=1e-4)
+    assert len({round(float(x), 3) for x in norms}) == 3
+
+
+def test_opob_with_exact_norms_in_a_run(tmp_path, monkeypatch):
+    """Advantages are R - b with b from the norms at the weights that the batch arrived at."""
+    short_arms(monkeypatch)
+    batches = []
+    monkeypatch.setattr(loop, "make_batch", lambda arm, picked: batches.append(make_batch(arm, picked)) or batches[-1])
+    arms = {"opob": {"method": "none"}}
+    settings = {"lr": 1e-3, "advantage": "opob", "gradient_norms": "exact"}
+    train(small_recipe(batches=1, optim=settings, arms=arms), tmp_path)
+    (batch,) = batches
+    rollouts, segments = batch.rollouts, batch.rollouts.segments
+    norms = gradient_norms(load_model("tiny-qwen3", seed=0)[0], rollouts).double()
+    apart, shift, tau, pairs = [], [], 0.0, 0
+    stand_in = score_batch(load_model("tiny-qwen3", seed=0)[0], rollouts, token_budget=999)
+    proxy = segments.sum(1 - 2 * stand_in.logp.exp() + stand_in.sum_pi_squared).double()
+    for group in range(4):
+        of = rollouts.group_ids == group
+        rewards, x, y = rollouts.rewards[of].double(), norms[of], proxy[of]
+        baselines = [float((z * rewards).sum() / z.sum()) for z in (x, y)]
+        apart += (rewards - baselines[0]).tolist()
+        shift += [abs(baselines[0] - baselines[1])] * 4
+        for i, j in itertools.combinations(range(4), 2):
+            tau, pairs = tau + float(torch.sign((x[i] - x[j]) * (y[i] - y[j]))), pairs + 1
+    first = segments.cu_seqlens[:-1].long()
+    by_group = torch.argsort(rollouts.group_ids, stable=True)
+    assert batch.advantages[first][by_group].tolist() == pytest.approx(apart, abs=1e-4)
+    (row,) = [json.loads(x) for x in (tmp_path / "arms/opob/metrics.jsonl").read_text().splitlines()]
+    assert row["opob/baseline_shift"] == pytest.approx(sum(shift) / 16, rel=1e-2)
+    assert row["opob/norm_rank_corr"] == pytest.approx(tau / pairs, abs=1e-6)
+    assert row["opob/baseline_shift"] > 1e-4
+    with pytest.raises(RecipeError, match="reads norms of gradients"):
+        small_recipe(optim={"gradient_norms": "exact"})

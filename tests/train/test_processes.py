@@ -16,10 +16,13 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from offdrift.advantages import advantages
+from offdrift.methods import METHODS
 from offdrift.records.rollouts import concatenate
 from offdrift.records.store import read
 from offdrift.stats import summarize
+from offdrift.train import recipe
 from offdrift.train.batch import Batch
+from offdrift.train.critic import Critic, ValueHead, critic_step
 from offdrift.train.loop import train
 from offdrift.train.models import load_model
 from offdrift.train.old_policy import score_batch
@@ -101,6 +104,48 @@ def test_two_processes_take_the_step_that_one_takes_on_the_same_rollouts(tmp_pat
     assert 0.3 < rows(run, "vcpo")[0]["optim/lr_scale"] < 1.0
     # Weights of mean 1 are not all below half of it.
     assert rows(run, "normalized_tis")[0]["weight/cap_frac"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [False, True], ids=["own critic", "shared critic"])
+def test_a_critic_of_two_processes_takes_the_steps_of_one(tmp_path, monkeypatch, shared):
+    """Two steps on one batch: the values' loss in the second is that after the first."""
+    short_arms(monkeypatch)
+    settings, steps = {"shared": True} if shared else {"lr": 1e-3}, {"advantage": "gae", "lr": 1e-3, "epochs": 2}
+    arms = {"ppo": {"method": "none"}}
+    words = [f"arms={json.dumps(arms)}", f"critic={json.dumps(settings)}", f"optim={json.dumps(steps)}", "batches=1"]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
+    command = [sys.executable, *launcher, "tests.train.worker", str(tmp_path), "--short", *words]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**ENVIRONMENT, "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    drawn = tmp_path / "arms/ppo/rollouts"
+    rollouts = concatenate([read(drawn / f"batch-000000-rank{r}.parquet") for r in (0, 1)])
+    model, _ = load_model("tiny-qwen3", seed=0)
+    accelerator, limits = Accelerator(cpu=True), {"token_budget": 16384, "max_grad_norm": 1.0}
+    head = ValueHead(model)
+    parameters = [*model.parameters(), *(head.parameters() if shared else ())]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    critic = Critic.start(model, recipe.Critic(**settings), accelerator)
+    critic = Critic(head, optimizer, recipe.Critic(**settings), policy=model) if shared else critic
+    values = critic.values(rollouts, token_budget=999)
+    returns = critic.returns(rollouts.rewards, values, rollouts.segments)
+    gae = advantages(rollouts.rewards, rollouts.segments, how="gae", values=values)
+    batch = Batch(rollouts, gae, values=values, returns=returns)
+    for row in rows(tmp_path, "ppo"):
+        options = {**limits, "critic": critic if shared else None}
+        stats = train_step(accelerator, model, optimizer, batch, METHODS["none"], **options).stats
+        if not shared:
+            stats = stats.plus(*critic_step(accelerator, critic, rollouts, values, returns, **limits))
+        expected = summarize(stats)
+        for name in ("vf_loss", "vf_explained_var", "value_mean", "grad_norm"):
+            assert row[f"critic/{name}"] == pytest.approx(expected[f"critic/{name}"], rel=2e-3, abs=1e-6), name
+        for name in ("optim/grad_norm", "full/k3"):
+            assert row[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-6), name
+    first, second = (row["critic/vf_loss"] for row in rows(tmp_path, "ppo"))
+    assert second < 0.99 * first
 
 
 def one_process_step(rollouts, arm: str):

@@ -8,6 +8,7 @@ float32 copy of the response tokens' rows; callers bound it by how many tokens t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -36,6 +37,8 @@ class Score(NamedTuple):
     """Sum over the vocabulary of squared probabilities, 1; no gradient."""
     logits: Float[Tensor, "n v"]
     """Tempered float32 logits: evidence for exact divergences. Detached, unless asked for otherwise."""
+    states: Float[Tensor, "n h"] | None = None
+    """What the output head made the logits of, at each token, where asked for; carries the gradient."""
 
 
 def score(
@@ -45,6 +48,7 @@ def score(
     temperature: float = 1.0,
     keep_graph: bool = False,
     half: torch.dtype | None = None,
+    with_states: bool = False,
 ) -> Score:
     """Log-probs, entropies and logits of every response token, on the packed layout.
 
@@ -58,13 +62,20 @@ def score(
         keep_graph: leave the logits attached, for penalties on whole distributions.
         half: bfloat16 or float16, in which the model multiplies matrices (`torch.autocast`); weights, norms, residual
             stream and what follows the logits stay as they are. Absent: everything at the weights' precision.
+        with_states: also give the hidden states that the head reads, for a value head beside it.
 
-    Gradient: to the model's parameters through `logp`, and through `logits` with `keep_graph`.
+    Gradient: to the model's parameters through `logp`, through `states`, and through `logits` with `keep_graph`.
     """
     device = next(model.parameters()).device
     inputs = left_right_padded(rollouts, device=device)
-    # Every weight is read once a pass: a cache of them in half precision would only hold all of them at once.
-    with torch.autocast(device.type, half, enabled=half is not None, cache_enabled=False):
+    read: list[Tensor] = []
+    with contextlib.ExitStack() as contexts:
+        if with_states:
+            head = getattr(model, "module", model).get_output_embeddings()
+            hook = head.register_forward_pre_hook(lambda module, arguments: read.append(arguments[0]))
+            contexts.callback(hook.remove)
+        # Every weight is read once a pass: a cache of them in half precision would only hold all of them at once.
+        contexts.enter_context(torch.autocast(device.type, half, enabled=half is not None, cache_enabled=False))
         rows_btv = model(  # column j predicts the token at place j behind the prompt
             input_ids=inputs.ids,
             attention_mask=inputs.attention,
@@ -77,7 +88,8 @@ def score(
     log_total = logits.logsumexp(-1)
     logp = logits.gather(-1, tokens[:, None]).squeeze(-1) - log_total
     shown = logits if keep_graph else logits.detach()
-    return Score(logp, *moments(logits.detach(), log_total.detach()), shown)
+    states = read[0][inputs.rows, inputs.columns] if with_states else None
+    return Score(logp, *moments(logits.detach(), log_total.detach()), shown, states)
 
 
 def moments(

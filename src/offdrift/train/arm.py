@@ -26,7 +26,7 @@ from offdrift.methods.schedules import LengthSurge, LossScale, SurgeState
 from offdrift.records.rollouts import Rollouts
 from offdrift.train import recipe
 from offdrift.train.context import Event, EventKind, RunContext
-from offdrift.train.critic import Critic
+from offdrift.train.critic import Critic, ValueHead
 from offdrift.train.old_policy import OldPolicy, make_old_policy
 from offdrift.train.run_folder import ArmFolder, Position, checkpoints, load_checkpoint, save_checkpoint
 from offdrift.train.sharded import anywhere, whole_weights
@@ -153,19 +153,23 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
     """
     accelerator, files = run.accelerator, run.folder.arm(name)
     checkpoint_folder = files.path / "checkpoints"
-    model = copy.deepcopy(run.model)
+    model, of_critic = copy.deepcopy(run.model), run.recipe.critic
     if accelerator.distributed_type != DistributedType.FSDP:  # which moves it part by part
         model.to(accelerator.device)
+    has_critic = "values" in ADVANTAGES[run.recipe.estimator(run.recipe.row(name))].needs
+    head = ValueHead(run.model).to(accelerator.device) if has_critic and of_critic.shared else None
     optimizer = torch.optim.AdamW(
-        model.parameters(),
+        [*model.parameters(), *(() if head is None else head.parameters())],
         lr=run.recipe.optim.lr,
         betas=run.recipe.optim.betas,
         weight_decay=run.recipe.optim.weight_decay,
     )
     model, optimizer = accelerator.prepare(model, optimizer)
     critic = None
-    if "values" in ADVANTAGES[run.recipe.estimator(run.recipe.row(name))].needs:
-        critic = Critic.start(run.model, run.recipe.critic, accelerator)
+    if head is not None:
+        critic = Critic(accelerator.prepare(head), optimizer, of_critic, policy=model)
+    elif has_critic:
+        critic = Critic.start(run.model, of_critic, accelerator)
     stored = load_checkpoint(accelerator, checkpoint_folder) if resume else None
     position = stored or Position(0, 0)
     if accelerator.is_main_process:

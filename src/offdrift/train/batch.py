@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from offdrift.advantages import ADVANTAGES, advantages
+from offdrift.advantages.optimal import norm_agreement
 from offdrift.batch_info import BatchInfo
 from offdrift.certificate.samples import unit_rewards
 from offdrift.logprobs import LogProbs
@@ -20,7 +21,7 @@ from offdrift.records.rollouts import OLD_STATUS, Rollouts
 from offdrift.train.arm import Arm, needs_old
 from offdrift.train.buffer import Picked
 from offdrift.train.models import resident
-from offdrift.train.old_policy import PolicyScores, score_batch
+from offdrift.train.old_policy import PolicyScores, gradient_norms, score_batch
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Batch:
     """Targets of the values."""
     sample_weight: Float[Tensor, " b"] | None = None
     """Weight of each sequence's loss, where a buffer picked by priority."""
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """What metrics of the whole batch are made of, wherever its minibatches are cut; adds over processes."""
 
     def select(self, sequences: Tensor) -> Batch:
         """Some of the sequences, as a batch of their own."""
@@ -98,8 +101,18 @@ def make_batch(arm: Arm, picked: Picked) -> Batch:
     if method.needs_reference:
         with resident(arm.run.model, arm.run.accelerator.device) as reference:
             logp_ref = score_batch(reference, rollouts, token_budget=optim.token_budget, half=half).logp
-    values = None if arm.critic is None else arm.critic.values(rollouts, token_budget=optim.token_budget)
-    advantages, returns = token_advantages(arm, rollouts, trainer, old, logp_ref, values)
+    values = None if arm.critic is None else arm.critic.values(rollouts, token_budget=optim.token_budget, half=half)
+    scores = (trainer, old, logp_ref, values)
+    sums, norms = {}, None
+    if optim.gradient_norms == "exact" and "grad_norm_squared" in estimator.reads:
+        norms = gradient_norms(arm.run.accelerator.unwrap_model(arm.model), rollouts)
+        assert trainer is not None
+        stand_in = rollouts.segments.sum(1 - 2 * trainer.logp.exp() + trainer.sum_pi_squared)
+        sums = {f"opob/{k}": x for k, x in norm_agreement(norms, stand_in, rollouts.segments.groups).items()}
+    advantages, returns = token_advantages(arm, rollouts, *scores, norms)
+    if norms is not None:
+        apart = (token_advantages(arm, rollouts, *scores)[0] - advantages).abs()
+        sums |= {"opob/shift": rollouts.segments.mean(apart).sum(), "opob/responses": torch.tensor(float(len(norms)))}
     if old is not None:
         status = old.status(rollouts.rollout_version)
     elif old_is_current or method.anchor is not None:
@@ -110,7 +123,8 @@ def make_batch(arm: Arm, picked: Picked) -> Batch:
         return arm.old_policy.logits(arm.model, piece, arm.version, half=half)
 
     compared = old_logits if arm.compares_old else None
-    return Batch(rollouts, advantages, old, logp_ref, cap, status, old_is_current, compared, values, returns, weight)
+    about_old = (old, logp_ref, cap, status, old_is_current, compared)
+    return Batch(rollouts, advantages, *about_old, values, returns, weight, sums)
 
 
 def token_advantages(
@@ -120,6 +134,7 @@ def token_advantages(
     old: PolicyScores | None,
     logp_ref: Float[Tensor, " n"] | None,
     values: Float[Tensor, " n"] | None,
+    norms: Float[Tensor, " b"] | None = None,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"] | None]:
     """Advantage of every token, by the arm's estimator, from the scores of `make_batch`; and the critic's targets."""
     method, rewards, segments = arm.method, rollouts.rewards, rollouts.segments
@@ -132,6 +147,7 @@ def token_advantages(
         "greedy_rewards": rollouts.greedy_rewards,
         "right_from": arm.run.recipe.right,
         "zvp_alpha": arm.run.recipe.optim.zvp_alpha,
+        "grad_norm_squared": norms,
     }
     if rollouts.components is not None:
         weights = arm.run.recipe.optim.component_weights

@@ -25,6 +25,7 @@ from offdrift.judge import num_experts
 from offdrift.records.rollouts import Sampling
 from offdrift.train.environments import Environment, find_environment, is_environment
 from offdrift.train.models import load_model, prompt_ids, save_for_engine
+from offdrift.train.old_policy import EXACT_NORMS_BELOW
 from offdrift.train.problems import read_problems
 from offdrift.train.recipe import Recipe
 from offdrift.train.rewards import OwnReward
@@ -92,7 +93,7 @@ class RunContext:
 
     def sums(self, numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Numbers by name, each summed over all processes."""
-        return dict(zip(numbers, self.sum(torch.stack(list(numbers.values()))), strict=True))
+        return dict(zip(numbers, self.sum(torch.stack([x.double() for x in numbers.values()])), strict=True))
 
 
 def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
@@ -150,6 +151,12 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     half = half_precision(recipe)
     _check_launch(recipe, accelerator)
     model, tokenizer = load_model(recipe.model, seed=recipe.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    if recipe.optim.gradient_norms == "exact" and parameters > EXACT_NORMS_BELOW:
+        raise RecipeError(
+            f'optim.gradient_norms = "exact" takes a backward pass per response, and {recipe.model} has {parameters:,} '
+            f'parameters, more than {EXACT_NORMS_BELOW:,}; use "proxy"'
+        )
     steps = recipe.warm_start.steps
     if steps:
         watch(Event("setup", text=f"warm start: at most {steps} supervised steps on {recipe.task}"))

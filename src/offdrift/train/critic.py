@@ -2,7 +2,11 @@
 
     V(s_t) = w . h_t + b,   h_t the last hidden state of a model of its own that has read the prompt and y_<t
 
-It begins as a copy of the policy's weights with a value of 0 everywhere.
+It begins as a copy of the policy's weights with a value of 0 everywhere. With `critic.shared` there is no such model:
+h_t is the state that the policy's own output head reads, one optimizer takes one step for both, and the value's loss
+moves the policy's body, too:
+
+    loss = policy loss + coef * mean over tokens of the value's loss
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from transformers import PreTrainedModel
 
 from offdrift.advantages.base import Credit
 from offdrift.advantages.token import generalized_advantage
-from offdrift.engines.score import chunks, left_right_padded
+from offdrift.engines.score import chunks, left_right_padded, score
 from offdrift.errors import EngineError
 from offdrift.records.rollouts import Rollouts
 from offdrift.segments import Segments
@@ -56,12 +60,27 @@ class ValueModel(nn.Module):
         return self.head(states[inputs.rows, first + inputs.columns].to(self.head.weight.dtype)).sum(-1)
 
 
+class ValueHead(nn.Linear):
+    """One number per hidden state of the policy; 0 at first."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, states: Float[Tensor, "n h"]) -> Float[Tensor, " n"]:
+        """Value before each response token. Gradient: to the head, and through the states to the policy's body."""
+        return super().forward(states.to(self.weight.dtype)).squeeze(-1)
+
+
 class Critic(NamedTuple):
-    """A value model, prepared by accelerate, with its optimizer and settings."""
+    """A value model, prepared by accelerate, with its optimizer and settings; or a head on the policy's body."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     settings: recipe.Critic
+    policy: nn.Module | None = None
+    """The policy whose states the head reads, where the critic is shared; its optimizer is then the policy's."""
 
     @staticmethod
     def start(model: PreTrainedModel, settings: recipe.Critic, accelerator: Accelerator) -> Critic:
@@ -72,12 +91,16 @@ class Critic(NamedTuple):
         return Critic(prepared, optimizer, settings)
 
     @torch.no_grad()
-    def values(self, rollouts: Rollouts, *, token_budget: int) -> Float[Tensor, " n"]:
+    def values(self, rollouts: Rollouts, *, token_budget: int, half: torch.dtype | None = None) -> Float[Tensor, " n"]:
         """Value before every response token, on the host. Gradient: none."""
         self.model.eval()
         values = torch.zeros(len(rollouts.tokens))
+        if self.policy is not None:
+            self.policy.eval()
         for sequences, _ in in_step(self.model, chunks(rollouts, token_budget=token_budget)):
-            values[rollouts.segments.rows(sequences)] = self.model(rollouts.select(sequences)).float().cpu()
+            piece = rollouts.select(sequences)
+            read = piece if self.policy is None else score(self.policy, piece, with_states=True, half=half).states
+            values[rollouts.segments.rows(sequences)] = self.model(read).float().cpu()
         return values
 
     def returns(
@@ -120,6 +143,17 @@ def value_loss(
     return error / 2
 
 
+def value_terms(
+    values: Float[Tensor, " n"], old: Float[Tensor, " n"], returns: Float[Tensor, " n"], *, clip: float | None
+) -> tuple[Float[Tensor, ""], Float[Tensor, " sums"]]:
+    """The summed `value_loss` of some tokens, and their part of `SUMS`. Gradient: of the loss, to `values`."""
+    losses = value_loss(values, old, returns, clip=clip)
+    limited = (values - old).abs() > (math.inf if clip is None else clip)
+    error = returns - old
+    terms = (losses, limited, old, returns, returns.square(), error, error.square())
+    return losses.sum(), torch.stack([x.detach().double().sum() for x in terms])
+
+
 def critic_step(
     accelerator: Accelerator,
     critic: Critic,
@@ -153,13 +187,9 @@ def critic_step(
         rows = rollouts.segments.rows(sequences)
         with contextlib.nullcontext() if i == passes - 1 or is_sharded(model) else accelerator.no_sync(model):
             values = model(rollouts.select(sequences)).float()
-            before, target = old[rows].to(values.device), returns[rows].to(values.device)
-            losses = value_loss(values, before, target, clip=clip)
-            accelerator.backward(counts * losses.sum() * world / tokens)
-        limited = (values - before).abs() > (math.inf if clip is None else clip)
-        error = target - before
-        terms = (losses, limited, before, target, target.square(), error, error.square())
-        sums += counts * torch.stack([x.detach().double().sum() for x in terms])
+            loss, terms = value_terms(values, old[rows].to(values.device), returns[rows].to(values.device), clip=clip)
+            accelerator.backward(counts * loss * world / tokens)
+        sums += counts * terms
     norm = clip_gradients(accelerator, model, max_grad_norm)
     if not bool(norm.isfinite()):
         raise EngineError(

@@ -113,10 +113,13 @@ def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
                 region=arm.region,
                 half=run.half,
                 loss_scale=arm.loss_scale.value if run.half is torch.float16 else None,
+                critic=arm.critic if recipe.critic.shared else None,
             )
-            if arm.critic is not None:
+            if arm.critic is not None and not recipe.critic.shared:
                 update = replace(update, stats=update.stats.plus(*learn_values(arm, minibatch)))
             update = replace(update, stats=update.stats.plus(run.sums(source.sums(picked, version))))
+            if batch.sums:
+                update = replace(update, stats=update.stats.plus(run.sums(batch.sums)))
             arm.advance(update.method)
             # Record: metrics, certificate, findings, samples; for the audit, every token.
             if logged and update.tokens is not None:

@@ -128,6 +128,33 @@ def score_batch(
     return PolicyScores.joined(parts, len(rollouts.tokens))
 
 
+EXACT_NORMS_BELOW = 200_000_000
+"""Parameters up to which a run takes `gradient_norms`: they cost a backward pass per response."""
+
+
+def gradient_norms(model: nn.Module, rollouts: Rollouts) -> Float[Tensor, " b"]:
+    """Squared norm of each response's score gradient, with the weights that the model has now:
+
+        |g_i|^2 = |grad_theta sum_t log pi(y_t | x, y_<t)|^2   over all parameters that train
+
+    One forward and one backward pass per response, each by itself: as many as responses, and the memory of one
+    gradient. (`torch.func.vmap` cannot pass through the masks of transformers' attention.)
+
+    Returns: on the host, at the sampling temperature. Gradient: none.
+
+    Reference: VCPO, arXiv:2602.17616.
+    """
+    temperature = rollouts.provenance.sampling.temperature
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    model.eval()
+    norms = []
+    for i in range(rollouts.num_sequences):
+        logp = score(model, rollouts.select(torch.tensor([i])), temperature=temperature).logp
+        gradients = torch.autograd.grad(logp.sum(), parameters, allow_unused=True)  # unused: experts not routed to
+        norms.append(torch.nn.utils.get_total_norm([g for g in gradients if g is not None]).square())
+    return torch.stack(norms).cpu()
+
+
 def named_as_old(from_rollout: Mapping[str, Divergence]) -> dict[str, Divergence]:
     """Divergences `..._rollout_current`, named `..._rollout_old`: the scoring policy is the old one."""
     renamed = (replace(d, name=d.name.replace("current", "old")) for d in from_rollout.values())

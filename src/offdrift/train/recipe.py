@@ -197,6 +197,11 @@ class Optim(Part):
     baseline_over: Literal["sampled", "kept"] = "sampled"
     """Whether siblings that a gate rejects count in their group's baseline ("sampled") or not."""
 
+    gradient_norms: Literal["proxy", "exact"] = "proxy"
+    """opob: what a response's gradient counts as in its group's baseline. proxy: the squared norm at the logits, from
+    the forward pass; exact: the norm over all parameters, one more backward pass per response (`opob/...` says how
+    far the proxy was off)."""
+
     def learning_rate(self, update: int, updates: int) -> float:
         """The scheduled learning rate of an update, the first being 0, of so many.
 
@@ -220,8 +225,13 @@ class Optim(Part):
 class Critic(Part):
     """Read by advantage estimators that need a critic (gae); no other method has one."""
 
+    shared: bool = False
+    """Whether the value is a head on the policy's own body, trained by the policy's step, in place of a model of its
+    own: half the memory, and the value's gradient moves the policy, too."""
+    coef: PositiveFloat = 0.5
+    """shared: weight of the value's loss beside the policy's, as in the code of PPO's authors."""
     lr: PositiveFloat = 1e-4
-    """AdamW learning rate of the critic."""
+    """AdamW learning rate of a critic of its own."""
     clip: PositiveFloat | None = 0.2
     """PPO's limit on how far a value moves from what it was when the batch arrived, in reward units."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -393,10 +403,18 @@ class Recipe(Part):
             )
         self._check_buffer()
         self._check_draws()
+        self._check_critic()
         if self.optim.schedule == "constant" and self.optim.final != 0:
             raise ValueError(
                 f'optim.final = {self.optim.final} does nothing with optim.schedule = "constant"; '
                 'use "linear" or "cosine"'
+            )
+        estimators = {self.estimator(self.row(name)) for name in self.arms}
+        reads_norms = any("grad_norm_squared" in ADVANTAGES[x].reads for x in estimators)
+        if self.optim.gradient_norms != "proxy" and not reads_norms:
+            raise ValueError(
+                f'optim.gradient_norms = "{self.optim.gradient_norms}" does nothing: no arm has an advantage that '
+                'reads norms of gradients; leave it out, or set optim.advantage = "opob"'
             )
         if self.optim.warmup >= self.updates:
             raise ValueError(
@@ -466,6 +484,26 @@ class Recipe(Part):
         if self.right_from is not None and not shaped and self.draws.leave_out_after is None:
             raise ValueError(
                 'right_from does nothing: it is read by draws.leave_out_after and by optim.advantage = "rl_zvp"'
+            )
+
+    def _check_critic(self) -> None:
+        """Refuse settings of a critic that no arm has, or of the other kind of critic."""
+        critic = self.critic
+        changed = {name for name, field in Critic.model_fields.items() if getattr(critic, name) != field.default}
+        if changed and not any("values" in ADVANTAGES[self.estimator(self.row(name))].needs for name in self.arms):
+            raise ValueError(
+                f"critic.{min(changed)} does nothing: no arm has an advantage that reads values; set "
+                'optim.advantage = "gae"'
+            )
+        if critic.shared and "lr" in changed:
+            raise ValueError(
+                f"critic.lr = {critic.lr} does nothing with critic.shared = true, whose head takes the policy's step "
+                "at optim.lr; leave it out, or set critic.coef"
+            )
+        if not critic.shared and "coef" in changed:
+            raise ValueError(
+                f"critic.coef = {critic.coef} does nothing without critic.shared = true; a critic of its own has "
+                "critic.lr"
             )
 
     def _check_old_policy(self, name: str) -> None:

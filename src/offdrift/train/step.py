@@ -36,6 +36,7 @@ from offdrift.stats.drift import DriftStats, Tails
 from offdrift.stats.metrics import gradient_power
 from offdrift.stats.signature import signature
 from offdrift.train.batch import Batch
+from offdrift.train.critic import SUMS, Critic, value_terms
 from offdrift.train.old_policy import PolicyScores, named_as_old
 from offdrift.train.sharded import clip_gradients, in_step, is_sharded
 
@@ -100,6 +101,7 @@ def train_step(
     region: TrustRegion | None = None,
     half: torch.dtype | None = None,
     loss_scale: float | None = None,
+    critic: Critic | None = None,
 ) -> Update:
     """Take one optimizer step on a batch.
 
@@ -113,6 +115,7 @@ def train_step(
         half: precision of the forward passes, see `engines.score.score`.
         loss_scale: what the loss is multiplied by while its gradient is taken; a step whose gradient is then not
             finite is skipped, and `optim/skipped` is 1. See `methods.schedules.LossScale`.
+        critic: whose head shares the model's body, and takes this step with it.
 
     Returns: statistics over all processes; the gradient norm before clipping is `optim/grad_norm`.
 
@@ -138,6 +141,11 @@ def train_step(
         parts = [part for part, counts in observations if counts]
         parts = parts if world == 1 else gather_object(parts)
         observed = functools.reduce(Observed.merge, parts).to(accelerator.device)
+    tokens = len(batch.advantages)
+    value_sums = torch.zeros(len(SUMS), dtype=torch.float64, device=accelerator.device)
+    if critic is not None:
+        critic.model.train()
+        tokens = tokens if world == 1 else sum(gather_object([tokens]))
     stats: list[DriftStats] = []
     evidence: list[BatchEvidence] = []
     token_values: list[dict[str, Tensor]] = []
@@ -148,10 +156,17 @@ def train_step(
         counts, sequences = i < len(pieces), pieces[min(i, len(pieces) - 1)]
         # Gradients of a sharded model are spread after every piece: added up whole, they would be on every device.
         spread = i == passes - 1 or is_sharded(model)
-        with contextlib.nullcontext() if spread else accelerator.no_sync(model):
-            piece = ScoredPiece(model, batch.select(sequences), version, half)
+        with contextlib.ExitStack() as unsynchronized:
+            for part in () if spread else (model, *(() if critic is None else (critic.model,))):
+                unsynchronized.enter_context(accelerator.no_sync(part))
+            piece = ScoredPiece(model, batch.select(sequences), version, half, with_states=critic is not None)
             result = piece.loss(method, normalizer, observed)
-            accelerator.backward(result.loss * (counts * (loss_scale or 1.0)))
+            loss = result.loss
+            if critic is not None:
+                value_loss, terms = piece.value_terms(critic)
+                loss = loss + critic.settings.coef * value_loss * world / tokens
+                value_sums += counts * terms
+            accelerator.backward(loss * (counts * (loss_scale or 1.0)))
         if not counts:
             continue
         tails.add(piece.logprobs)
@@ -163,10 +178,19 @@ def train_step(
             exact &= all(d.grade is Grade.EXACT for d in piece.divergences.values())
         if observed is None and method.looks_ahead:
             observed = result.observed  # the only piece is the whole step
-    norm = clip_gradients(accelerator, model, max_grad_norm, scale=loss_scale or 1.0)
+    trained = model if critic is None else nn.ModuleList([model, critic.model])
+    norm = clip_gradients(accelerator, trained, max_grad_norm, scale=loss_scale or 1.0)
+    head_norm = None
+    if critic is not None:
+        own = [x.grad for x in critic.model.parameters() if x.grad is not None]
+        # Clipping has divided it by as much as the whole gradient.
+        head_norm = torch.nn.utils.get_total_norm(own).cpu() * (norm / max_grad_norm).clamp(min=1)
     total = _with_batch_stats(DriftStats.merge_all(stats), batch, version)
     if world > 1:  # a few kilobytes; objects, because processes may have different positions
         total = DriftStats.merge_all(gather_object([total.cpu()]))
+    if head_norm is not None:
+        value_sums = value_sums.cpu() if world == 1 else torch.stack(gather_object([value_sums.cpu()])).sum(0)
+        total = total.plus(dict(zip(SUMS, value_sums, strict=True)), {"critic/grad_norm": head_norm})
     total = total.plus(tails.sums(lambda own: gather_object([own]) if world > 1 else [own]))
     skipped = not bool(norm.isfinite())
     if skipped and loss_scale is None:
@@ -223,12 +247,27 @@ def gather_evidence(accelerator: Accelerator, parts: list[BatchEvidence]) -> Bat
 class ScoredPiece:
     """A piece of a batch, scored by the current policy: log-probs, divergences, `BatchInfo`."""
 
-    def __init__(self, model: nn.Module, batch: Batch, version: int, half: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        version: int,
+        half: torch.dtype | None = None,
+        *,
+        with_states: bool = False,
+    ) -> None:
         rollouts, sampling = batch.rollouts, batch.rollouts.provenance.sampling
         logits_old = None if batch.old_logits is None else batch.old_logits(rollouts)
         self.horizon = sampling.max_tokens
-        compared = logits_old is not None
-        self.scored = score(model, rollouts, temperature=sampling.temperature, keep_graph=compared, half=half)
+        self.batch = batch
+        self.scored = score(
+            model,
+            rollouts,
+            temperature=sampling.temperature,
+            keep_graph=logits_old is not None,
+            with_states=with_states,
+            half=half,
+        )
         device = self.scored.logp.device
         self.divergences = divergences(
             rollouts, self.scored.logits.detach(), tail_log_ratio_cap=batch.tail_log_ratio_cap
@@ -288,6 +327,14 @@ class ScoredPiece:
             weight=corrected.weight.where(corrected.keep, 0.0),
         )
         return replace(result, stats=result.stats.plus(more))
+
+    def value_terms(self, critic: Critic) -> tuple[Float[Tensor, ""], Float[Tensor, " sums"]]:
+        """`critic.value_terms` of the piece under a head on the model's body."""
+        assert self.batch.values is not None
+        assert self.batch.returns is not None
+        values = critic.model(self.scored.states).float()
+        old, returns = (x.to(values.device) for x in (self.batch.values, self.batch.returns))
+        return value_terms(values, old, returns, clip=critic.settings.clip)
 
     def observe(self, method: Method) -> Observed:
         """Statistics that the method's step-wide parts take of the piece."""
