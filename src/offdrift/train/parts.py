@@ -1,11 +1,11 @@
-"""Parts of a recipe that are about draws and penalties, with the base of all parts.
+"""Parts of a recipe that are about draws, penalties and the critic, with the base of all parts.
 
 A part is a table of the recipe. Unknown keys are refused, and so is what does nothing in the recipe that it is in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -135,4 +135,43 @@ class Penalties(Part):
             raise ValueError(
                 f"penalties take up to {most:g} off a reward of 0, but reward_range = [{low:g}, {high:g}]; "
                 f"set reward_range = [{-most:g}, {high:g}]"
+            )
+
+
+class Critic(Part):
+    """Read by advantage estimators that need a critic (gae); no other method has one."""
+
+    shared: bool = False
+    """Whether the value is a head on the policy's own body, trained by the policy's step, in place of a model of its
+    own: half the memory, and the value's gradient moves the policy, too."""
+    coef: PositiveFloat = 0.5
+    """shared: weight of the value's loss beside the policy's, as in the code of PPO's authors."""
+    lr: PositiveFloat = 1e-4
+    """AdamW learning rate of a critic of its own."""
+    clip: PositiveFloat | None = 0.2
+    """PPO's limit on how far a value moves from what it was when the batch arrived, in reward units."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount per token."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Weight of longer returns in generalized advantage estimation; 1: the return minus the value."""
+
+    def check(self, estimators: Collection[str]) -> None:
+        """Refuse settings of a critic where no arm's advantage estimator reads values, or of the other kind of critic.
+
+        Raises: `ValueError` naming the setting and the way out.
+        """
+        changed = {name for name, field in Critic.model_fields.items() if getattr(self, name) != field.default}
+        if changed and not any("values" in ADVANTAGES[estimator].needs for estimator in estimators):
+            raise ValueError(
+                f"critic.{min(changed)} does nothing: no arm has an advantage that reads values; set "
+                'optim.advantage = "gae"'
+            )
+        if self.shared and "lr" in changed:
+            raise ValueError(
+                f"critic.lr = {self.lr} does nothing with critic.shared = true, whose head takes the policy's step at "
+                "optim.lr; leave it out, or set critic.coef"
+            )
+        if not self.shared and "coef" in changed:
+            raise ValueError(
+                f"critic.coef = {self.coef} does nothing without critic.shared = true; a critic of its own has critic.lr"
             )

@@ -23,7 +23,7 @@ from offdrift.methods import Method, method, override
 from offdrift.methods.anchor import Interpolated, RolloutAsOld
 from offdrift.methods.describe import DEFAULT_ADVANTAGE, raised_by
 from offdrift.train.environments import ENVIRONMENTS, is_environment
-from offdrift.train.parts import Draws, FolderName, Natural, Part, Penalties, Positive, PositiveFloat
+from offdrift.train.parts import Critic, Draws, FolderName, Natural, Part, Penalties, Positive, PositiveFloat
 
 SUPPLIED = {"logp_old", "sum_pi_squared", "weight", "position", "greedy_rewards", "components", "values", "entropy"}
 """Inputs of advantage estimators that the trainer has, besides rewards and groups."""
@@ -222,24 +222,6 @@ class Optim(Part):
         return self.lr * (1 - (1 - self.final) * falls[self.schedule])
 
 
-class Critic(Part):
-    """Read by advantage estimators that need a critic (gae); no other method has one."""
-
-    shared: bool = False
-    """Whether the value is a head on the policy's own body, trained by the policy's step, in place of a model of its
-    own: half the memory, and the value's gradient moves the policy, too."""
-    coef: PositiveFloat = 0.5
-    """shared: weight of the value's loss beside the policy's, as in the code of PPO's authors."""
-    lr: PositiveFloat = 1e-4
-    """AdamW learning rate of a critic of its own."""
-    clip: PositiveFloat | None = 0.2
-    """PPO's limit on how far a value moves from what it was when the batch arrived, in reward units."""
-    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount per token."""
-    lam: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Weight of longer returns in generalized advantage estimation; 1: the return minus the value."""
-
-
 class Log(Part):
     eval_every: Positive = 16
     """Rollout batches between evaluations on held-out prompts."""
@@ -403,7 +385,7 @@ class Recipe(Part):
             )
         self._check_buffer()
         self._check_draws()
-        self._check_critic()
+        self.critic.check({self.estimator(self.row(name)) for name in self.arms})
         if self.optim.schedule == "constant" and self.optim.final != 0:
             raise ValueError(
                 f'optim.final = {self.optim.final} does nothing with optim.schedule = "constant"; '
@@ -484,26 +466,6 @@ class Recipe(Part):
         if self.right_from is not None and not shaped and self.draws.leave_out_after is None:
             raise ValueError(
                 'right_from does nothing: it is read by draws.leave_out_after and by optim.advantage = "rl_zvp"'
-            )
-
-    def _check_critic(self) -> None:
-        """Refuse settings of a critic that no arm has, or of the other kind of critic."""
-        critic = self.critic
-        changed = {name for name, field in Critic.model_fields.items() if getattr(critic, name) != field.default}
-        if changed and not any("values" in ADVANTAGES[self.estimator(self.row(name))].needs for name in self.arms):
-            raise ValueError(
-                f"critic.{min(changed)} does nothing: no arm has an advantage that reads values; set "
-                'optim.advantage = "gae"'
-            )
-        if critic.shared and "lr" in changed:
-            raise ValueError(
-                f"critic.lr = {critic.lr} does nothing with critic.shared = true, whose head takes the policy's step "
-                "at optim.lr; leave it out, or set critic.coef"
-            )
-        if not critic.shared and "coef" in changed:
-            raise ValueError(
-                f"critic.coef = {critic.coef} does nothing without critic.shared = true; a critic of its own has "
-                "critic.lr"
             )
 
     def _check_old_policy(self, name: str) -> None:
