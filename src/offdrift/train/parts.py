@@ -173,5 +173,5 @@ class Critic(Part):
             )
         if not self.shared and "coef" in changed:
             raise ValueError(
-                f"critic.coef = {self.coef} does nothing without critic.shared = true; a critic of its own has critic.lr"
+                f"critic.coef = {self.coef} does nothing without critic.shared = true; another critic has critic.lr"
             )
