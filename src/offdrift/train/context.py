@@ -24,6 +24,7 @@ from offdrift.errors import CheckpointError, RecipeError
 from offdrift.judge import num_experts
 from offdrift.records.rollouts import Sampling
 from offdrift.train.environments import Environment, find_environment, is_environment
+from offdrift.train.judge import Judge
 from offdrift.train.models import load_model, prompt_ids, save_for_engine
 from offdrift.train.old_policy import EXACT_NORMS_BELOW
 from offdrift.train.problems import read_problems
@@ -136,11 +137,16 @@ def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
 
 def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     """Load and warm-start the model, start the engine, and verify that it takes the trainer's weights."""
+    judge = None
+    if recipe.reward == "judge":
+        assert recipe.judge.model is not None
+        watch(Event("setup", text=f"loading the judge {recipe.judge.model}"))
+        judge = Judge(recipe.judge, *load_model(recipe.judge.model, seed=recipe.seed))
     task: Task | Environment
     if is_environment(recipe.task):
         task = find_environment(recipe.task)
     else:
-        task = find_task(recipe.task, recipe.reward, reward_range=recipe.reward_range)
+        task = find_task(recipe.task, judge or recipe.reward, reward_range=recipe.reward_range)
     _check_components(recipe, task)
     watch(Event("setup", text=f"loading {recipe.model}"))
     # Weights & Biases and others read their own environment; TensorBoard writes into the run.
@@ -150,6 +156,8 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     )
     half = half_precision(recipe)
     _check_launch(recipe, accelerator)
+    if judge is not None:
+        judge.model.to(accelerator.device)
     model, tokenizer = load_model(recipe.model, seed=recipe.seed)
     parameters = sum(p.numel() for p in model.parameters())
     if recipe.optim.gradient_norms == "exact" and parameters > EXACT_NORMS_BELOW:

@@ -68,9 +68,9 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
-    def forward(self, states: Float[Tensor, "n h"]) -> Float[Tensor, " n"]:
-        """Value before each response token. Gradient: to the head, and through the states to the policy's body."""
-        return super().forward(states.to(self.weight.dtype)).squeeze(-1)
+    def forward(self, input: Float[Tensor, "n h"]) -> Float[Tensor, " n"]:
+        """Value before each response token, from the state there. Gradient: to the head, and to the policy's body."""
+        return super().forward(input.to(self.weight.dtype)).squeeze(-1)
 
 
 class Critic(NamedTuple):

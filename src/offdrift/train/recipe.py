@@ -23,7 +23,7 @@ from offdrift.methods import Method, method, override
 from offdrift.methods.anchor import Interpolated, RolloutAsOld
 from offdrift.methods.describe import DEFAULT_ADVANTAGE, raised_by
 from offdrift.train.environments import ENVIRONMENTS, is_environment
-from offdrift.train.parts import Critic, Draws, FolderName, Natural, Part, Penalties, Positive, PositiveFloat
+from offdrift.train.parts import Critic, Draws, FolderName, Judge, Natural, Part, Penalties, Positive, PositiveFloat
 
 SUPPLIED = {"logp_old", "sum_pi_squared", "weight", "position", "greedy_rewards", "components", "values", "entropy"}
 """Inputs of advantage estimators that the trainer has, besides rewards and groups."""
@@ -280,8 +280,9 @@ class Recipe(Part):
     "answer": ...} a line; or an environment of several turns: calculator, guess, or a class of yours, "game.py:Game"
     or "module:Class" (docs/tasks.md)."""
     reward: str | None = None
-    """What a completion earns, in place of the task's own reward: "number", "exact", "math", or a function of
-    yours, "rewards.py:score" or "module:function". A file of problems needs one."""
+    """What a completion earns, in place of the task's own reward: "number", "exact", "math", "judge" (a
+    language model, see `judge`), or a function of yours, "rewards.py:score" or "module:function". A file of problems
+    needs one."""
     seed: int = 0
     """Decides prompts, samples and initial weights; every arm sees the same."""
     batches: Positive
@@ -303,6 +304,7 @@ class Recipe(Part):
     reference: Reference = Reference()
     optim: Optim = Optim()
     critic: Critic = Critic()
+    judge: Judge = Judge()
     log: Log = Log()
     certificate: Certificate = Certificate()
     arms: dict[FolderName, Arm] = Field(min_length=1)
@@ -385,6 +387,7 @@ class Recipe(Part):
             )
         self._check_buffer()
         self._check_draws()
+        self.judge.check(self.reward, self.reward_range)
         self.critic.check({self.estimator(self.row(name)) for name in self.arms})
         if self.optim.schedule == "constant" and self.optim.final != 0:
             raise ValueError(

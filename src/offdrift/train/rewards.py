@@ -115,7 +115,7 @@ def find_reward(spec: str, *, folder: Path | None = None) -> RewardFunction:
     module_name, colon, name = spec.rpartition(":")
     if not colon or not module_name or not name:
         raise RecipeError(
-            f"reward = {spec!r}: expected one of {', '.join(map(repr, VERIFIERS))}, "
+            f"reward = {spec!r}: expected one of {', '.join(map(repr, VERIFIERS))}, 'judge', "
             '"module:function", or "file.py:function"'
         )
     module = imported(module_name, f"reward = {spec!r}", [Path.cwd(), *([] if folder is None else [folder])])

@@ -118,7 +118,7 @@ def rewards_of(task: Task, completions: Sequence[str], problems: Sequence[Proble
 
 def find_task(
     name: str,
-    reward: str | None = None,
+    reward: str | RewardFunction | None = None,
     *,
     reward_range: tuple[float, float] = (-math.inf, math.inf),
     folder: Path | None = None,
@@ -143,7 +143,7 @@ def find_task(
     if reward is None:
         assert not isinstance(problems, ProblemFile)
         return problems
-    function = find_reward(reward, folder=folder)
+    function = find_reward(reward, folder=folder) if isinstance(reward, str) else reward
     if isinstance(function, OwnReward):
         function.check(problems.sample(1, seed=0)[0], reward_range)
     return OwnTask(name, problems, function)
