@@ -109,7 +109,7 @@ class Penalties(Part):
         """Refuse penalties that cannot act, and a range of rewards without room for them.
 
         Args:
-            longest: `rollout.max_tokens`.
+            longest: tokens of the longest response: `rollout.max_tokens`, times `rollout.max_turns` if there are such.
             own_reward: whether the task is rewarded by a function of the user's, whose rewards are checked as they
                 come; those of other tasks are 0 or more.
 
@@ -120,15 +120,15 @@ class Penalties(Part):
                 raise ValueError("penalties.overlong_tokens does nothing without penalties.overlong; set it to 1")
             if self.overlong_tokens > longest:
                 raise ValueError(
-                    f"penalties.overlong_tokens = {self.overlong_tokens} is more than rollout.max_tokens = "
+                    f"penalties.overlong_tokens = {self.overlong_tokens} is more than rollout.max_tokens allows, "
                     f"{longest}; the punishment begins that many tokens before it"
                 )
         if not self.repetition and self.ngram != Penalties.model_fields["ngram"].default:
             raise ValueError("penalties.ngram does nothing without penalties.repetition; set it, for instance to 1")
         if self.repetition and self.ngram >= longest:
             raise ValueError(
-                f"penalties.ngram = {self.ngram}: no response of rollout.max_tokens = {longest} repeats an n-gram "
-                "of so many; use a smaller one"
+                f"penalties.ngram = {self.ngram}: no response of at most {longest} tokens repeats an n-gram of so "
+                "many; use a smaller one"
             )
         most, (low, high) = self.overlong + self.repetition, reward_range
         if most and not own_reward and low > -most:

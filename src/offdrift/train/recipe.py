@@ -461,8 +461,8 @@ class Recipe(Part):
         """Refuse draws, penalties and settings of them that cannot act."""
         estimators, rollout = {name: self.estimator(self.row(name)) for name in self.arms}, self.rollout
         self.draws.check(samples=rollout.samples, task=self.task, estimators=estimators)
-        own = ":" in (self.reward or "")
-        self.penalties.check(longest=rollout.max_tokens, reward_range=self.reward_range, own_reward=own)
+        own = ":" in (self.reward or "") or (is_environment(self.task) and self.task not in ENVIRONMENTS)
+        self.penalties.check(longest=self.horizon, reward_range=self.reward_range, own_reward=own)
         shaped = "rl_zvp" in estimators.values()
         if self.optim.zvp_alpha != Optim.model_fields["zvp_alpha"].default and not shaped:
             raise ValueError('optim.zvp_alpha is read by advantage "rl_zvp" alone; set optim.advantage = "rl_zvp"')
