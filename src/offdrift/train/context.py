@@ -23,7 +23,9 @@ from offdrift.engines.verify_sync import SyncReport, verify_sync
 from offdrift.errors import CheckpointError, RecipeError
 from offdrift.judge import num_experts
 from offdrift.records.rollouts import Sampling
+from offdrift.train.lora import add_adapters, keep_trained, remove_adapters
 from offdrift.train.models import load_model, prompt_ids, save_for_engine
+from offdrift.train.perturb import decoder_layers
 from offdrift.train.problems import read_problems
 from offdrift.train.recipe import Recipe
 from offdrift.train.rewards import OwnReward
@@ -145,6 +147,9 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     half = half_precision(recipe)
     _check_launch(recipe, accelerator)
     model, tokenizer = load_model(recipe.model, seed=recipe.seed)
+    _check_model(recipe, model)
+    if recipe.lora is not None:
+        accelerator.register_save_state_pre_hook(keep_trained)
     steps = recipe.warm_start.steps
     if steps:
         watch(Event("setup", text=f"warm start: at most {steps} supervised steps on {recipe.task}"))
@@ -248,20 +253,36 @@ def _check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
         )
     if accelerator.gradient_accumulation_steps != 1:
         raise RecipeError(
-            f"gradient_accumulation_steps = {accelerator.gradient_accumulation_steps}: accumulation "
-            "follows optim.token_budget here; leave accelerate's at 1"
+            f"gradient_accumulation_steps = {accelerator.gradient_accumulation_steps}: a step adds up the gradients of "
+            "all pieces of optim.token_budget tokens of all optim.accumulate draws here; set that, and leave "
+            "accelerate's at 1"
+        )
+    layer = {"optim.align": recipe.optim.align, "optim.perturb": recipe.optim.perturb, "lora": recipe.lora}
+    if kind == "FSDP" and (unsharded := [name for name, part in layer.items() if part is not None]):
+        raise RecipeError(
+            f"{unsharded[0]} is not supported in a sharded run: launch one process or a data-parallel run "
+            "(--multi_gpu), or leave it out"
         )
     if recipe.rollout.engine == "openai" and world > 1:
         raise RecipeError(
             f'rollout.engine = "openai" with {world} processes: each would give one server weights; launch one process'
         )
-    smallest = recipe.rollout.prompts // world * recipe.rollout.samples
+    smallest = recipe.rollout.prompts // world * recipe.rollout.samples * recipe.optim.accumulate
     if min(recipe.rollout.prompts, recipe.log.eval_prompts) < world or smallest < recipe.optim.minibatches:
         raise RecipeError(
             f"{world} processes share rollout.prompts = {recipe.rollout.prompts}, log.eval_prompts = "
             f"{recipe.log.eval_prompts} and optim.minibatches = {recipe.optim.minibatches}: each needs "
             "at least one prompt, and a sequence per minibatch; raise them or launch fewer processes"
         )
+
+
+def _check_model(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Refuse, before anything is trained, what the optimizer layer cannot do to this model."""
+    if recipe.optim.perturb is not None:
+        decoder_layers(model)
+    if recipe.lora is not None:
+        add_adapters(model, recipe.lora, seed=recipe.seed)
+        remove_adapters(model)
 
 
 def model_facts(recipe: Recipe, model: PreTrainedModel) -> dict[str, Any]:
