@@ -7,7 +7,7 @@ import pytest
 from tests.house.census import AUDIT, Census, census, imported_by
 
 CEILINGS = {
-    "modules": 242,
+    "modules": 245,
     "longest file": 600,
     "share of private helpers called once": 0.11,
     "share of functions with a local named by a riddle": 0.003,

@@ -67,6 +67,7 @@ ALLOWED = {
     "nemo_rl": {"adapters/contrib/nemo_rl.py"},
     "megatron": {"adapters/contrib/slime.py"},
     "skyrl": {"adapters/contrib/skyrl.py"},
+    "peft": {"train/lora.py"},
     "math_verify": {"train/math_answers.py"},
 }
 LIBRARIES_OF_THE_CORE = {"torch", "numpy", "jaxtyping", "offdrift"} | set(sys.stdlib_module_names)

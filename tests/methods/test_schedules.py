@@ -1,15 +1,18 @@
 """Schedules: numbers of the methods table, their edges, and a step in pieces."""
 
+import functools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from offdrift.batch_info import NO_INFO
-from offdrift.correction.weight import Weight
+from offdrift.batch_info import NO_INFO, Observed
+from offdrift.correction import Gate, Weight
 from offdrift.errors import MethodError, ShapeError
 from offdrift.logprobs import LogProbs
+from offdrift.methods import METHODS, override
 from offdrift.methods.schedules import (
     EssScale,
     LengthSurge,
@@ -71,6 +74,47 @@ def test_without_any_weight_the_scale_is_zero():
         seen = masked.observe(sequences_with(weights), None, NO_INFO)
         assert seen["log_weight"] == -math.inf
         assert masked.scale(seen).item() == 0
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.3, 80.0, 5000.0])
+def test_the_scale_is_right_at_any_drift_and_however_the_step_is_cut(drift):
+    """log W of sequence i is drift * z_i: 1 at no drift, the definition at a mild one, sqrt(1 / B) where one is all."""
+    z = torch.tensor([0.9, -1.1, 0.2, 1.0, -0.4, -0.6, 0.1, -0.1], dtype=torch.float64)
+    w = (drift * (z - z.max())).exp()
+    expected = math.sqrt(w.sum() ** 2 / (8 * w.square().sum()))
+    zero = torch.full((8,), -5.0, dtype=torch.float64)
+    lp = LogProbs.pack(zero, zero + drift * (z - 1), segments=Segments.from_lengths([1] * 8))
+    row = override(METHODS["vcpo"], {"lr_scale.truncated": False})
+    scale = row.lr_scale
+    whole = scale.scale(scale.observe(lp, None, NO_INFO))
+    assert whole.item() == pytest.approx(expected, rel=1e-9)
+    assert (drift > 0) or whole.item() == 1.0
+    assert (drift < 80) or whole.item() == pytest.approx(math.sqrt(1 / 8), rel=1e-3)
+    parts = [
+        LogProbs.pack(zero[s], (zero + drift * (z - 1))[s], segments=Segments.from_lengths([1] * len(zero[s])))
+        for s in (slice(0, 1), slice(1, 4), slice(4, 8))
+    ]
+    observed = functools.reduce(Observed.merge, [row.observe(p, torch.zeros(len(p.logp)), NO_INFO) for p in parts])
+    assert scale.scale(observed.parts[scale]).item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_where_every_weight_is_at_its_cap_only_weights_as_they_are_show_the_drift():
+    lp = sequences_with([math.e**70, math.e**60, 3.0])
+    row = METHODS["vcpo"]
+    for changes, expected in (({}, 1.0), ({"lr_scale.truncated": False}, math.sqrt(1 / 3))):
+        scale = override(row, changes).lr_scale
+        assert scale.scale(scale.observe(lp, None, NO_INFO)).item() == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_scale_counts_the_weights_that_the_loss_has():
+    """The cap that an arm sets, and a gate that leaves one sequence of four: its weight is all there is."""
+    lp, none = sequences_with([8.0, 1.0, 1.0, 1.0]), torch.zeros(14)
+    capped = override(METHODS["vcpo"], {"weight.cap": 4.0, "lr_scale.power": 1.0})
+    assert capped.lr_scale.weight == capped.correction.weights[0]
+    gate = Gate(statistic="ratio", on="full", unit="seq_sum", low=2.0)
+    for row, ess in ((capped, 49 / 76), (replace(capped, correction=capped.correction & gate), 1 / 4)):
+        observed = row.observe(lp, none, NO_INFO)
+        assert row.lr_scale.scale(observed.parts[row.lr_scale]).item() == pytest.approx(ess, rel=1e-6)
 
 
 def test_sequences_without_a_token_do_not_count():

@@ -118,14 +118,19 @@ def test_every_recipe_value_that_a_system_names_exists():
         "lag.queue=1",
         'old_policy.from="sampling"',
         'optim.advantage="rl_zvp"',
+        "optim.align={}",
         "optim.dtype=float16",
+        'optim.length_guard.switch_to="bypass_pg_geo_rs"',
         "optim.length_guard={}",
+        "optim.perturb={}",
         "rollout.dtype=float16",
     ]
     recipe = load_recipe("recipes/tiny.toml", changes=[*named, "buffer.capacity=64"])
     assert (recipe.lag.queue, recipe.rollout.dtype, recipe.optim.dtype) == (1, "float16", "float16")
     assert (recipe.old_policy.source, recipe.buffer.pick) == ("sampling", "freshness")
-    assert recipe.optim.length_guard is not None
+    assert recipe.optim.length_guard.switch_to == "bypass_pg_geo_rs"
+    assert recipe.optim.align is not None
+    assert recipe.optim.perturb is not None
     assert (recipe.draws.max_samples, recipe.optim.advantage) == (16, "rl_zvp")
 
 

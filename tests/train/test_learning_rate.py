@@ -41,14 +41,14 @@ def test_a_schedule_is_torchs_own():
 
 def test_settings_of_the_guard_are_those_of_the_rule():
     settings = LengthGuard()
-    assert set(LengthGuard.model_fields) == set(LengthSurge.__dataclass_fields__)
+    assert set(LengthGuard.model_fields) - {"switch_to"} == set(LengthSurge.__dataclass_fields__)
     state = SurgeState()
     for length in [100.0] * 100 + [121.0]:
-        state = LengthSurge(**settings.model_dump()).after(state, length)
+        state = LengthSurge(**settings.model_dump(exclude={"switch_to"})).after(state, length)
     assert (state.fired, state.scale) == (True, 0.5)
 
 
-def run_of(folder, monkeypatch, *, stop_at=None, lengths=None, resume=False, **optim):
+def run_of(folder, monkeypatch, *, stop_at=None, lengths=None, resume=False, changes=None, **optim):
     """Metrics of a short run, and the learning rate that the optimizer really had in each of its steps."""
     short_arms(monkeypatch)
     used = []
@@ -74,13 +74,14 @@ def run_of(folder, monkeypatch, *, stop_at=None, lengths=None, resume=False, **o
         if event.kind == "update" and event.step == stop_at:
             raise Stopped
 
-    recipe = small_recipe(batches=8, arms=ARMS, log__checkpoint_every=2, optim={"lr": 1e-3, **optim})
+    settings = {"batches": 8, "arms": ARMS, "log__checkpoint_every": 2, "optim": {"lr": 1e-3, **optim}}
+    recipe = small_recipe(**settings | (changes or {}))
     if stop_at is None:
         train(recipe, folder, resume=resume, watch=watch)
     else:
         with pytest.raises(Stopped):
             train(recipe, folder, watch=watch)
-    rows = (folder / "arms/none/metrics.jsonl").read_text().splitlines()
+    rows = (folder / f"arms/{next(iter(recipe.arms))}/metrics.jsonl").read_text().splitlines()
     return [json.loads(row) for row in rows], used
 
 
@@ -106,6 +107,26 @@ def test_a_surge_of_length_halves_the_learning_rate_also_of_a_resumed_run(tmp_pa
     assert [r["optim/grad_norm"] for r in again] == [r["optim/grad_norm"] for r in rows]
 
 
+@pytest.mark.parametrize("method", ["bypass_pg_geo_rs", "r2vpo"])  # the second adapts a multiplier of its own
+def test_a_surge_changes_the_method_also_of_a_resumed_run(tmp_path, monkeypatch, method):
+    """From the first batch after the surge on, with the old policy that it reads; also where two updates share a batch."""
+    short = {"changes": {"batches": 5, "arms": {"none": {"method": "none"}}}, "minibatches": 2}
+    guard = {"length_guard": {"window": 2, "switch_to": method}} | short
+    surge = {"lengths": [10.0, 10.0, 13.0, 13.0, 13.0, 13.0, 13.0, 13.0, 13.0, 13.0]}
+    rows, _ = run_of(tmp_path / "whole", monkeypatch, **guard, **surge)
+    assert [r["optim/method"] for r in rows] == ["none"] * 4 + [method] * 6
+    assert [r["optim/method_switched"] for r in rows] == [False] * 4 + [True] * 6
+    reads_old = method == "r2vpo"
+    assert ["gate/0/drop_frac_token" in r for r in rows] == [False] * 4 + [not reads_old] * 6
+    summary = json.loads((tmp_path / "whole/arms/none/summary.json").read_text())
+    assert f"none until then, {method} from update 5 on" in " ".join(summary["notes"])
+    assert ["mismatch/k3" in r for r in rows] == [False] * 4 + [reads_old] * 6
+    run_of(tmp_path / "cut", monkeypatch, stop_at=9, **guard, **surge)
+    again, _ = run_of(tmp_path / "cut", monkeypatch, resume=True, **guard, **surge)
+    for name in ("optim/grad_norm", "optim/method", "optim/lr"):
+        assert [r[name] for r in again] == [r[name] for r in rows]
+
+
 def test_without_a_surge_the_guard_changes_nothing(tmp_path, monkeypatch):
     calm = {"lengths": [10.0, 11.0] * 4}
     guarded, _ = run_of(tmp_path / "guarded", monkeypatch, length_guard={"window": 2}, **calm)
@@ -118,6 +139,24 @@ def test_weight_decay_and_betas_reach_the_optimizer(tmp_path, monkeypatch):
     decayed, _ = run_of(tmp_path / "b", monkeypatch, weight_decay=0.5, betas=(0.5, 0.9))
     assert plain[0]["optim/grad_norm"] == decayed[0]["optim/grad_norm"]
     assert plain[-1]["optim/grad_norm"] != decayed[-1]["optim/grad_norm"]
+
+
+@pytest.mark.parametrize(
+    ("error", "switch_to", "changes"),
+    [
+        ('switch_to = "nothing": arms.none: no method', "nothing", {}),
+        ("what arms.none trains with from the start", "none", {}),
+        ("rollout.evidence", "trm_max", {"rollout__evidence": "sampled"}),
+        (
+            "another old policy than arms.ppo keeps",
+            "ppo_ewma",
+            {"arms": {"ppo": {"method": "decoupled_ppo"}}},
+        ),
+    ],
+)
+def test_a_switch_that_could_not_act_is_refused(error, switch_to, changes):
+    with pytest.raises(RecipeError, match=error):
+        small_recipe(**{"arms": ARMS, "optim": {"length_guard": {"switch_to": switch_to}}, **changes})
 
 
 @pytest.mark.parametrize(

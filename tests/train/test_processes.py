@@ -148,6 +148,27 @@ def test_a_critic_of_two_processes_takes_the_steps_of_one(tmp_path, monkeypatch,
     assert second < 0.99 * first
 
 
+@pytest.mark.slow
+def test_two_processes_project_perturb_and_adapt_alike(tmp_path):
+    """The last gradient, sizes of noise and adapters are the same in both, to the last bit."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
+    layer = {"lr": 1e-3, "align": {"threshold": -1.0}, "perturb": {"sigma": 0.01, "lr": 0.1}, "accumulate": 2}
+    arms = {"penalized": {"method": "deepseek_v32"}, "vcpo": {"method": "vcpo"}}
+    settings = {"arms": arms, "optim": {**layer, "token_budget": 40}, "lora": {"rank": 2}, "batches": 3}
+    words = ["--short", "--sums", *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
+    done = subprocess.run(
+        [sys.executable, *launcher, "tests.train.worker", str(tmp_path / "two"), *words],
+        cwd=ROOT, env={**ENVIRONMENT, "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line.removeprefix("sums ")) for line in done.stdout.splitlines() if line.startswith("sums ")]
+    for arm in arms:
+        first, second = (line for line in lines if line[0] == arm)
+        assert first == second
+        assert min(first[1:]) > 1
+
+
 def one_process_step(rollouts, arm: str):
     """What the first step of that run must be, computed here on both halves together."""
     model, _ = load_model("tiny-qwen3", seed=0)

@@ -1,6 +1,8 @@
 """A training run in a process of its own, for tests that kill it or start several.
 
-python -m tests.train.worker RUN_FOLDER [--resume] [--short] [key=value ...]
+python -m tests.train.worker RUN_FOLDER [--resume] [--short] [--sums] [key=value ...]
+
+--sums: every process prints, at the end of an arm, sums of its weights, of its last gradient and of its sizes of noise.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from offdrift.train import loop
 from offdrift.train.loop import train
 from offdrift.train.tasks import TASKS
 from tests.train.conftest import Digits, short_arms, small_recipe
@@ -22,6 +25,17 @@ def main(folder: str, *words: str) -> None:
 
     if "--short" in words:
         short_arms(pytest.MonkeyPatch())
+
+    finish = loop.finish
+
+    def finish_and_sum(arm):
+        parts = (arm.model.parameters(), arm.align.last.values(), [arm.perturb.log_sigma])
+        sums = [sum(float(x.detach().double().abs().sum()) for x in part) for part in parts]
+        print("sums", json.dumps([arm.name, *sums]), flush=True)
+        return finish(arm)
+
+    if "--sums" in words:
+        loop.finish = finish_and_sum
 
     def watch(event) -> None:
         print(event.kind, event.arm, event.step, flush=True)

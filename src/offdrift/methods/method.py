@@ -131,6 +131,12 @@ class Method:
         return getattr(self.objective, "whole_prompts", False)
 
     @property
+    def scores_old(self) -> bool:
+        """Whether batches must be scored by the old policy, for its log-probs, divergences or entropy."""
+        exact = any(name.endswith("rollout_old") for name in self.divergences)
+        return self.needs_old or exact or "entropy" in self.needs
+
+    @property
     def needs(self) -> frozenset[str]:
         """Fields of `BatchInfo` that it reads, besides divergences."""
         return frozenset(name for part in self.parts for name in getattr(part, "needs", ()))
@@ -144,6 +150,8 @@ class Method:
         """What this method's parts see of one piece of a step; merge over pieces and ranks."""
         scored = of_scored(logprobs, advantages, batch_info)
         statistics: dict[Any, Seen] = {p: p.observe(*scored) for p in self.observers}
+        if self.lr_scale is not None and self.correction.gates:
+            statistics[self.lr_scale] = self.lr_scale.observe(*scored, self.correction(*scored).keep)
         if self.normalizer != "sampled":
             keep = self.correction(logprobs, advantages, batch_info).keep
             statistics["normalizer"] = accepted_counts(logprobs.segments, keep)
@@ -217,7 +225,12 @@ def override(row: Method, changes: Mapping[str, Any]) -> Method:
         row = _changed(row, part, values, several)
     # At once: weights of one method may have to agree with each other.
     correction = replace(row.correction, **{k: tuple(parts) for k, parts in several.items()})
-    return row if correction == row.correction else replace(row, correction=correction)
+    if correction == row.correction:
+        return row
+    scale, weights = row.lr_scale, row.correction.weights
+    if scale is not None and scale.weight in weights:  # it goes on counting the weights that the loss has
+        scale = replace(scale, weight=correction.weights[weights.index(scale.weight)])
+    return replace(row, correction=correction, lr_scale=scale)
 
 
 def flattened(changes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from offdrift.batch_info import BatchInfo, Seen
@@ -29,7 +29,10 @@ class EssScale:
     Args:
         power: 0.5 is the official code, 1 is linear.
         reference: ess from which the scale is 1, in (0, 1]; 0.55 is reported for several turns.
-        weight: the sequence weights, with the limits that the loss uses. Their scale cancels.
+        weight: the sequence weights, with the limits that the loss uses. Their scale cancels. `override` keeps them
+            those of the method's own weight. A sequence that a gate rejects has weight 0 and is counted.
+        truncated: whether the limits apply. Where every weight is at its cap, truncated ones are all alike and the
+            scale is 1, whatever the drift; weights as they are bring it to sqrt(1 / B).
 
     Example:
         >>> log_w, log_w2 = torch.tensor([6.0, 17.5]).log()
@@ -43,6 +46,7 @@ class EssScale:
     power: float = 0.5
     reference: float = 1.0
     weight: Weight = field(default_factory=lambda: Weight(on="full", unit="sequence", cap=2.0))
+    truncated: bool = True
 
     def __post_init__(self) -> None:
         for name in ("power", "reference"):
@@ -58,13 +62,27 @@ class EssScale:
     @property
     def formula(self) -> str:
         """The scale, in one line."""
-        return f"lr x min(1, ess / {self.reference:g})^{self.power:g}, ess of {self.weight.formula}"
+        return f"lr x min(1, ess / {self.reference:g})^{self.power:g}, ess of {self._weight.formula}"
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
-        """Logs of the sums over sequences of w and w^2, and their number. Gradient: none."""
+    @property
+    def _weight(self) -> Weight:
+        return self.weight if self.truncated else replace(self.weight, cap=None, floor=None)
+
+    def observe(
+        self,
+        logprobs: LogProbs,
+        advantages: Float[Tensor, " n"] | None,
+        batch_info: BatchInfo,
+        keep: Bool[Tensor, " n"] | None = None,
+    ) -> Seen:
+        """Logs of the sums over sequences of w and w^2, and their number; rejected tokens (not `keep`) have weight 0.
+
+        Gradient: none.
+        """
         segments = logprobs.segments
         filled = segments.lengths > 0
-        log_w = segments.log_mean_exp(self.weight.log_weight(logprobs, advantages, batch_info))
+        log_w = self._weight.log_weight(logprobs, advantages, batch_info)
+        log_w = segments.log_mean_exp(log_w if keep is None else log_w.where(keep, -torch.inf))
         log_weight, log_square = log_sums(log_w.where(filled, -torch.inf))
         count = filled.sum().double()
         return {"log_weight": log_weight, "log_square": log_square, "count": count}

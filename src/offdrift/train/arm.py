@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +26,13 @@ from offdrift.methods import Method, override
 from offdrift.methods.schedules import LengthSurge, LossScale, SurgeState
 from offdrift.records.rollouts import Rollouts
 from offdrift.train import recipe
+from offdrift.train.align import Alignment
 from offdrift.train.context import Event, EventKind, RunContext
 from offdrift.train.critic import Critic, ValueHead
+from offdrift.train.lora import add_adapters, merged_weights
 from offdrift.train.old_policy import OldPolicy, make_old_policy
+from offdrift.train.perturb import Perturbation
+from offdrift.train.recipe import Recipe
 from offdrift.train.run_folder import ArmFolder, Position, checkpoints, load_checkpoint, save_checkpoint
 from offdrift.train.sharded import anywhere, whole_weights
 from offdrift.train.source import Source
@@ -55,10 +60,21 @@ class Arm:
     """Optimizer steps taken."""
     loss_scale: LossScale
     """Of the next step, where the trainer computes in float16."""
+    align: Alignment | None = None
+    """The last update's gradient, where the recipe keeps gradients apart."""
+    perturb: Perturbation | None = None
+    """Noise in the layers' inputs, where the loss is to see it."""
+    switched: bool = False
+    """Whether a surge of lengths has changed the method."""
     surge: SurgeState = field(default_factory=SurgeState)
     """What the length guard has seen."""
     last_time: float = field(default_factory=time.perf_counter)
     """When the last update was recorded, seconds."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The run's recipe, after a surge with the method that the length guard changes to."""
+        return self.run.recipe.after_surge() if self.switched else self.run.recipe
 
     @property
     def estimator(self) -> str:
@@ -93,13 +109,24 @@ class Arm:
             self.loss_scale = self.loss_scale.after(skipped=bool(skipped))
         settings = self.run.recipe.optim.length_guard
         if settings is not None and mean_length > 0:  # not NaN
-            self.surge = LengthSurge(**settings.model_dump()).after(self.surge, mean_length)
+            rule = LengthSurge(**settings.model_dump(exclude={"switch_to"}))
+            self.surge = rule.after(self.surge, mean_length)
+
+    def switch(self) -> None:
+        """Before a batch: take the method that the recipe names for the time after a surge, if there has been one."""
+        settings = self.run.recipe.optim.length_guard
+        if settings is None or settings.switch_to is None or self.switched or self.surge.surge is None:
+            return
+        self.switched = True
+        self.method = self.recipe.row(self.name)
+        self.announce(f"responses became longer: the method is {settings.switch_to} from now on")
 
     def publish(self) -> None:
         """Give the engine the trainer's weights, and make sure that it took them."""
         run = self.run
         model = run.accelerator.unwrap_model(self.model)
-        run.engine.load_weights(whole_weights(model), version=self.version)
+        adapted = run.recipe.lora is not None
+        run.engine.load_weights(merged_weights(model) if adapted else whole_weights(model), version=self.version)
         check_sync(run.engine, model, run.probes, run.sampling, seed=run.recipe.seed, baseline=run.synced)
         self.old_policy.published(self.model, self.version)
 
@@ -119,10 +146,17 @@ class Arm:
 
     def save_checkpoint(self, next_batch: int, source: Source) -> None:
         """Store where the arm stands; the engine has the trainer's weights."""
-        changed = self.method.changes(self.run.recipe.row(self.name))
-        position = Position(next_batch, self.version, changed, source.state())
+        changed = self.method.changes(self.recipe.row(self.name))
+        position = Position(next_batch, self.version, changed, self.switched, source.state())
         self.old_policy.retain(source.versions(), self.model, self.version)
-        save_checkpoint(self.run.accelerator, self.files.path / "checkpoints", position, also=self.old_policy.save)
+
+        def also(folder: Path) -> None:
+            self.old_policy.save(folder)
+            for part in (self.align, self.perturb):
+                if part is not None:
+                    part.save(folder)
+
+        save_checkpoint(self.run.accelerator, self.files.path / "checkpoints", position, also=also)
 
     def trim(self, source: Source) -> None:
         """Delete the oldest batches on disk, where the recipe limits the space that they take."""
@@ -153,13 +187,16 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
     """
     accelerator, files = run.accelerator, run.folder.arm(name)
     checkpoint_folder = files.path / "checkpoints"
-    model, of_critic = copy.deepcopy(run.model), run.recipe.critic
+    lora, seed, of_critic = run.recipe.lora, run.recipe.seed, run.recipe.critic
+    model = copy.deepcopy(run.model) if lora is None else add_adapters(run.model, lora, seed=seed)
     if accelerator.distributed_type != DistributedType.FSDP:  # which moves it part by part
         model.to(accelerator.device)
-    has_critic = "values" in ADVANTAGES[run.recipe.estimator(run.recipe.row(name))].needs
-    head = ValueHead(run.model).to(accelerator.device) if has_critic and of_critic.shared else None
+    # Before and after a surge of lengths, if the recipe makes a difference.
+    stages = (run.recipe, run.recipe.after_surge())
+    inputs = {x for r in stages for x in ADVANTAGES[r.estimator(r.row(name))].needs}
+    head = ValueHead(run.model).to(accelerator.device) if "values" in inputs and of_critic.shared else None
     optimizer = torch.optim.AdamW(
-        [*model.parameters(), *(() if head is None else head.parameters())],
+        [p for p in model.parameters() if p.requires_grad] + ([] if head is None else list(head.parameters())),
         lr=run.recipe.optim.lr,
         betas=run.recipe.optim.betas,
         weight_decay=run.recipe.optim.weight_decay,
@@ -168,9 +205,9 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
     critic = None
     if head is not None:
         critic = Critic(accelerator.prepare(head), optimizer, of_critic, policy=model)
-    elif has_critic:
+    elif "values" in inputs:
         critic = Critic.start(run.model, of_critic, accelerator)
-    stored = load_checkpoint(accelerator, checkpoint_folder) if resume else None
+    stored = load_checkpoint(accelerator, checkpoint_folder, whole=lora is None) if resume else None
     position = stored or Position(0, 0)
     if accelerator.is_main_process:
         if stored is None:
@@ -181,10 +218,11 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
     if stored is not None:
         run.watch(Event("resume", name, position.version, run.recipe.updates, f"from batch {position.batch}"))
     accelerator.init_trackers(name, config=None)
-    method = override(run.recipe.row(name), position.method)
-    settings = run.recipe.old_policy_of(name)
+    method = override(stages[position.switched].row(name), position.method)
+    keeper = next((r for r in stages if r.row(name).scores_old), None)
+    settings = (keeper or run.recipe).old_policy_of(name)
     old_policy = OldPolicy(accelerator, files.path)
-    if needs_old(method):
+    if keeper is not None:
         old_policy = make_old_policy(settings, accelerator, files.path / "snapshots")
     context = Context(
         framework="offdrift",
@@ -207,11 +245,17 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
         position.version,
         LossScale(),
     )
+    if run.recipe.optim.align is not None:
+        arm.align = Alignment(run.recipe.optim.align)
+    if run.recipe.optim.perturb is not None:
+        inner = accelerator.unwrap_model(model)
+        arm.perturb = Perturbation(inner, run.recipe.optim.perturb, accelerator, seed=seed)
+    arm.switched = position.switched
     for row in files.rows("metrics"):
         arm.learn(row)
     arm.announce("giving the engine the arm's weights")
     arm.publish()
-    arm.report("arm", run.recipe.row(name).describe())
+    arm.report("arm", arm.recipe.row(name).describe())
     source = Source(
         engine=run.engine,
         task=run.task,
@@ -221,20 +265,18 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
         folder=files.path / "rollouts",
         shard=run.shard,
         start=position.batch,
-        greedy="greedy_rewards" in ADVANTAGES[arm.estimator].needs,
-        by_component="components" in ADVANTAGES[arm.estimator].needs,
+        greedy="greedy_rewards" in inputs,
+        by_component="components" in inputs,
     )
     if stored is not None:
         source.load(stored.source)
-        versions = anywhere(model, source.versions()) - {position.version}
-        old_policy.load(checkpoints(checkpoint_folder)[-1], versions)
+        newest = checkpoints(checkpoint_folder)[-1]
+        old_policy.load(newest, anywhere(model, source.versions()) - {position.version})
+        if arm.align is not None:
+            arm.align.load(newest, accelerator.device)
+        if arm.perturb is not None:
+            arm.perturb.load(newest)
     return arm, source
-
-
-def needs_old(method: Method) -> bool:
-    """Whether batches are scored by the old policy, for its log-probs, divergences or entropy."""
-    exact = any(name.endswith("rollout_old") for name in method.divergences)
-    return bool(method.needs_old or exact or "entropy" in method.needs)
 
 
 @dataclass(frozen=True)

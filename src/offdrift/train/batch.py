@@ -18,8 +18,9 @@ from offdrift.logprobs import LogProbs
 from offdrift.methods.anchor import Interpolated, RolloutAsOld
 from offdrift.penalty import penalized_rewards
 from offdrift.records.rollouts import OLD_STATUS, Rollouts
-from offdrift.train.arm import Arm, needs_old
+from offdrift.train.arm import Arm
 from offdrift.train.buffer import Picked
+from offdrift.train.lora import adapters_off
 from offdrift.train.models import resident
 from offdrift.train.old_policy import PolicyScores, gradient_norms, score_batch
 
@@ -89,17 +90,17 @@ def make_batch(arm: Arm, picked: Picked) -> Batch:
         exact = arm.advantages_read_gates and any(g.exact for g in method.correction.gates)
         trainer = score_batch(arm.model, rollouts, exact=exact, **options)
     old_is_current = False
-    if needs_old(method):
+    if method.scores_old:
         # One update by the very weights that drew the batch, in every process.
         stale = (rollouts.rollout_version != arm.version).any()
         exact_source = arm.old_settings.source in ("sampling", "second_model", "batch_start")
-        in_step = arm.run.sum(stale.double()) == 0
+        in_step = optim.perturb is None and arm.run.sum(stale.double()) == 0
         old_is_current = exact_source and optim.epochs == optim.minibatches == 1 and bool(in_step)
         if not old_is_current:
             exact = any(name.endswith("rollout_old") for name in method.divergences)
             old = arm.old_policy.score(arm.model, rollouts, arm.version, exact=exact, **options)
     if method.needs_reference:
-        with resident(arm.run.model, arm.run.accelerator.device) as reference:
+        with resident(arm.run.model, arm.run.accelerator.device) as reference, adapters_off(reference):
             logp_ref = score_batch(reference, rollouts, token_budget=optim.token_budget, half=half).logp
     values = None if arm.critic is None else arm.critic.values(rollouts, token_budget=optim.token_budget, half=half)
     scores = (trainer, old, logp_ref, values)

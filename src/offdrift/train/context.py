@@ -25,8 +25,10 @@ from offdrift.judge import num_experts
 from offdrift.records.rollouts import Sampling
 from offdrift.train.environments import Environment, find_environment, is_environment
 from offdrift.train.judge import Judge
+from offdrift.train.lora import add_adapters, keep_trained, remove_adapters
 from offdrift.train.models import load_model, prompt_ids, save_for_engine
 from offdrift.train.old_policy import EXACT_NORMS_BELOW
+from offdrift.train.perturb import decoder_layers
 from offdrift.train.problems import read_problems
 from offdrift.train.recipe import Recipe
 from offdrift.train.rewards import OwnReward
@@ -159,12 +161,9 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     if judge is not None:
         judge.model.to(accelerator.device)
     model, tokenizer = load_model(recipe.model, seed=recipe.seed)
-    parameters = sum(p.numel() for p in model.parameters())
-    if recipe.optim.gradient_norms == "exact" and parameters > EXACT_NORMS_BELOW:
-        raise RecipeError(
-            f'optim.gradient_norms = "exact" takes a backward pass per response, and {recipe.model} has {parameters:,} '
-            f'parameters, more than {EXACT_NORMS_BELOW:,}; use "proxy"'
-        )
+    _check_model(recipe, model)
+    if recipe.lora is not None:
+        accelerator.register_save_state_pre_hook(keep_trained)
     steps = recipe.warm_start.steps
     if steps:
         watch(Event("setup", text=f"warm start: at most {steps} supervised steps on {recipe.task}"))
@@ -268,15 +267,22 @@ def _check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
         )
     if accelerator.gradient_accumulation_steps != 1:
         raise RecipeError(
-            f"gradient_accumulation_steps = {accelerator.gradient_accumulation_steps}: accumulation "
-            "follows optim.token_budget here; leave accelerate's at 1"
+            f"gradient_accumulation_steps = {accelerator.gradient_accumulation_steps}: a step adds up the gradients of "
+            "all pieces of optim.token_budget tokens of all optim.accumulate draws here; set that, and leave "
+            "accelerate's at 1"
+        )
+    layer = {"optim.align": recipe.optim.align, "optim.perturb": recipe.optim.perturb, "lora": recipe.lora}
+    if kind == "FSDP" and (unsharded := [name for name, part in layer.items() if part is not None]):
+        raise RecipeError(
+            f"{unsharded[0]} is not supported in a sharded run: launch one process or a data-parallel run "
+            "(--multi_gpu), or leave it out"
         )
     if recipe.rollout.engine == "openai" and world > 1:
         raise RecipeError(
             f'rollout.engine = "openai" with {world} processes: each would give one server weights; launch one process'
         )
     whole = any(recipe.row(name).whole_prompts for name in recipe.arms)
-    smallest = recipe.rollout.prompts // world * (1 if whole else recipe.rollout.samples)
+    smallest = recipe.rollout.prompts // world * (1 if whole else recipe.rollout.samples) * recipe.optim.accumulate
     if min(recipe.rollout.prompts, recipe.log.eval_prompts) < world or smallest < recipe.optim.minibatches:
         raise RecipeError(
             f"{world} processes share rollout.prompts = {recipe.rollout.prompts}, log.eval_prompts = "
@@ -284,6 +290,21 @@ def _check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
             f"at least one prompt, and a {'prompt' if whole else 'sequence'} per minibatch; raise them or launch fewer "
             "processes"
         )
+
+
+def _check_model(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Refuse, before anything is trained, what the optimizer layer cannot do to this model."""
+    parameters = sum(p.numel() for p in model.parameters())
+    if recipe.optim.gradient_norms == "exact" and parameters > EXACT_NORMS_BELOW:
+        raise RecipeError(
+            f'optim.gradient_norms = "exact" takes a backward pass per response, and {recipe.model} has {parameters:,} '
+            f'parameters, more than {EXACT_NORMS_BELOW:,}; use "proxy"'
+        )
+    if recipe.optim.perturb is not None:
+        decoder_layers(model)
+    if recipe.lora is not None:
+        add_adapters(model, recipe.lora, seed=recipe.seed)
+        remove_adapters(model)
 
 
 def model_facts(recipe: Recipe, model: PreTrainedModel) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from offdrift.train.batch import Batch, make_batch
 from offdrift.train.context import Event as Event
 from offdrift.train.context import RunContext, Watch, begin, model_facts, set_up
 from offdrift.train.critic import critic_step
+from offdrift.train.lora import merged_weights, save_adapter
 from offdrift.train.models import resident, save_for_engine
 from offdrift.train.recipe import Recipe
 from offdrift.train.record import TokenLog, record_update, summarize_arm
@@ -85,6 +86,7 @@ def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
     for index in range(source.start, recipe.batches):
         # Draw: responses and rewards, from the engine's weights, which lag behind the trainer's.
         arm.announce(f"drawing batch {index + 1}")
+        arm.switch()
         picked = source.next(arm.version)
         rollouts = picked.rollouts
         # Advantages: from rewards, and from what old policy, trainer and reference say of the batch.
@@ -114,6 +116,8 @@ def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
                 half=run.half,
                 loss_scale=arm.loss_scale.value if run.half is torch.float16 else None,
                 critic=arm.critic if recipe.critic.shared else None,
+                align=arm.align,
+                perturb=arm.perturb,
             )
             if arm.critic is not None and not recipe.critic.shared:
                 update = replace(update, stats=update.stats.plus(*learn_values(arm, minibatch)))
@@ -228,19 +232,26 @@ def finish(arm: Arm) -> dict[str, Any]:
     summary = summarize_arm(
         arm.name,
         arm.method,
-        run.recipe.arms[arm.name].method,
+        arm.recipe.arms[arm.name].method,
         metrics,
         arm.files.rows("eval"),
         seconds=sum(m["throughput/seconds"] for m in metrics),
         findings=arm.diagnosis.summary(),
         old_policy=arm.old_settings.source,
     )
-    weights = {}
-    for name, weight in whole_weights(run.accelerator.unwrap_model(arm.model), on="cpu"):
+    if arm.switched:
+        first = next(m["update"] for m in metrics if m["optim/method_switched"])
+        was, now = (r.arms[arm.name].method for r in (run.recipe, arm.recipe))
+        summary["notes"].append(f"responses had become longer: {was} until then, {now} from update {first} on")
+    model, weights = run.accelerator.unwrap_model(arm.model), {}
+    adapted = run.recipe.lora is not None
+    for name, weight in merged_weights(model) if adapted else whole_weights(model, on="cpu"):
         if run.accelerator.is_main_process:
-            weights[name] = weight
+            weights[name] = weight.cpu()
     if run.accelerator.is_main_process:
         save_for_engine(run.model, run.tokenizer, arm.files.path / "model", weights=weights)
+        if adapted:
+            save_adapter(model, arm.files.path / "adapter")
         arm.files.finish(summary)
     for tracker in run.accelerator.trackers:
         tracker.finish()

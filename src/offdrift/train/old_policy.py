@@ -163,12 +163,12 @@ def named_as_old(from_rollout: Mapping[str, Divergence]) -> dict[str, Divergence
 
 @contextmanager
 def weights_replaced(accelerator: Accelerator, model: nn.Module, weights: Weights) -> Iterator[nn.Module]:
-    """Put other weights into the model for a while; its own come back bit for bit, also on errors.
+    """Put other weights that train into the model for a while; its own come back bit for bit, also on errors.
 
     Args:
         weights: by name, as `local_weights` gives them: of a sharded model, this process's parts.
 
-    Memory: one more copy of the weights on the model's device, if they are not there already; of a sharded model, of
+    Memory: one more copy of those weights on the model's device, if they are not there already; of a sharded model, of
     this process's parts.
     """
     inner = accelerator.unwrap_model(model)
@@ -184,7 +184,7 @@ def weights_replaced(accelerator: Accelerator, model: nn.Module, weights: Weight
             for name, part in parts.items():
                 part.copy_(copies[name])
         return
-    own = {name: (p, p.data) for name, p in inner.named_parameters()}
+    own = {name: (p, p.data) for name, p in inner.named_parameters() if p.requires_grad}
     try:
         for name, (p, data) in own.items():
             p.data = weights[name].to(data.device)
@@ -360,7 +360,7 @@ class Snapshots(OldPolicy):
             if isinstance(snapshot, Path) and (self.parts or self.accelerator.is_main_process):
                 snapshot.unlink(missing_ok=True)
         if version in wanted and version not in self.kept:
-            self._keep(version, local_weights(inner))
+            self._keep(version, local_weights(inner, trained=True))
 
     def save(self, folder: Path) -> None:
         for v in self.kept:
@@ -407,7 +407,7 @@ class SecondModel(OldPolicy):
         return self.version
 
     def published(self, model: nn.Module, version: int) -> None:
-        current = local_weights(self.accelerator.unwrap_model(model))
+        current = local_weights(self.accelerator.unwrap_model(model), trained=True)
         self.weights = {n: kept(w, offload=self.offload) for n, w in current.items()}
         self.version = version
 
@@ -435,12 +435,12 @@ class Averaged(OldPolicy):
 
     def published(self, model: nn.Module, version: int) -> None:
         if not self.mean:  # the average begins where training does
-            current = local_weights(self.accelerator.unwrap_model(model))
+            current = local_weights(self.accelerator.unwrap_model(model), trained=True)
             self.mean = {n: kept(w, offload=self.offload) for n, w in current.items()}
 
     def stepped(self, model: nn.Module) -> None:
         total = self.weight
-        for name, new in local_weights(self.accelerator.unwrap_model(model)).items():
+        for name, new in local_weights(self.accelerator.unwrap_model(model), trained=True).items():
             mean, total = ewma_update(self.mean[name].to(new.device), new, weight=self.weight, decay=self.decay)
             self.mean[name] = mean.cpu() if self.offload else mean
         self.weight = total

@@ -1,4 +1,4 @@
-"""Parts of a recipe that are about draws, penalties, the critic and a judge, with the base of all parts.
+"""Parts of a recipe: draws, penalties, the optimizer layer, the critic, a judge and small ones, with the base of all.
 
 A part is a table of the recipe. Unknown keys are refused, and so is what does nothing in the recipe that it is in.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from offdrift.advantages import ADVANTAGES
 
@@ -236,3 +236,114 @@ class Judge(Part):
                     f"judge.labels has {label} = {value:g}, outside reward_range = [{low:g}, {high:g}]; set "
                     f"reward_range = {room}, or other rewards"
                 )
+
+
+class WarmStart(Part):
+    steps: Natural = 0
+    """Supervised steps on the task's demonstrations before RL; 0 for a pretrained model."""
+    batch_size: Positive = 128
+    """Demonstrations per step."""
+    lr: PositiveFloat = 2e-3
+    """Peak learning rate."""
+
+
+class Lag(Part):
+    sync_every: Positive = 1
+    """Trainer updates between weight synchronizations: the engine is at most this minus 1 behind."""
+    queue: Natural = 0
+    """Batches drawn ahead of the one being trained on: every batch is this many batches stale."""
+
+
+class Reference(Part):
+    """The model that every arm starts from, which penalties on KL refer to."""
+
+    offload: bool = False
+    """Keep it in host memory, and bring it to the device for its forward passes and evaluations only."""
+
+
+class Certificate(Part):
+    alpha: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Largest probability that a certificate is wrong."""
+    looks: Literal["spend", "once"] = "spend"
+    """Every batch is a look at the run. "spend": the certificate of batch t of one of k arms spends
+    6 alpha / (pi^2 t^2 k), so that all of the run's hold together; "once": each spends alpha, holds by itself, and
+    a long run without any gain has a false one nearly always."""
+
+
+class LengthGuard(Part):
+    """The learning rate falls when responses suddenly become longer, which precedes collapse by tens of updates; see
+    `methods.schedules.LengthSurge` (arXiv:2602.01826)."""
+
+    mode: Literal["survey", "period"] = "survey"
+    """survey: halved at every surge; period: halved again and again from the first one on, as in the paper."""
+    threshold: PositiveFloat | None = None
+    """A surge is a mean length this many times that of `window` updates before (survey: 1.2), or of the mean over the
+    run's first `window` updates (period: 3)."""
+    window: Positive | None = None
+    """Updates; absent: 100 (survey) or 50 (period)."""
+    period: PositiveFloat = 1.8
+    """period: updates between two falls, as a multiple of the update of the surge."""
+    factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Of the learning rate at each fall."""
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Smallest share of the learning rate."""
+    cooldown: Natural = 100
+    """survey: updates after a surge without another."""
+    switch_to: str | None = None
+    """Method of every arm from the first batch after a surge on, with its published values, such as
+    "bypass_pg_geo_rs". Absent: the method stays."""
+
+
+class Align(Part):
+    """GAC: what a gradient repeats of the last update's is removed from it, where they agree too well; see
+    `methods.schedules.gac_projection` (arXiv:2603.01501)."""
+
+    threshold: Annotated[float, Field(ge=-1, lt=1)] = 0.3
+    """Cosine of the two gradients above which the parallel part is removed. On-policy it is near 0; -1 is always, but
+    for opposite gradients."""
+    strength: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the parallel part that is removed; 0 only measures the cosine."""
+    skip_above: Annotated[float, Field(gt=-1, lt=1)] | None = None
+    """No step is taken where the cosine is above this. Absent: every step is taken."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Align:
+        if self.skip_above is not None and self.strength > 0 and self.skip_above <= self.threshold:
+            raise ValueError(
+                f"optim.align.skip_above = {self.skip_above} is not above optim.align.threshold = {self.threshold}: "
+                "every gradient that would be projected is skipped; raise it, or set optim.align.strength = 0"
+            )
+        return self
+
+
+class Perturb(Part):
+    """ALP: the loss scores the policy with Gaussian noise in the input of every decoder layer, whose sizes are learned;
+    see `train.perturb` (arXiv:2603.19470)."""
+
+    sigma: PositiveFloat = 1e-6
+    """Standard deviation of the noise at the start, in the unit of hidden states."""
+    lr: PositiveFloat = 5e-4
+    """Learning rate of the logarithms of the standard deviations (Adam)."""
+
+
+class Lora(Part):
+    """Low-rank adapters: W + (alpha / rank) B A in place of W, of which only A and B are trained."""
+
+    rank: Positive = 16
+    """Rows of A and columns of B."""
+    alpha: PositiveFloat = 32.0
+    """Scale of the update, times rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Must be 0: with dropout, the loss would score another policy than the one that draws and the old one."""
+    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Ends of the names of the layers that get adapters, such as "q_proj"; "all-linear": every linear layer but the
+    output head."""
+
+    @model_validator(mode="after")
+    def _same_policy(self) -> Lora:
+        if self.dropout > 0:
+            raise ValueError(
+                f"lora.dropout = {self.dropout}: the step would score another policy than the one that drew the tokens "
+                "and the old one, and count the difference as drift; leave it at 0 and use optim.weight_decay"
+            )
+        return self

@@ -23,19 +23,28 @@ from offdrift.methods import Method, method, override
 from offdrift.methods.anchor import Interpolated, RolloutAsOld
 from offdrift.methods.describe import DEFAULT_ADVANTAGE, raised_by
 from offdrift.train.environments import ENVIRONMENTS, is_environment
-from offdrift.train.parts import Critic, Draws, FolderName, Judge, Natural, Part, Penalties, Positive, PositiveFloat
+from offdrift.train.parts import (
+    Align,
+    Certificate,
+    Critic,
+    Draws,
+    FolderName,
+    Judge,
+    Lag,
+    LengthGuard,
+    Lora,
+    Natural,
+    Part,
+    Penalties,
+    Perturb,
+    Positive,
+    PositiveFloat,
+    Reference,
+    WarmStart,
+)
 
 SUPPLIED = {"logp_old", "sum_pi_squared", "weight", "position", "greedy_rewards", "components", "values", "entropy"}
 """Inputs of advantage estimators that the trainer has, besides rewards and groups."""
-
-
-class WarmStart(Part):
-    steps: Natural = 0
-    """Supervised steps on the task's demonstrations before RL; 0 for a pretrained model."""
-    batch_size: Positive = 128
-    """Demonstrations per step."""
-    lr: PositiveFloat = 2e-3
-    """Peak learning rate."""
 
 
 class Rollout(Part):
@@ -72,13 +81,6 @@ class Rollout(Part):
     """openai: name of the model there; absent: the only one that is served."""
     sync_folder: str | None = None
     """openai: folder through which the server gets weights, if it is on another machine."""
-
-
-class Lag(Part):
-    sync_every: Positive = 1
-    """Trainer updates between weight synchronizations: the engine is at most this minus 1 behind."""
-    queue: Natural = 0
-    """Batches drawn ahead of the one being trained on: every batch is this many batches stale."""
 
 
 class Buffer(Part):
@@ -133,34 +135,6 @@ class OldPolicy(Part):
     passes only. Snapshots (sampling) always are there, or on disk."""
 
 
-class Reference(Part):
-    """The model that every arm starts from, which penalties on KL refer to."""
-
-    offload: bool = False
-    """Keep it in host memory, and bring it to the device for its forward passes and evaluations only."""
-
-
-class LengthGuard(Part):
-    """The learning rate falls when responses suddenly become longer, which precedes collapse by tens of updates; see
-    `methods.schedules.LengthSurge` (arXiv:2602.01826)."""
-
-    mode: Literal["survey", "period"] = "survey"
-    """survey: halved at every surge; period: halved again and again from the first one on, as in the paper."""
-    threshold: PositiveFloat | None = None
-    """A surge is a mean length this many times that of `window` updates before (survey: 1.2), or of the mean over the
-    run's first `window` updates (period: 3)."""
-    window: Positive | None = None
-    """Updates; absent: 100 (survey) or 50 (period)."""
-    period: PositiveFloat = 1.8
-    """period: updates between two falls, as a multiple of the update of the surge."""
-    factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Of the learning rate at each fall."""
-    floor: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Smallest share of the learning rate."""
-    cooldown: Natural = 100
-    """survey: updates after a surge without another."""
-
-
 class Optim(Part):
     lr: PositiveFloat = 1e-4
     """AdamW learning rate, the largest of its schedule."""
@@ -176,6 +150,13 @@ class Optim(Part):
     """AdamW's weight decay, per update and unit of learning rate."""
     length_guard: LengthGuard | None = None
     """Absent: the learning rate does not look at lengths. `{}`: a guard with its defaults."""
+    align: Align | None = None
+    """Absent: gradients are used as they are. `{}`: what a gradient repeats of the last one is removed."""
+    perturb: Perturb | None = None
+    """Absent: the loss scores the policy itself. `{}`: the policy with noise in every layer's input."""
+    accumulate: Positive = 1
+    """Draws of `rollout.prompts` prompts that make up a batch, one after the other: their gradients add up under one
+    normalizer, as if all were one draw."""
     epochs: Positive = 1
     """Passes over each rollout batch."""
     minibatches: Positive = 1
@@ -240,15 +221,6 @@ class Log(Part):
     """accelerate trackers by name: tensorboard, wandb, mlflow, trackio, ..."""
 
 
-class Certificate(Part):
-    alpha: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Largest probability that a certificate is wrong."""
-    looks: Literal["spend", "once"] = "spend"
-    """Every batch is a look at the run. "spend": the certificate of batch t of one of k arms spends
-    6 alpha / (pi^2 t^2 k), so that all of the run's hold together; "once": each spends alpha, holds by itself, and
-    a long run without any gain has a false one nearly always."""
-
-
 class Arm(Part):
     method: str
     """A row of the method table (`offdrift methods`)."""
@@ -303,6 +275,8 @@ class Recipe(Part):
     old_policy: OldPolicy = OldPolicy()
     reference: Reference = Reference()
     optim: Optim = Optim()
+    lora: Lora | None = None
+    """Absent: all weights train. `{}`: low-rank adapters do, and the model's own weights stay."""
     critic: Critic = Critic()
     judge: Judge = Judge()
     log: Log = Log()
@@ -401,14 +375,25 @@ class Recipe(Part):
                 f'optim.gradient_norms = "{self.optim.gradient_norms}" does nothing: no arm has an advantage that '
                 'reads norms of gradients; leave it out, or set optim.advantage = "opob"'
             )
+        if self.critic.shared and (self.lora is not None or self.optim.perturb is not None):
+            other = "[lora]" if self.lora is not None else "optim.perturb"
+            raise ValueError(
+                f"critic.shared = true with {other}: the value would learn from the adapted or perturbed body; leave "
+                "critic.shared out for a critic of its own"
+            )
+        if self.lora is not None and self.reference.offload:
+            raise ValueError(
+                "reference.offload does nothing with [lora]: the reference is the trained model without its adapters"
+            )
         if self.optim.warmup >= self.updates:
             raise ValueError(
                 f"optim.warmup = {self.optim.warmup} is not over before the run's {self.updates} updates are"
             )
-        if (sequences := rollout.prompts * rollout.samples) < self.optim.minibatches:
+        if (sequences := self.optim.accumulate * rollout.prompts * rollout.samples) < self.optim.minibatches:
             raise ValueError(
                 f"optim.minibatches = {self.optim.minibatches} is more than the {sequences} sequences of a batch"
             )
+        self._check_switch()
         return self
 
     def _check_environment(self) -> None:
@@ -431,6 +416,26 @@ class Recipe(Part):
                 f"leave it out, or choose an environment: {', '.join(sorted(ENVIRONMENTS))}"
             )
 
+    def _check_switch(self) -> None:
+        """Refuse a method after a surge that could not train the arms, or would be the one that they have."""
+        after = self.after_surge()
+        if after is self:
+            return
+        setting = f'optim.length_guard.switch_to = "{next(iter(after.arms.values())).method}"'
+        try:
+            after._consistent()  # type: ignore[operator]
+        except ValueError as e:
+            raise ValueError(f"{setting}: {e}") from e
+        for name in self.arms:
+            if after.row(name) == self.row(name):
+                raise ValueError(f"{setting} is what arms.{name} trains with from the start; name another, or leave it")
+            sources = {str(r.old_policy_of(name).source) for r in (self, after) if r.row(name).scores_old}
+            if len(sources) > 1:
+                raise ValueError(
+                    f"{setting} reads another old policy than arms.{name} keeps ({' and '.join(sorted(sources))}); set "
+                    "old_policy.from, or name a method that reads none, such as bypass_pg_geo_rs"
+                )
+
     def _check_buffer(self) -> None:
         """Refuse a buffer that cannot fill a batch, or settings of one that is not there."""
         buffer, lag, prompts = self.buffer, self.lag, self.rollout.prompts
@@ -441,6 +446,11 @@ class Recipe(Part):
                     f"buffer.{inert[0]} does nothing without a buffer; set buffer.capacity, for instance {4 * prompts}"
                 )
             return
+        if self.optim.accumulate > 1:
+            raise ValueError(
+                f"optim.accumulate = {self.optim.accumulate} joins draws into a batch, and batches are picked from a "
+                f"buffer, whatever drew them; set rollout.prompts = {self.optim.accumulate * prompts} in its place"
+            )
         if buffer.capacity < prompts:
             raise ValueError(f"buffer.capacity = {buffer.capacity} is less than the {prompts} groups of a batch")
         if self.rollout.evidence == "hidden" and not buffer.clear_at_sync:
@@ -498,6 +508,16 @@ class Recipe(Part):
                 f"arms.{name}: {self.arms[name].method} interpolates its old policy, old_policy.from = "
                 f'"{asked}" asks for another; leave it out, or use decoupled_ppo'
             )
+
+    def after_surge(self) -> Recipe:
+        """The recipe once its length guard has seen a surge: its arms have the method `switch_to`, if there is one."""
+        guard = self.optim.length_guard
+        if guard is None or guard.switch_to is None:
+            return self
+        optim = self.optim.model_copy(update={"length_guard": guard.model_copy(update={"switch_to": None})})
+        published = {"method": guard.switch_to, "override": {}, "gates_of": None}
+        arms = {name: arm.model_copy(update=published) for name, arm in self.arms.items()}
+        return self.model_copy(update={"optim": optim, "arms": arms})
 
     def old_policy_of(self, name: str) -> OldPolicy:
         """The old policy of an arm: its own, the recipe's, or what its method was published with."""

@@ -91,6 +91,8 @@ def record_update(
         "throughput/seconds": seconds,
         "throughput/tokens_per_s": metrics["batch/tokens"] / seconds,
     }
+    if run.recipe.after_surge() is not run.recipe:
+        row |= {"optim/method": arm.recipe.arms[arm.name].method, "optim/method_switched": arm.switched}
     if run.accelerator.is_main_process:
         arm.files.append("metrics", row)
         if sampled and update.tokens is not None:

@@ -9,6 +9,7 @@
     arms/NAME/log/*.parquet           every batch as it was trained on: what `offdrift audit` reads
     arms/NAME/checkpoints/batch-N/    what `--resume` continues from
     arms/NAME/model/                  the trained model
+    arms/NAME/adapter/                its adapters, where only those were trained
     arms/NAME/summary.json            the arm's row of the table; its presence means "finished"
 
 Single files are replaced whole; line files are appended line by line and cut back to the checkpoint
@@ -148,6 +149,8 @@ class Position:
     """Optimizer steps taken."""
     method: dict[str, float] = field(default_factory=dict)
     """Changes that an adaptive method made to itself, as overrides."""
+    switched: bool = False
+    """Whether a surge of lengths has changed the arm's method; `method` are then changes of that one."""
     source: dict[str, Any] = field(default_factory=dict)
     """Where this process's source of batches stands; every process stores its own."""
 
@@ -200,8 +203,11 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("batch-*") if p.is_dir())
 
 
-def load_checkpoint(accelerator: Accelerator, folder: Path) -> Position | None:
+def load_checkpoint(accelerator: Accelerator, folder: Path, *, whole: bool = True) -> Position | None:
     """Restore the newest checkpoint into what accelerate has prepared; None if there is none.
+
+    Args:
+        whole: whether it holds every weight; else only those that train.
 
     Raises: `CheckpointError` naming the folder if it cannot be read back.
     """
@@ -212,7 +218,8 @@ def load_checkpoint(accelerator: Accelerator, folder: Path) -> Position | None:
     try:
         own = newest / f"source-{accelerator.process_index:03d}.json"
         position = Position(**json.loads((newest / "position.json").read_text()), source=json.loads(own.read_text()))
-        accelerator.load_state(str(newest))
+        options: dict[str, Any] = {} if whole else {"strict": False}
+        accelerator.load_state(str(newest), **options)
     except Exception as e:  # whatever a damaged file provokes in the libraries that read it
         reason = str(e).splitlines()[0] if str(e) else "no message"
         earlier = stored_checkpoints[-2:-1]

@@ -81,15 +81,18 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def local_weights(model: nn.Module) -> dict[str, Tensor]:
+def local_weights(model: nn.Module, *, trained: bool = False) -> dict[str, Tensor]:
     """This process's part of every weight, by name; all of it where the model is not sharded.
 
     The tensors share the model's memory: what is written into them, the model's next pass gathers.
+
+    Args:
+        trained: only the weights that train.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a pass without gradients leaves the output head gathered
-    named = ((_plain(name), p.detach()) for name, p in model.named_parameters())
+    named = ((_plain(n), p.detach()) for n, p in model.named_parameters() if p.requires_grad or not trained)
     return {name: w.to_local() if isinstance(w, DTensor) else w for name, w in named}
 
 

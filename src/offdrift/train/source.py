@@ -77,7 +77,7 @@ class Source:
 
     def __post_init__(self) -> None:
         settings = self.recipe.buffer
-        self._drawn = self.start
+        self._drawn = self.start * self.recipe.optim.accumulate
         self.history = History(self.recipe.draws, self.recipe.right)
         if settings.capacity is not None:
             self.buffer = Buffer(settings, settings.capacity // self.shard.world)
@@ -121,7 +121,8 @@ class Source:
 
     def in_flight(self, version: int) -> set[int]:
         """Versions that batches to come are of, once the trainer has taken `version` updates."""
-        undrawn = self.start + len(self._waiting) < self.recipe.batches and not self.due(version)
+        draws = self.recipe.optim.accumulate
+        undrawn = self.start * draws + len(self._waiting) < self.recipe.batches * draws and not self.due(version)
         return self.versions() | ({self.engine.version} if undrawn else set())
 
     def next(self, version: int) -> Picked:
@@ -147,12 +148,20 @@ class Source:
         return replace(picked, rollouts=rollouts, independent=picked.independent and not recipe.draws.selects)
 
     def _oldest(self, index: int) -> tuple[int, Rollouts]:
-        """The batch that has waited longest, batch `index` being wanted; draws as many ahead as the queue holds."""
+        """The batch that has waited longest, batch `index` being wanted; draws as many ahead as the queue holds.
+
+        Its number is that of its first draw; every draw of a batch has prompts of its own.
+        """
+        draws, prompts = self.recipe.optim.accumulate, self.recipe.rollout.prompts
         ahead = min(self.recipe.lag.queue, (self.recipe.batches - index - 1) // self.recipe.buffer.reuse)
-        while len(self._waiting) <= ahead:
+        while len(self._waiting) < draws * (ahead + 1):
             self._waiting.append((self._drawn, self.draw(self._drawn)))
             self._drawn += 1
-        return self._waiting.popleft()
+        if draws == 1:
+            return self._waiting.popleft()
+        numbers, parts = zip(*(self._waiting.popleft() for _ in range(draws)), strict=True)
+        shifted = [part.with_(group_ids=part.group_ids + i * prompts) for i, part in enumerate(parts)]
+        return numbers[0], concatenate(shifted)
 
     def sums(self, picked: Picked, version: int) -> dict[str, Tensor]:
         """What the metrics of groups, draws and buffer are made of, at `version`; adds over processes."""

@@ -35,9 +35,11 @@ from offdrift.records.rollouts import OLD_STATUS
 from offdrift.stats.drift import DriftStats, Tails
 from offdrift.stats.metrics import gradient_power
 from offdrift.stats.signature import signature
+from offdrift.train.align import Alignment
 from offdrift.train.batch import Batch
 from offdrift.train.critic import SUMS, Critic, value_terms
 from offdrift.train.old_policy import PolicyScores, named_as_old
+from offdrift.train.perturb import Perturbation
 from offdrift.train.sharded import clip_gradients, in_step, is_sharded
 
 GROUPS_PER_PROCESS = 2**32
@@ -102,6 +104,8 @@ def train_step(
     half: torch.dtype | None = None,
     loss_scale: float | None = None,
     critic: Critic | None = None,
+    align: Alignment | None = None,
+    perturb: Perturbation | None = None,
 ) -> Update:
     """Take one optimizer step on a batch.
 
@@ -116,6 +120,8 @@ def train_step(
         loss_scale: what the loss is multiplied by while its gradient is taken; a step whose gradient is then not
             finite is skipped, and `optim/skipped` is 1. See `methods.schedules.LossScale`.
         critic: whose head shares the model's body, and takes this step with it.
+        align: the last update's gradient, which is taken out of this one where the two agree too well.
+        perturb: noise in the layers' inputs, with which the loss scores the policy; its sizes take a step, too.
 
     Returns: statistics over all processes; the gradient norm before clipping is `optim/grad_norm`.
 
@@ -129,15 +135,22 @@ def train_step(
     normalizer = (share if world == 1 else float(sum(gather_object([share])))) / world
     model.train()
     optimizer.zero_grad(set_to_none=True)
+    if perturb is not None:
+        perturb.log_sigma.grad = None
     pieces = list(chunks(rollouts, token_budget=token_budget))
     passes = len(pieces) if world == 1 else max(gather_object([len(pieces)]))
     observed = None
+
+    def noise(piece: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if perturb is None else perturb.on(version, piece)
+
     if method.looks_ahead and (passes > 1 or world > 1):
         with torch.no_grad():
-            observations = [
-                (ScoredPiece(model, batch.select(piece), version, half).observe(method), counts)
-                for piece, counts in in_step(model, pieces)
-            ]
+            observations = []
+            for i, (sequences, counts) in enumerate(in_step(model, pieces)):
+                with noise(i):
+                    piece = ScoredPiece(model, batch.select(sequences), version, half, perturb)
+                    observations.append((piece.observe(method), counts))
         parts = [part for part, counts in observations if counts]
         parts = parts if world == 1 else gather_object(parts)
         observed = functools.reduce(Observed.merge, parts).to(accelerator.device)
@@ -155,11 +168,13 @@ def train_step(
         # its last without counting it.
         counts, sequences = i < len(pieces), pieces[min(i, len(pieces) - 1)]
         # Gradients of a sharded model are spread after every piece: added up whole, they would be on every device.
+        # Noise stays on during the backward pass, which may compute activations again.
         spread = i == passes - 1 or is_sharded(model)
-        with contextlib.ExitStack() as unsynchronized:
+        with contextlib.ExitStack() as passes_on:
             for part in () if spread else (model, *(() if critic is None else (critic.model,))):
-                unsynchronized.enter_context(accelerator.no_sync(part))
-            piece = ScoredPiece(model, batch.select(sequences), version, half, with_states=critic is not None)
+                passes_on.enter_context(accelerator.no_sync(part))
+            passes_on.enter_context(noise(i))
+            piece = ScoredPiece(model, batch.select(sequences), version, half, perturb, with_states=critic is not None)
             result = piece.loss(method, normalizer, observed)
             loss = result.loss
             if critic is not None:
@@ -178,6 +193,9 @@ def train_step(
             exact &= all(d.grade is Grade.EXACT for d in piece.divergences.values())
         if observed is None and method.looks_ahead:
             observed = result.observed  # the only piece is the whole step
+    # Before clipping, and after the average over processes: all of them see the same cosine.
+    of_policy = {name: p for name, p in accelerator.unwrap_model(model).named_parameters() if p.requires_grad}
+    alignment = {} if align is None else align.project(of_policy)
     trained = model if critic is None else nn.ModuleList([model, critic.model])
     norm = clip_gradients(accelerator, trained, max_grad_norm, scale=loss_scale or 1.0)
     head_norm = None
@@ -203,18 +221,23 @@ def train_step(
     if method.lr_scale is not None and observed is not None:
         lr_scale = float(method.lr_scale.scale(observed.parts[method.lr_scale]))
     rates = [group["lr"] for group in optimizer.param_groups]
+    too_close = align is not None and align.skips(alignment.get("optim/gradient_cosine"))
+    sizes: dict[str, Tensor] = {}
     try:
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = (lr if learning_rate is None else learning_rate) * lr_scale
-        if not skipped:
+        if not (skipped or too_close):
             optimizer.step()
+            sizes = {} if perturb is None else perturb.step(scale=loss_scale or 1.0)
     finally:
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
-    total = total.with_max("optim/grad_norm", norm).with_max("optim/lr_scale", torch.tensor(lr_scale))
+    total = total.plus({}, {"optim/grad_norm": norm, "optim/lr_scale": lr_scale, **alignment, **sizes})
     if loss_scale is not None:
         total = total.with_max("optim/loss_scale", torch.tensor(loss_scale))
         total = total.with_max("optim/skipped", torch.tensor(float(skipped)))
+    if align is not None and align.settings.skip_above is not None:
+        total = total.with_max("optim/step_skipped", torch.tensor(float(too_close)))
     # The method of the next step: its own state, and the penalty's controller, moved on.
     if observed is not None and not skipped:
         method = method.next(observed)
@@ -245,7 +268,11 @@ def gather_evidence(accelerator: Accelerator, parts: list[BatchEvidence]) -> Bat
 
 
 class ScoredPiece:
-    """A piece of a batch, scored by the current policy: log-probs, divergences, `BatchInfo`."""
+    """A piece of a batch, scored by the current policy: log-probs, divergences, `BatchInfo`.
+
+    With a perturbation, log-probs are the perturbed policy's; divergences, evidence and what is shown of tokens are of
+    the policy without noise (`clean`).
+    """
 
     def __init__(
         self,
@@ -253,11 +280,17 @@ class ScoredPiece:
         batch: Batch,
         version: int,
         half: torch.dtype | None = None,
+        perturb: Perturbation | None = None,
         *,
         with_states: bool = False,
     ) -> None:
         rollouts, sampling = batch.rollouts, batch.rollouts.provenance.sampling
-        logits_old = None if batch.old_logits is None else batch.old_logits(rollouts)
+        clean = None
+        with contextlib.nullcontext() if perturb is None else perturb.off():
+            logits_old = None if batch.old_logits is None else batch.old_logits(rollouts)
+            if perturb is not None:
+                with torch.no_grad():
+                    clean = score(model, rollouts, temperature=sampling.temperature, half=half)
         self.horizon = sampling.max_tokens
         self.batch = batch
         self.scored = score(
@@ -268,9 +301,10 @@ class ScoredPiece:
             with_states=with_states,
             half=half,
         )
+        self.clean = self.scored if clean is None else clean
         device = self.scored.logp.device
         self.divergences = divergences(
-            rollouts, self.scored.logits.detach(), tail_log_ratio_cap=batch.tail_log_ratio_cap
+            rollouts, self.clean.logits.detach(), tail_log_ratio_cap=batch.tail_log_ratio_cap
         )
         old = None
         if batch.old is not None:
@@ -318,7 +352,7 @@ class ScoredPiece:
         corrected = result.corrected
         # The diagnosis reads the shape of the drift beside its size, and the gradient's noise.
         more = signature(self.logprobs, advantages=self.advantages)
-        more["current/entropy"] = self.logprobs.at_scored(self.scored.entropy).sum()
+        more["current/entropy"] = self.logprobs.at_scored(self.clean.entropy).sum()
         more |= gradient_power(
             self.scored.sum_pi_squared,
             self.scored.logp.detach(),
@@ -344,7 +378,7 @@ class ScoredPiece:
     def evidence(self, region: TrustRegion, result: PolicyLoss) -> BatchEvidence:
         """Evidence about the trust region in the piece."""
         return BatchEvidence.of(
-            self.logprobs,
+            self.logprobs if self.clean is self.scored else replace(self.logprobs, logp=self.clean.logp),
             self.batch_info.rewards,
             region=region,
             divergences=self.divergences,
@@ -356,8 +390,8 @@ class ScoredPiece:
         columns = {
             "keep": result.corrected.keep,
             "weight": result.corrected.weight,
-            "logp": self.scored.logp,
-            "entropy": self.scored.entropy,
+            "logp": self.clean.logp,
+            "entropy": self.clean.entropy,
             **{name: d.lo for name, d in self.divergences.items()},
         }
         return {name: x.detach().float() for name, x in columns.items()}
