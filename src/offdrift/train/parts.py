@@ -270,6 +270,76 @@ class Certificate(Part):
     a long run without any gain has a false one nearly always."""
 
 
+OldPolicySource = Literal["sampling", "second_model", "batch_start", "ewma", "rollout", "interpolated"]
+
+
+class OldPolicy(Part):
+    """The policy whose log-probs a method reads as `logp_old` (docs/old-policy.md)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    source: OldPolicySource | None = Field(default=None, alias="from")
+    """sampling: the training engine at the weights that drew each token, from snapshots by version;
+    second_model: a copy of the model that takes new weights when the engine does; batch_start: the
+    trainer when a batch arrives; ewma: an exponential average of the trainer's weights; rollout: the
+    rollout policy itself (bypass); interpolated: between rollout and current policy by lag (A-3PO).
+    Absent: what the method was published with: ewma for ppo_ewma, sampling for every other."""
+    snapshots: Literal["memory", "disk"] = "memory"
+    """sampling: where the weights of versions that rollouts still refer to are kept."""
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.889
+    """ewma: decay of the average per update; 1 / (1 - decay) - 1 = 8 updates is its mean age."""
+    offload: bool = False
+    """second_model, ewma: keep the old policy's weights in host memory, and bring them to the device for its forward
+    passes only. Snapshots (sampling) always are there, or on disk."""
+
+
+class Log(Part):
+    eval_every: Positive = 16
+    """Rollout batches between evaluations on held-out prompts."""
+    eval_prompts: Positive = 512
+    """Held-out prompts per evaluation, one response each."""
+    checkpoint_every: Positive = 16
+    """Rollout batches between checkpoints (taken at the next weight synchronization)."""
+    samples_every: Positive = 7
+    """Updates between sample rollouts kept for the report; coprime to the lag shows every staleness."""
+    tokens: bool = True
+    """Keep every batch as it was trained on, for `offdrift audit`: arms/NAME/log/, 10 to 40 bytes per token."""
+    disk_mib: Positive | None = None
+    """Largest size of an arm's rollouts and token logs, MiB: the oldest batches are deleted, but none that a checkpoint
+    or a buffer still needs. Absent: every batch is kept. Checkpoints take two models with their optimizers besides."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """accelerate trackers by name: tensorboard, wandb, mlflow, trackio, ..."""
+
+
+class Buffer(Part):
+    """Groups of responses that are trained on more than once, or not in the order in which they were drawn; and
+    what a synchronization does to responses that are waiting."""
+
+    capacity: Positive | None = None
+    """Groups held, over all processes: every batch is picked from them. Absent: no buffer, batches are trained on as
+    they were drawn."""
+    reuse: Positive = 1
+    """Batches trained on per batch drawn: 4 saves three quarters of the cost of generation."""
+    max_age: Natural | None = None
+    """Groups leave when their oldest token is more updates old than this."""
+    max_uses: Positive | None = None
+    """Groups leave when they have been part of so many batches."""
+    pick: Literal["uniform", "freshness"] = "uniform"
+    """uniform: every group alike (experience replay, arXiv:2604.08706); freshness: by priority times
+    exp(-age / tau), losses weighted for it (arXiv:2604.16918)."""
+    priority: Literal["reward", "advantage"] = "reward"
+    """freshness: mean over the group of |reward|, or of |reward - mean reward of the group|."""
+    tau: Literal["ess"] | PositiveFloat = "ess"
+    """freshness: updates after which a priority has fallen by a factor of e; "ess": as fast as the effective sample
+    size of the importance weights really falls with age. 500 in the paper."""
+    alpha: Annotated[float, Field(ge=0)] = 0.6
+    """freshness: power of priorities; 0 picks uniformly."""
+    beta: Annotated[float, Field(ge=0, le=1)] = 0.4
+    """freshness: power of the weights that correct for priorities, at the start; it rises to 1 over the run."""
+    clear_at_sync: bool = False
+    """When the engine takes new weights, discard all that older weights drew, in the buffer or waiting (OAPL)."""
+
+
 class LengthGuard(Part):
     """The learning rate falls when responses suddenly become longer, which precedes collapse by tens of updates; see
     `methods.schedules.LengthSurge` (arXiv:2602.01826)."""
