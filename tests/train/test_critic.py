@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 
 from offdrift.engines import make_engine
 from offdrift.engines.score import left_right_padded, score
@@ -18,6 +19,7 @@ from offdrift.records.rollouts import Sampling
 from offdrift.segments import Segments
 from offdrift.train import recipe
 from offdrift.train.batch import Batch
+from offdrift.train.context import _check_launch
 from offdrift.train.critic import Critic, ValueHead, ValueModel, critic_step, value_loss
 from offdrift.train.loop import train
 from offdrift.train.models import load_model
@@ -220,3 +222,11 @@ def test_ppo_trains_with_a_critic_and_resumes_to_the_same_numbers(tmp_path, monk
 
 def metrics_of(run):
     return [json.loads(line) for line in (run / "arms/ppo/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("wanted", [{"critic": {"shared": True}}, {"optim": {"gradient_norms": "exact"}}])
+def test_what_needs_whole_weights_is_refused_where_they_are_sharded(wanted):
+    launched = Mock(Accelerator, distributed_type=DistributedType.FSDP, num_processes=2, gradient_accumulation_steps=1)
+    optim = {"advantage": "gae" if "critic" in wanted else "opob", **wanted.get("optim", {})}
+    with pytest.raises(RecipeError, match="needs whole weights in every process"):
+        _check_launch(small_recipe(**{**wanted, "optim": optim}), launched)

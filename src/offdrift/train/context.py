@@ -265,6 +265,12 @@ def _check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
             f"accelerate is configured for {kind}; this trainer runs on one device, data-parallel (--multi_gpu) or "
             "sharded (--use_fsdp --fsdp_version 2)"
         )
+    whole_weights = {
+        "critic.shared = true": recipe.critic.shared,
+        'optim.gradient_norms = "exact"': recipe.optim.gradient_norms == "exact",
+    }
+    if kind == "FSDP" and (wanted := next((name for name, is_set in whole_weights.items() if is_set), None)):
+        raise RecipeError(f"{wanted} needs whole weights in every process; launch without --use_fsdp, or leave it out")
     if accelerator.gradient_accumulation_steps != 1:
         raise RecipeError(
             f"gradient_accumulation_steps = {accelerator.gradient_accumulation_steps}: a step adds up the gradients of "
