@@ -219,6 +219,34 @@ def is_environment(task: str) -> bool:
     return task in ENVIRONMENTS or bool(colon and family != "reasoning_gym" and not task.endswith(".jsonl"))
 
 
+def check_turns(task: str, max_turns: int | None, *, reward: str | None) -> None:
+    """Refuse a recipe with turns and no environment, or with an environment and no turns.
+
+    Args:
+        max_turns: `rollout.max_turns`.
+        reward: what the recipe says that a completion earns.
+
+    Raises: `ValueError` naming the field, its value and the way out.
+    """
+    if not is_environment(task):
+        if max_turns is not None:
+            raise ValueError(
+                f"rollout.max_turns = {max_turns} does nothing with task = {task!r}, whose responses are single; leave "
+                f"it out, or choose an environment: {', '.join(sorted(ENVIRONMENTS))}"
+            )
+        return
+    if max_turns is None:
+        raise ValueError(
+            f"task = {task!r} is played in turns; say how many there are before an episode is cut off, for instance "
+            "rollout.max_turns = 4"
+        )
+    if reward is not None:
+        raise ValueError(
+            f"reward = {reward!r} scores single responses, and the environment {task!r} rewards its episodes itself; "
+            "leave it out"
+        )
+
+
 def find_environment(task: str, *, folder: Path | None = None) -> Environment:
     """The environment that a recipe names. A class of the user's is tried on a first problem.
 

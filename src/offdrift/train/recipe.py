@@ -22,7 +22,7 @@ from offdrift.errors import MethodError, RecipeError
 from offdrift.methods import Method, method, override
 from offdrift.methods.anchor import Interpolated, RolloutAsOld
 from offdrift.methods.describe import DEFAULT_ADVANTAGE, raised_by
-from offdrift.train.environments import ENVIRONMENTS, is_environment
+from offdrift.train.environments import ENVIRONMENTS, check_turns, is_environment
 from offdrift.train.parts import (
     Align,
     Buffer,
@@ -272,7 +272,7 @@ class Recipe(Part):
                     'records none; set rollout.evidence = "full" or "hidden" (or a number of top '
                     "log-probs), or use trm_max_k2"
                 )
-        self._check_environment()
+        check_turns(self.task, self.rollout.max_turns, reward=self.reward)
         rollout, evidence, cap = self.rollout, self.rollout.evidence, self.rollout.tail_log_ratio_cap
         if (rollout.engine == "openai") != (rollout.url is not None):
             raise ValueError(
@@ -328,26 +328,6 @@ class Recipe(Part):
             )
         self._check_switch()
         return self
-
-    def _check_environment(self) -> None:
-        """Refuse turns without an environment, or an environment without turns."""
-        turns = self.rollout.max_turns
-        if is_environment(self.task):
-            if turns is None:
-                raise ValueError(
-                    f"task = {self.task!r} is played in turns; say how many there are before an episode is cut off, "
-                    "for instance rollout.max_turns = 4"
-                )
-            if self.reward is not None:
-                raise ValueError(
-                    f"reward = {self.reward!r} scores single responses, and the environment {self.task!r} rewards its "
-                    "episodes itself; leave it out"
-                )
-        elif turns is not None:
-            raise ValueError(
-                f"rollout.max_turns = {turns} does nothing with task = {self.task!r}, whose responses are single; "
-                f"leave it out, or choose an environment: {', '.join(sorted(ENVIRONMENTS))}"
-            )
 
     def _check_switch(self) -> None:
         """Refuse a method after a surge that could not train the arms, or would be the one that they have."""
