@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from offdrift.errors import EvidenceError, MethodError, ShapeError
-from offdrift.penalty import (
-    ESTIMATORS,
-    Adaptive,
-    EstimatorName,
-    KLPenalty,
-    kl_estimate,
-    penalized_rewards,
-)
+from offdrift.penalty import ESTIMATORS, Adaptive, EstimatorName, KLPenalty, kl_estimate, penalized_rewards
 from offdrift.segments import Segments
 from tests.oracles.fixtures import double, fx_a
 

@@ -107,10 +107,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "1.0.4") -> Iterato
     modules: dict[str, dict[str, Any]] = {}
     if not REAL:
         modules = {
-            areal.FUNCTIONAL: {
-                "apply_rejection_sampling": theirs,
-                "RejectionSamplingResult": RejectionSamplingResult,
-            },
+            areal.FUNCTIONAL: {"apply_rejection_sampling": theirs, "RejectionSamplingResult": RejectionSamplingResult},
             areal.ACTOR: {
                 "grpo_loss_fn": theirs,
                 "PPOActor": type("PPOActor", (), dict(vars(PPOActor))),

@@ -154,11 +154,7 @@ def accumulated(trl, parts: list[Batch], loss_type: str, items: Tensor, **option
     rows = []
     for part in parts:
         trainer = Trainer(
-            trl.grpo,
-            part,
-            loss_type=loss_type,
-            current_gradient_accumulation_steps=len(parts),
-            **options,
+            trl.grpo, part, loss_type=loss_type, current_gradient_accumulation_steps=len(parts), **options
         )
         rows.append(trainer.loss({**trainer.given(), "num_items_in_batch": items})[1])
     return torch.cat(rows)

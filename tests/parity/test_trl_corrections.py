@@ -127,10 +127,7 @@ def test_other_losses_under_trls_default_ratio(trl, loss_type):
             "epsilon_high": objective.eps_high,
         }
     trainer, inputs, batch = generated(
-        trl,
-        sequence_batch(3, sequences=20),
-        **fields,
-        loss_type="grpo" if loss_type == "gspo" else loss_type,
+        trl, sequence_batch(3, sequences=20), **fields, loss_type="grpo" if loss_type == "gspo" else loss_type
     )
     assert trainer.trainer.vllm_importance_sampling_mode == "sequence_mask"
     row = override(METHODS[name], changes)
