@@ -709,10 +709,6 @@ def test_sglang_is_asked_in_its_own_words(sglang):
     torch.testing.assert_close(drawn.logp_rollout.double(), expected[drawn.tokens], atol=1e-6, rtol=0)
 
 
-def test_sglang_knows_of_no_filters(sglang):
-    refused(sglang, "are tempered: not those of what is sampled", sampling=Sampling(4, top_k=2))
-
-
 def test_sglang_takes_weights_through_a_folder(sglang, tmp_path):
     from safetensors.torch import load_file
 
