@@ -1,10 +1,18 @@
 """Shared checks explain their failures, whichever test imports them first; shapes are checked anew in every test."""
 
+import gc
+
 import pytest
 
 from tests import shapes
 
 pytest.register_assert_rewrite("tests.engines.contract")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: the full collections that training asks for need not walk it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup() -> None:
