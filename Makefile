@@ -51,8 +51,7 @@ test: install-test
 
 test-all: install-test
 	$(PYTEST) tests src
-	$(MAKE) test-narrow
-	$(MAKE) test-foreign
+	$(MAKE) --jobs 2 --output-sync test-narrow test-foreign
 
 # The numbers again on the vectors of a processor without AVX-512, which sums in another order. torch with
 # the kernels that it compiles, oneDNN, and numpy (in which Triton's interpreter computes) each have their
