@@ -3,8 +3,6 @@
 A loop that calls it a thousand times more has nothing to add, and takes twice as long.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

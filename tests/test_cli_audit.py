@@ -1,7 +1,5 @@
 """`offdrift audit`, `watch` and `compare`, as a person runs them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """`offdrift certify` as a person uses it: an arm, a checkpoint, mistakes that are named, Ctrl-C."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """KL to the reference: every estimator's stated bias by exact enumeration, in value and gradient."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from typing import get_args

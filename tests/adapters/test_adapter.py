@@ -1,7 +1,5 @@
 """The adapter adds up what losses and decisions saw, whatever way a step is cut."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import sys

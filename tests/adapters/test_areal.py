@@ -5,8 +5,6 @@ its own module, to the engine, which weighs micro-batches by their tokens; `ppo_
 `apply_rejection_sampling` likewise. Where AReaL itself can be imported, the tests run against it.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Output heads: read from real model families, and evidence that must reproduce its log-probs."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

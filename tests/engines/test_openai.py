@@ -1,7 +1,5 @@
 """The client engine against a real vLLM server: started here on a free port of this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ The server here is a stand-in: it plays faults that a real one shows too rarely 
 answers of SGLang, which does not run on this machine (`/generate`, releases 0.5).
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import importlib

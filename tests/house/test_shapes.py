@@ -1,7 +1,5 @@
 """The check that test-all puts around every function: on in each test's first calls, off in the others."""
 
-from __future__ import annotations
-
 import pytest
 from beartype.roar import BeartypeCallHintParamViolation
 

@@ -1,7 +1,5 @@
 """Each planted cause is named, clean runs are left in peace, and the documented matrix is the measured one."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Clip-Cov and KL-Cov: numbers of the methods table, the choice of tokens, and its independence."""
 
-from __future__ import annotations
-
 import math
 import struct
 from dataclasses import replace

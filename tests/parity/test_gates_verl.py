@@ -3,8 +3,6 @@
 Where verl differs on purpose or by accident, a test asserts the difference and says why.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

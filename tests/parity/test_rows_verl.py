@@ -5,8 +5,6 @@ trainer (see `test_gates_verl` for what a mask of floats does). Losses without a
 `test_losses_verl`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

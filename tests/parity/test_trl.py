@@ -3,8 +3,6 @@
 Importance ratios between engines and the KL to a reference are in `test_trl_corrections`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

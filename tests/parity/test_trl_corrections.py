@@ -4,8 +4,6 @@ The off-policy sequence mask, importance ratios between vLLM and the trainer (wh
 by itself, from our log-probs), and the KL to the reference.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Stored rollouts judged by a policy: the evidence is what exact logits say, however it is cut."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import math

@@ -1,7 +1,5 @@
 """The recorder: nothing waits for the disk, nothing is lost that need not be, no file is ever broken."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -1,7 +1,5 @@
 """Rollouts, output heads and logs on disk: bits, shared memory, and files that are not what they claim."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs, audits and checks whose every text tries to become markup, script, template or a terminal's commands."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

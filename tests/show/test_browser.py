@@ -1,7 +1,5 @@
 """Every page in a real browser: drawn, quick to the hand, and deaf to what was logged."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

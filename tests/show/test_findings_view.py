@@ -1,7 +1,5 @@
 """Findings as people read them: order, wording, snippet of their framework, and nothing that runs."""
 
-from __future__ import annotations
-
 import pytest
 
 from offdrift.audit.compare import comparison_view

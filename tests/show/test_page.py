@@ -1,7 +1,5 @@
 """The page of a run: whole, self-contained, without trust in what was stored; its charts hold only what was recorded."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What holds of every page: it trusts no text, loads nothing, its parts refer to each other, and it is written whole."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

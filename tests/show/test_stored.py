@@ -1,7 +1,5 @@
 """A run as it is read, unfinished, resumed, cut off or damaged; its table's cells and verdict by hand."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
