@@ -15,5 +15,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
 def pytest_runtest_setup() -> None:
     shapes.tests += 1
