@@ -20,4 +20,4 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_runtest_setup() -> None:
-    shapes.tests += 1
+    shapes.begin()

@@ -1,9 +1,14 @@
 """What `--jaxtyping-packages` puts around every function: the shapes of its first calls in a test are checked.
 
-A loop that calls it a thousand times more has nothing to add, and takes twice as long.
+A loop that calls it a thousand times more has nothing to add, and takes several times as long: jaxtyping binds the
+arguments of every call that it checks.
 """
 
+from __future__ import annotations
+
 import functools
+import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,26 +16,33 @@ from beartype import beartype
 
 CALLS = 2
 """Calls of each function that are checked in a test, its fixtures included."""
-tests = 0
-"""How many tests have begun; `tests/conftest.py` counts."""
+checks: Counter[Any] = Counter()
+"""Checks of each function in this test: two a call, of its arguments and of its result."""
 
 
-def first_calls(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`beartype(function)` in the first `CALLS` calls of every test, `function` itself in the others."""
-    test, calls = -1, 0
+def begin() -> None:
+    """A test begins, and with it the count; `tests/conftest.py` says when."""
+    for function in checks:
+        function.__no_type_check__ = False
+    checks.clear()
 
-    @functools.cache
-    def checked() -> Callable[..., Any]:
-        return beartype(function)
 
-    @functools.wraps(function)
+def first_calls(signature: Callable[..., Any]) -> Callable[..., Any]:
+    """`beartype(signature)`, until the function has had its checks; then jaxtyping leaves it alone.
+
+    Args:
+        signature: a function with the signature alone, made by `jaxtyped`; the function itself stands in its frame.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "jaxtyped":
+        frame = frame.f_back
+    function = signature if frame is None else frame.f_locals["fn"]
+    checked = functools.cache(lambda: beartype(signature))
+
+    @functools.wraps(signature)
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal test, calls
-        if test != tests:
-            test, calls = tests, 0
-        if calls == CALLS:
-            return function(*args, **kwargs)
-        calls += 1
+        checks[function] += 1
+        function.__no_type_check__ = checks[function] >= 2 * CALLS
         return checked()(*args, **kwargs)
 
     return call
