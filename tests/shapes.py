@@ -41,6 +41,8 @@ def first_calls(signature: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(signature)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if sys.is_finalizing():  # a `__del__` at the end of the process, where nothing can be imported
+            return None
         checks[function] += 1
         function.__no_type_check__ = checks[function] >= 2 * CALLS
         return checked()(*args, **kwargs)
