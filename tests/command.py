@@ -1,7 +1,5 @@
 """The command line run in this process: what it printed where, and its exit status."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

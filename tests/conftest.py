@@ -1,5 +1,23 @@
-"""Shared checks explain their failures, whichever test imports them first."""
+"""Shared checks explain their failures, whichever test imports them first; shapes are checked anew in every test."""
+
+import gc
 
 import pytest
 
+from tests import shapes
+
 pytest.register_assert_rewrite("tests.engines.contract")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: the full collections that training asks for need not walk it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
+def pytest_runtest_setup() -> None:
+    shapes.begin()

@@ -1,7 +1,5 @@
 """Arbitrary input: an error of this library by name, or a finite result; nothing raw, nothing silent."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

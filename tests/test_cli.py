@@ -1,7 +1,5 @@
 """The command line as a shell sees it: exit statuses, messages, help, and what all commands have in common."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

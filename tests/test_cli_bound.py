@@ -1,7 +1,5 @@
 """`offdrift bound` as a person uses it: examples that run, answers that hold, mistakes that are named."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`offdrift certify` as a person uses it: an arm, a checkpoint, mistakes that are named, Ctrl-C."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import itertools
@@ -240,11 +238,7 @@ def test_two_arms_do_not_say_which_model(arm, monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "share", "covers"),
     [
-        ((), 1.0, "one policy, one look"),
-        (("--of", 8), 1 / 8, "whichever of 8 policies is shown, one look, which spends 0.025 of 0.2"),
-        (("--look", 2), 6 / math.pi**2 / 4, "all certificates of this series together, this is look 2, which"),
         (("--look", 2, "--of", 5), 6 / math.pi**2 / 20, "this is look 2 at one of 5 policies"),
-        (("--anytime",), 1.0, "one policy, however often you look as rollouts arrive"),
         (("--anytime", "--of", 4), 1 / 4, "one of 4 policies, however often you look as rollouts arrive"),
     ],
 )

@@ -1,7 +1,5 @@
 """`offdrift check` from the command line: files, exit status, messages, and what the terminal shows."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

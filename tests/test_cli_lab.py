@@ -1,7 +1,5 @@
 """`offdrift lab`: what a person sees, and what a program reads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

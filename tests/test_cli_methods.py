@@ -1,7 +1,5 @@
 """`offdrift methods` as a person types it: what is printed where, and the exit status."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

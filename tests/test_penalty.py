@@ -1,7 +1,5 @@
 """KL to the reference: every estimator's stated bias by exact enumeration, in value and gradient."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from typing import get_args
@@ -11,14 +9,7 @@ import torch
 from torch import Tensor
 
 from offdrift.errors import EvidenceError, MethodError, ShapeError
-from offdrift.penalty import (
-    ESTIMATORS,
-    Adaptive,
-    EstimatorName,
-    KLPenalty,
-    kl_estimate,
-    penalized_rewards,
-)
+from offdrift.penalty import ESTIMATORS, Adaptive, EstimatorName, KLPenalty, kl_estimate, penalized_rewards
 from offdrift.segments import Segments
 from tests.oracles.fixtures import double, fx_a
 

@@ -4,8 +4,6 @@ Goldens are copied from the specification (entries named by the ids); where its 
 parameters than the row publishes, the override is in the table.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

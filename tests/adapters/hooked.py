@@ -1,7 +1,5 @@
 """What tests of function hooks share: a process without hooks, stand-ins for frameworks, a batch and its parts."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping

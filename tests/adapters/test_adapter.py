@@ -1,7 +1,5 @@
 """The adapter adds up what losses and decisions saw, whatever way a step is cut."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import sys
@@ -12,7 +10,6 @@ import torch
 from offdrift.adapters import frameworks
 from offdrift.adapters.base import Adapter, settings_of
 from offdrift.adapters.frameworks import FRAMEWORKS, require
-from offdrift.adapters.hooks import HookConfig
 from offdrift.errors import FrameworkError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
@@ -147,15 +144,6 @@ def test_settings_reach_the_method_and_unknown_ones_are_refused() -> None:
         Adapter("token_tis", framework="plain", settings={"weight.capp": 5.0})
     with pytest.raises(MethodError, match="path=value"):
         settings_of("weight.cap")
-
-
-def test_the_environment_configures_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OFFDRIFT_METHOD", raising=False)
-    with pytest.raises(MethodError, match="OFFDRIFT_METHOD"):
-        HookConfig.of("slime")
-    monkeypatch.setenv("OFFDRIFT_METHOD", "token_tis")
-    monkeypatch.setenv("OFFDRIFT_SETTINGS", "weight.cap=3")
-    assert HookConfig.of("slime").row == override(method("token_tis"), {"weight.cap": 3.0})
 
 
 def test_versions_are_compared_as_numbers_and_what_is_absent_is_named(monkeypatch, caplog) -> None:

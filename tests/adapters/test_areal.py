@@ -5,8 +5,6 @@ its own module, to the engine, which weighs micro-batches by their tokens; `ppo_
 `apply_rejection_sampling` likewise. Where AReaL itself can be imported, the tests run against it.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util
@@ -107,10 +105,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "1.0.4") -> Iterato
     modules: dict[str, dict[str, Any]] = {}
     if not REAL:
         modules = {
-            areal.FUNCTIONAL: {
-                "apply_rejection_sampling": theirs,
-                "RejectionSamplingResult": RejectionSamplingResult,
-            },
+            areal.FUNCTIONAL: {"apply_rejection_sampling": theirs, "RejectionSamplingResult": RejectionSamplingResult},
             areal.ACTOR: {
                 "grpo_loss_fn": theirs,
                 "PPOActor": type("PPOActor", (), dict(vars(PPOActor))),

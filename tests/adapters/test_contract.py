@@ -6,8 +6,6 @@ refused by name; steps end with the optimizer's, with metrics, liveness and reco
 framework has is in the test file of that framework, beside its stand-in.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

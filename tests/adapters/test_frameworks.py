@@ -4,8 +4,6 @@ The samples in tests/data/logs were written by the frameworks' own dumping funct
 there); verl's and TRL's are called here.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """What hooks share: where a step ends, whatever happens at its end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every configured part says whether it is alive, and a dead one is not passed over."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

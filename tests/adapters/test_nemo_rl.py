@@ -5,8 +5,6 @@ is called by keyword per micro-batch with the step's counts, parts and metrics a
 itself can be imported, the same tests run against its enums, `prepare_loss_input` and packing wrapper.
 """
 
-from __future__ import annotations
-
 import enum
 import importlib
 import importlib.util

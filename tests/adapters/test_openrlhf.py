@@ -5,8 +5,6 @@ module, calls it per micro-batch with counts of the optimizer step, and unpacks 
 0.11.1: four). `trainer.ray.ppo_actor` itself needs DeepSpeed, FlashAttention and a GPU.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -5,8 +5,6 @@ number of loss tokens of the step, metrics per token. The same adapter was run o
 module of that commit; see docs/integrations/prime-rl.md.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import tomllib

@@ -1,7 +1,5 @@
 """Configurations and commands in the pages of NeMo-RL, ROLL, AReaL and OpenRLHF do what they say."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -7,8 +7,6 @@ in ROLL, and the PG workers refuse None, as in ROLL. Where ROLL itself can be im
 against it.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import pickle

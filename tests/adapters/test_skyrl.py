@@ -4,8 +4,6 @@ The stand-in is written from that contract: a registry that pickles functions wi
 does for its Ray actor; advantages divided by the denominators; a masked sum per micro-batch.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

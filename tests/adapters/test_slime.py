@@ -6,8 +6,6 @@ adapter was run once against slime's real modules of that commit over megatron-c
 and with two that share each sequence; see docs/integrations/slime.md.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import shlex

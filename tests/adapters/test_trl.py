@@ -1,7 +1,5 @@
 """TRL's own trainer, run: generation, accumulation, several iterations, tools, records, findings."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

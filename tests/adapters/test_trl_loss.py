@@ -3,8 +3,6 @@
 Where TRL can do the same (its importance ratios for vLLM), both must agree; beyond that, the laws.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

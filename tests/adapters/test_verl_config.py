@@ -1,7 +1,5 @@
 """verl's `rollout_correction` block, read; and the configurations of docs/integrations/verl.md."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 import re

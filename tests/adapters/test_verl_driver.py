@@ -1,7 +1,5 @@
 """The driver's side of the real verl with our correction installed: its module, its trainers' calls."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

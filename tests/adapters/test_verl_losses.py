@@ -1,7 +1,5 @@
 """Methods as policy losses of the real verl: its `ppo_loss` calls them, one micro-batch at a time."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """verl loads the plugin by itself: in a process of its own, by entry point, by module, or not at all."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """verl's real trainers call us: the step between log-probs and update, v0-style and v1."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

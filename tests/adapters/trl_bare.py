@@ -1,7 +1,5 @@
 """Our trainer on a trainer of TRL that was never constructed; see `tests.parity.trl_trainer`."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

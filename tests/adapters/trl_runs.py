@@ -1,7 +1,5 @@
 """Real runs of TRL's trainer, on a tiny model, with rollouts that are not what the trainer says."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

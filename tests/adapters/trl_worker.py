@@ -3,8 +3,6 @@
 python -m tests.adapters.trl_worker FOLDER runs it with vLLM; the last line printed is what it logged.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """verl's own functions, run on one CPU: a micro-batch through `ppo_loss`, a batch through its driver."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from typing import Any

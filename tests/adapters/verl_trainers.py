@@ -3,8 +3,6 @@
 Usage: verl_trainers.py v0|v1 FOLDER; prints one JSON object.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Every estimator on the hand-sized batch FX-G, against the methods table's numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

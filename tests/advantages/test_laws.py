@@ -1,7 +1,5 @@
 """What every estimator must satisfy, whatever its formula."""
 
-from __future__ import annotations
-
 import inspect
 import threading
 from typing import get_args

@@ -1,7 +1,5 @@
 """Vectorized estimators against slow ones written from the definition, token by token."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 

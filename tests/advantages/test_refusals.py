@@ -1,7 +1,5 @@
 """Inputs that cannot mean anything are refused by name, with a way out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

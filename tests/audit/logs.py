@@ -3,8 +3,6 @@
 And what each metric is by its formula, one token at a time.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What an audit concludes: the suggestion by the survey's ladder, the run's context, and the open questions."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

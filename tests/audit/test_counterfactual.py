@@ -1,7 +1,5 @@
 """The counterfactual table says what every method's own gates and weights do with a log."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise

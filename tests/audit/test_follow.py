@@ -1,7 +1,5 @@
 """Following a log while it is written."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

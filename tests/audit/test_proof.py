@@ -1,7 +1,5 @@
 """A certificate from a log: of one rollout policy and one judged policy, or a sentence why not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

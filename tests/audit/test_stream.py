@@ -1,7 +1,5 @@
 """A log read in pieces, by any number of workers, interrupted or not, gives one result."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Intervals cover what they claim, by simulation, and are not absurdly wide beside the normal one."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

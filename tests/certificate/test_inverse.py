@@ -1,7 +1,5 @@
 """The bounds read backwards: each answer is checked against the bound itself, on both sides."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """More than one look: certificates that share a probability of error are false together as often as it says."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

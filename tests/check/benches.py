@@ -1,7 +1,5 @@
 """Benches of tiny models, as the tests of a check use them."""
 
-from __future__ import annotations
-
 from offdrift.check.bench import Bench, EngineSpec, Pair
 from offdrift.check.factors import FACTORS
 from offdrift.check.factors.base import Outcome

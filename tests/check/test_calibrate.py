@@ -1,7 +1,5 @@
 """Calibrated thresholds accept what they say, are no wider than they must be, and cover."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

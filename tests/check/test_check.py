@@ -1,7 +1,5 @@
 """The zero-update check: what it reports, what it calls out, and what survives an interruption."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Factors on a pair of transformers engines: what each must show, and planted causes that it must see."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Factors that only vLLM has, on the real engine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

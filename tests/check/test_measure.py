@@ -1,7 +1,5 @@
 """What is measured between two engines: against formulas, against other routes, and null pairs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Engines by description, and a bench that makes each of them when it is asked for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ Each fault is planted in a log that is known to be clean, and the command is run
 what it prints, its findings, its exit status and its JSON have to say the same.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -298,11 +298,7 @@ def head(*shape: Any) -> Head:
 
 
 def by_chunks(
-    mu: Tensor,
-    pi: Tensor,
-    chunk: int,
-    temperatures: tuple[float, float],
-    heads: tuple[Head, Head] = (head(), head()),
+    mu: Tensor, pi: Tensor, chunk: int, temperatures: tuple[float, float], heads: tuple[Head, Head] = (head(), head())
 ) -> Tensor:
     n = len(mu)
     normalizers = []

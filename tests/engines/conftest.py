@@ -1,7 +1,5 @@
 """Engines and checkpoints that are built once per session."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

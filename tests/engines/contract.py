@@ -5,8 +5,6 @@ float32 model, whose weights the engine holds when a test begins and ends, the e
 computes in float32, so that it must agree with the oracle to rounding.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Two tiny policies with distributions that are far from flat: dense and tied, sparse and untied."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Slow, obvious answers: one sequence at a time, no padding, filters by their definitions."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Requests that no engine should answer, and the packing of what was drawn."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """Output heads: read from real model families, and evidence that must reproduce its log-probs."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 
@@ -16,13 +14,7 @@ from offdrift.errors import EngineError
 from offdrift.records.rollouts import HiddenStates
 from tests.engines.models import SMALLER
 
-SIZES = SMALLER | {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "head_dim": 8,
-    "initializer_range": 0.5,
-}
+SIZES = SMALLER | {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "head_dim": 8, "initializer_range": 0.5}
 
 FAMILIES = {
     # config, model, what its configuration says, scale, soft cap, bias

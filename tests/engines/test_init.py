@@ -1,7 +1,5 @@
 """The factory, what importing the engines must not drag in, and a host that is what it was before."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

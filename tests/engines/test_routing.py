@@ -1,7 +1,5 @@
 """Routes and their replay, against transformers' own router logits, one sequence at a time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

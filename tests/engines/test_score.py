@@ -1,7 +1,5 @@
 """Scoring: log-probs and entropies against one unpadded forward pass per sequence."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

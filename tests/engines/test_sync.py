@@ -1,7 +1,5 @@
 """The checks of a synchronisation, where the contract does not reach: the right claim each time."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

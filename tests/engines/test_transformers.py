@@ -1,7 +1,5 @@
 """The transformers engine: the contract, and what only it promises."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import GenerationConfig

@@ -1,7 +1,5 @@
 """The vLLM engine: the contract, and what only it promises."""
 
-from __future__ import annotations
-
 import gc
 import sys
 

@@ -1,7 +1,5 @@
 """The tap on vLLM's output head, on a stand-in for its model runner: order, discards, undone tokens."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

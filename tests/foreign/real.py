@@ -1,7 +1,5 @@
 """The frameworks' own modules: imported, or a skip that says why; a failure where they are required."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

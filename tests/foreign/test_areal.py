@@ -1,8 +1,6 @@
 """AReaL's own configuration and writer; its update and losses run in tests/adapters/test_areal.py,
 which takes AReaL's modules where they are installed."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import logging

@@ -6,8 +6,6 @@ which it takes `masked_mean`, gets an empty module for `import deepspeed`. The t
 line, which cannot be imported, are read.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

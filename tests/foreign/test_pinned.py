@@ -1,7 +1,5 @@
 """The pinned set is there where it is required, and the adapters know its versions."""
 
-from __future__ import annotations
-
 import pytest
 
 from offdrift.adapters.frameworks import FRAMEWORKS

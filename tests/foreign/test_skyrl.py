@@ -1,7 +1,5 @@
 """SkyRL's own registry, losses and configuration beside the adapter."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 import typing

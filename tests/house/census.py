@@ -7,8 +7,6 @@ Counts files, lines, private helpers that are called once, files with one import
 and local names that describe by riddle. `tests/house/test_census.py` holds the ceilings.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import re

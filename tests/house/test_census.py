@@ -1,7 +1,5 @@
 """Ceilings on what makes a house hard to read; `make census` prints the numbers, with --list what is behind them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.house.census import AUDIT, Census, census, imported_by

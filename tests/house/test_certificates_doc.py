@@ -1,7 +1,5 @@
 """The page on certificates: its snippets run, its commands parse, its links lead somewhere."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """The worked example of CONTRIBUTING is a method: it builds, runs, and is as short as promised."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

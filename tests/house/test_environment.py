@@ -1,7 +1,5 @@
 """What tests would skip without is there where it counts: a green run with half of it skipped proves little."""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """Imports point one way, and each heavy package is imported where it belongs and nowhere else."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

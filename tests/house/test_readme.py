@@ -1,7 +1,5 @@
 """The README: its command by line 12, its snippet runs, its commands parse, its claims have files."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

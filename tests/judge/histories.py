@@ -1,7 +1,5 @@
 """Histories made by hand: a clean run, and for each rule the smallest change that it is about."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ signatures are those of real sampling: E_mu[pi/mu] = 1 wherever both log-probs a
 where one is filtered, tempered or misplaced.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ its engine and spoils what passes: log-probs, sampling, or weights. What the tra
 what a user's run with that fault would log.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The proxies of the gradient's noise, of a whole batch at once."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from offdrift.segments import Segments

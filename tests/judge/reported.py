@@ -1,7 +1,5 @@
 """What an audit of a planted run reports: the same reading, tally and rules that `offdrift audit` uses."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

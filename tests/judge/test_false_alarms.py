@@ -1,7 +1,5 @@
 """What is healthy, or not known, is not accused: noise, missing lags, luck, and nearly sure tokens."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

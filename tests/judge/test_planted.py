@@ -1,7 +1,5 @@
 """Each planted cause is named, clean runs are left in peace, and the documented matrix is the measured one."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -28,8 +26,7 @@ FIRST = {case.cause: case.name for case in reversed(planted.CASES)}.values()
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, id=c.name, marks=() if c.name in FIRST else pytest.mark.slow) for c in planted.CASES],
+    "case", [pytest.param(c, id=c.name, marks=() if c.name in FIRST else pytest.mark.slow) for c in planted.CASES]
 )
 def test_a_generated_plant_is_named_first(case):
     said = audited(planted.run(case, seed=0), Context(mixture_of_experts=case.mixture_of_experts))

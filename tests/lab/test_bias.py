@@ -1,7 +1,5 @@
 """Expected gradients agree with loops over sequences, and the table claims what enumeration finds."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

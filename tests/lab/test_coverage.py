@@ -1,7 +1,5 @@
 """The simulation of certificates: its truths are sums done by hand, and it notices certificates that are wrong."""
 
-from __future__ import annotations
-
 import math
 
 import jaxtyping

@@ -1,7 +1,5 @@
 """Estimators of testbeds: recursions against enumeration, samples against both, and the verdicts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Which gates punish length: against the closed form, and the real gates on recorded drift."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

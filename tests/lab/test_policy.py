@@ -25,12 +25,7 @@ def test_context_laws_by_hand():
 def test_random_policies_are_distributions_of_the_asked_size():
     policy = random_policies(7, vocab=3, horizon=4, generator=_generator())
     assert (policy.pairs, policy.vocab, policy.horizon) == (7, 3, 4)
-    assert [tuple(level.shape) for level in policy.levels] == [
-        (7, 1, 3),
-        (7, 3, 3),
-        (7, 9, 3),
-        (7, 27, 3),
-    ]
+    assert [tuple(level.shape) for level in policy.levels] == [(7, 1, 3), (7, 3, 3), (7, 9, 3), (7, 27, 3)]
     assert torch.allclose(policy.law().sum(1), torch.ones(7, dtype=torch.float64))
     assert policy.law().shape == (7, 81)
 

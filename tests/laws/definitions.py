@@ -4,8 +4,6 @@ Nothing here calls the library. A *push* is a matrix per sequence: `push[t][s]` 
 the loss of token t with respect to log pi of token s, before gates, weights and aggregate.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

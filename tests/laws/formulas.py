@@ -5,8 +5,6 @@ and sections are those of the papers named in the docstrings of the objectives. 
 takes the push away; on random numbers nothing lies exactly on a bound.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

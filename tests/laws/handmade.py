@@ -1,7 +1,5 @@
 """Batches made for one case at a time: a log-ratio where it is wanted, all else out of the way."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence as Many
 

@@ -1,7 +1,5 @@
 """What a rejected token does to the denominators: nothing, or what a peer makes of it, by name."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

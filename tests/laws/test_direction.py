@@ -3,8 +3,6 @@
 One token per sequence, so that every unit is a token, and each alone in its step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A batch all of whose tokens are masked, or unscored: zero loss with a graph, in every row."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Everything rejected, policies e^10000 apart, one token: numbers stay numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

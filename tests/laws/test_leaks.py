@@ -1,7 +1,5 @@
 """Gradient reaches log pi alone, and what gates and weights decided is a constant to it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

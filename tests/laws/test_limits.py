@@ -1,7 +1,5 @@
 """What a row does to log pi: plain importance sampling without limits, its formula inside them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

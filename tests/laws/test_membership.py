@@ -1,7 +1,5 @@
 """Who passes each gate of each row: units just inside, just outside and far outside of each bound."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """If all policies agree, a row is the policy gradient; where a row's formula says otherwise, that."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

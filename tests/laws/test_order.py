@@ -1,7 +1,5 @@
 """In which order parts are composed changes nothing: gates are joined by AND, weights multiply."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """How a batch is stored, ordered, padded or split changes nothing; what of it is masked is not seen."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterable

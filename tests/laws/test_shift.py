@@ -4,8 +4,6 @@ Sums of log-ratios drift away from 0 with the length of a response, and only the
 how unevenly sequences count. Up to 10^4 nats either way, whole and in pieces.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """How much a token counts: exact weights below, at and above each limit of each weight of each row."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

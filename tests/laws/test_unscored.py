@@ -1,7 +1,5 @@
 """A token that the engine did not score: as if masked, in every row, except in the denominators."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

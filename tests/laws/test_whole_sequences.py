@@ -3,8 +3,6 @@
 Numbers are derived by hand or in float64 from the definitions, with the largest sum taken out.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Axes are read off the parts; what a method really does is tried on a small batch, and has to agree."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from typing import get_args

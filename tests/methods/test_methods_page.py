@@ -1,7 +1,5 @@
 """docs/methods.md: all rows, all numbers, and tables that Markdown can read."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

@@ -5,8 +5,6 @@ equally likely draws two are `a`. Every group of n draws of a prompt stands once
 expected one, and statistics of the whole batch are those of a batch without end.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

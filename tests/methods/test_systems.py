@@ -1,7 +1,5 @@
 """Every row of the survey's comparison map is here, as a method, as a system, or as both."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import fields
 

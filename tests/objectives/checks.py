@@ -1,7 +1,5 @@
 """Batches for objectives, and what their tests check in the same way; every `check_*` asserts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """`Clipped` and what is published as its parameters: values of the methods table, directions, bounds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Clip-Cov and KL-Cov: numbers of the methods table, the choice of tokens, and its independence."""
 
-from __future__ import annotations
-
 import math
 import struct
 from dataclasses import replace
@@ -23,7 +21,6 @@ from tests.objectives.checks import batch, check_golden
 from tests.oracles.fixtures import double, fx_a, ragged
 
 COV = [[1.545306, 0.345306, 1.03102, -3.16898], [-0.277551, -1.946122, 1.893878, 0]]  # cov.val
-LOOSE = CovClipped(fraction=0.1, cov_low=0.0, cov_high=5.0)
 
 
 def fx_a3():

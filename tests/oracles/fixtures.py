@@ -5,8 +5,6 @@ NaN on purpose. FX-V: three positions over a vocabulary of three, full distribut
 sequences in two prompt groups.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

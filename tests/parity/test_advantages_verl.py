@@ -3,8 +3,6 @@
 Where verl rounds to float32, or differs on purpose, a test asserts the difference and says why.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

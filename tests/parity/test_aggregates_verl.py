@@ -1,7 +1,5 @@
 """Every aggregation mode of verl against the aggregate of the same meaning; what each divides by."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -4,8 +4,6 @@ Where verl differs on purpose (it chooses on every rank by itself, and clamps no
 asserts the difference.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

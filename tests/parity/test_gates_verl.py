@@ -3,8 +3,6 @@
 Where verl differs on purpose or by accident, a test asserts the difference and says why.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator
@@ -177,11 +175,7 @@ LIMITS = [
 def test_weights(verl, unit, threshold, limits, normalize, seed):
     batch = random_batch(seed)
     expected, mask, metrics = verl_correction(
-        verl,
-        batch,
-        rollout_is=unit,
-        rollout_is_threshold=threshold,
-        rollout_is_batch_normalize=normalize,
+        verl, batch, rollout_is=unit, rollout_is_threshold=threshold, rollout_is_batch_normalize=normalize
     )
     weight = Weight(on="mismatch", unit=unit, normalize=normalize, **limits)
     keep, given = decided(batch, weight)

@@ -5,8 +5,6 @@ does not limit log-ratios at all (`geo_mean`, `dro`), adds 1e-8 to lengths it di
 `sapo` in one way whatever it is asked.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

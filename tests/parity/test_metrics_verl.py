@@ -3,8 +3,6 @@
 verl's numbers are on padded batches in float64 with masks of integers.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -5,8 +5,6 @@ verl's step: correct the batch (decoupled) or hand the configuration to the acto
 ours; given what its trainer gives it, it is ours divided by what survived, which is asserted too.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from dataclasses import replace

@@ -5,8 +5,6 @@ trainer (see `test_gates_verl` for what a mask of floats does). Losses without a
 `test_losses_verl`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -241,11 +239,7 @@ def test_sampled_stand_ins_of_trust_region_masking(verl, mode, threshold, seed):
     row = METHODS[{"seq_max_k2": "trm_max_k2", "seq_mean_k3": "trm_avg_k3"}[mode]]
     assert row.correction.gates == (rejection(mode, threshold, on="full"),)
     config = verl.RolloutCorrectionConfig(
-        bypass_mode=True,
-        loss_type="ppo_clip",
-        rollout_is=None,
-        rollout_rs=mode,
-        rollout_rs_threshold=threshold,
+        bypass_mode=True, loss_type="ppo_clip", rollout_is=None, rollout_rs=mode, rollout_rs_threshold=threshold
     )
     fields = actor(
         verl,

@@ -3,8 +3,6 @@
 Importance ratios between engines and the KL to a reference are in `test_trl_corrections`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -154,11 +152,7 @@ def accumulated(trl, parts: list[Batch], loss_type: str, items: Tensor, **option
     rows = []
     for part in parts:
         trainer = Trainer(
-            trl.grpo,
-            part,
-            loss_type=loss_type,
-            current_gradient_accumulation_steps=len(parts),
-            **options,
+            trl.grpo, part, loss_type=loss_type, current_gradient_accumulation_steps=len(parts), **options
         )
         rows.append(trainer.loss({**trainer.given(), "num_items_in_batch": items})[1])
     return torch.cat(rows)

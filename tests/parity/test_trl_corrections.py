@@ -4,8 +4,6 @@ The off-policy sequence mask, importance ratios between vLLM and the trainer (wh
 by itself, from our log-probs), and the KL to the reference.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -127,10 +125,7 @@ def test_other_losses_under_trls_default_ratio(trl, loss_type):
             "epsilon_high": objective.eps_high,
         }
     trainer, inputs, batch = generated(
-        trl,
-        sequence_batch(3, sequences=20),
-        **fields,
-        loss_type="grpo" if loss_type == "gspo" else loss_type,
+        trl, sequence_batch(3, sequences=20), **fields, loss_type="grpo" if loss_type == "gspo" else loss_type
     )
     assert trainer.trainer.vllm_importance_sampling_mode == "sequence_mask"
     row = override(METHODS[name], changes)

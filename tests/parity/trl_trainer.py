@@ -2,8 +2,6 @@
 returns the log-probs of a batch. `_compute_loss` and `_generate_and_score_completions` are TRL's own.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The bounds as a table and as a figure: which horizon, which minimum, attained where, and the questions backwards."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Stored rollouts judged by a policy: the evidence is what exact logits say, however it is cut."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import math
@@ -31,7 +29,6 @@ module = importlib.import_module("offdrift.prove.certify")
 LONGEST, PROMPTS, ANSWERS = 7, 4, 3
 REGION = TrustRegion(horizon=LONGEST, delta=0.05, eps=0.15, tau=0.5)
 OF_RATIOS = ("length", "reward", "kept", "excess", "log_product", "worst")
-OF_DIVERGENCES = tuple(c for c in COLUMNS if c not in OF_RATIOS)
 EVIDENCE = ("full", "hidden", 8, "sampled")
 
 

@@ -5,8 +5,6 @@
 One JSON object per path: sequences, bad rows, or the error. Anything but our error is a traceback.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

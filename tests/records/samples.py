@@ -1,7 +1,5 @@
 """What the samples in tests/data/logs hold, and reading logs to the end."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Corrupt, truncated and hostile logs: named by file and line, skipped, never run, never silent."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

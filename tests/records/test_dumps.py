@@ -4,8 +4,6 @@ The dumps are laid out as the frameworks lay them out (commits in `docs/logs.md`
 their own writers made.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where logs are found: folders, globs, URLs."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

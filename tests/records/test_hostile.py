@@ -3,8 +3,6 @@
 Each is read in a process that may take little more memory than it has when everything is loaded.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Pieces: however a log is cut, the rows are the same, in the same order, with the same numbers."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The plain schema in JSON lines and Parquet: names, kinds, mapping, and what a log does not say."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`offdrift.record`: what a loop has, padded or packed, is what an audit reads."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The recorder: nothing waits for the disk, nothing is lost that need not be, no file is ever broken."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging
@@ -388,10 +386,7 @@ def test_a_batch_that_contradicts_itself_is_named_and_the_others_are_written(tmp
     with pytest.raises(ShapeError, match="different lengths"):
         recorder.add(wrongly(good, logp=torch.zeros(5)))
     recorder.add(good)
-    bad = [
-        replace(good, cu_seqlens=good.cu_seqlens + 1),
-        replace(good, tokens=torch.full_like(good.tokens, 2**31)),
-    ]
+    bad = [replace(good, cu_seqlens=good.cu_seqlens + 1), replace(good, tokens=torch.full_like(good.tokens, 2**31))]
     for wrong, said in zip(bad, ("cu_seqlens must start at 0", "beyond 32 bits"), strict=True):
         recorder.add(wrong)
         with pytest.raises(RecordError, match=said):

@@ -1,7 +1,5 @@
 """One table of log fields: a row that is added to it arrives everywhere, and nothing else lists them."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

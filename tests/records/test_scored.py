@@ -1,7 +1,5 @@
 """Placeholders and holes are counted by field and never compared; honest numbers stay."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

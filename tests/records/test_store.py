@@ -1,7 +1,5 @@
 """Rollouts, output heads and logs on disk: bits, shared memory, and files that are not what they claim."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable
@@ -137,10 +135,7 @@ BYTES: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
 TABLES: dict[str, tuple[str, Callable[[pa.Table], pa.Table]]] = {
     "foreign": ("not of this library", lambda t: pa.table({"x": [1]})),
     "lying": ("does not hold what its header says", lambda t: t.drop_columns(["logp_rollout"])),
-    "misaligned": (
-        "logp_rollout and tokens have different lengths",
-        lambda t: replaced(t, "logp_rollout", SHORT),
-    ),
+    "misaligned": ("logp_rollout and tokens have different lengths", lambda t: replaced(t, "logp_rollout", SHORT)),
     "header": ("does not hold what its header says", lambda t: t.replace_schema_metadata({store.KEY: b"[1"})),
     "future": ("record format 99", lambda t: with_header(t, {**header_of(t), "format": 99})),
 }

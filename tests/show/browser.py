@@ -4,8 +4,6 @@ The DevTools protocol (https://chromedevtools.github.io/devtools-protocol/) as J
 zero byte, on the file descriptors 3 and 4 of `--remote-debugging-pipe`.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """A page as a browser's parser reads it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path

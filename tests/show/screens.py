@@ -1,7 +1,5 @@
 """A view as a terminal of some width prints it."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -5,8 +5,6 @@ masking keeps the worst token small at the price of rejected sequences, truncati
 but not divergences. Everything follows from the seed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -4,8 +4,6 @@ Log-ratios are drawn with the shape that real ones have (a narrow middle, heavy 
 grows after a planted step) and every number follows from them by its formula; all from the seed.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

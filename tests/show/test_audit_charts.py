@@ -1,7 +1,5 @@
 """What the page of an audit shows: three numbers, charts, limits, methods and tokens, each by hand."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page of an audit: chosen numbers, honest charts, small, and without trust in what was logged."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """Every page in a real browser: drawn, quick to the hand, and deaf to what was logged."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator
@@ -16,8 +14,7 @@ from offdrift.show.charts import Chart, Series, write_chart
 from offdrift.show.numbers import kl_level
 from offdrift.train.page import write_report
 from tests.show.browser import Browser, browser, chromium
-from tests.show.hostile import PAYLOADS, write_hostile_run
-from tests.show.hostile_audit import hostile
+from tests.show.hostile import PAYLOADS, hostile, write_hostile_run
 from tests.show.synthetic import write_run
 from tests.show.synthetic_audit import SNIPPETS, audit, check, little
 from tests.show.test_figure import PANEL, X

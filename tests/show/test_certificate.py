@@ -1,7 +1,5 @@
 """A certificate on a screen: every number and every word of it, at any width."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

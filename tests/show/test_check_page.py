@@ -1,7 +1,5 @@
 """The page of a check: what was measured, what makes the difference, and no trust in any text."""
 
-from __future__ import annotations
-
 import html
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The palettes, computed: enough contrast in both themes, and a scale that lightness alone orders."""
 
-from __future__ import annotations
-
 import re
 from importlib.resources import files
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Two audits side by side: differences with their sign, the better one by the table, equal steps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Figures: the numbers that were given, gaps where there are none, labels apart, nothing executed."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

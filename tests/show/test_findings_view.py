@@ -1,15 +1,12 @@
 """Findings as people read them: order, wording, snippet of their framework, and nothing that runs."""
 
-from __future__ import annotations
-
 import pytest
 
 from offdrift.audit.compare import comparison_view
 from offdrift.audit.view import audit_view, spark
 from offdrift.judge.findings import Evidence, Finding
 from offdrift.show.findings import CAUSES, SEVERITY_STYLE, finding_view, in_order, shown, verdict_of, verdict_view
-from tests.show.hostile import PAYLOADS
-from tests.show.hostile_audit import replaced
+from tests.show.hostile import PAYLOADS, replaced
 from tests.show.screens import flat, printed
 from tests.show.synthetic_audit import SNIPPETS, audit, finding, little
 

@@ -1,7 +1,5 @@
 """The method table as a person reads it: at every width, all of it, and nothing broken."""
 
-from __future__ import annotations
-
 import json
 import re
 

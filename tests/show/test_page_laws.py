@@ -1,7 +1,5 @@
 """What holds of every page: it trusts no text, loads nothing, its parts refer to each other, and it is written whole."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -15,9 +13,9 @@ from offdrift.audit.page import write_audit_page
 from offdrift.check.page import write_check_page
 from offdrift.show.charts import Chart, Series, figure_page
 from offdrift.show.html import write_document
+from offdrift.show.json_access import visible, visible_token
 from offdrift.train.page import write_report
-from tests.show.hostile import PAYLOADS, SHOWN, write_hostile_run
-from tests.show.hostile_audit import hostile
+from tests.show.hostile import PAYLOADS, SHOWN, hostile, write_hostile_run
 from tests.show.parsed import Parsed, parse
 from tests.show.synthetic import write_run
 from tests.show.synthetic_audit import audit, check, little
@@ -142,3 +140,17 @@ def test_the_page_refers_to_nothing_outside_itself_and_its_references_resolve(pa
         assert len(ids) == len(set(ids))
         assert references
         assert set(references) <= set(ids)
+
+
+@pytest.mark.parametrize("text", ["a\tb\nc é 漢 ½ ∅", "👩\u200d🚀", "می\u200cخواهم", "\ufffd", ""])
+def test_what_can_be_seen_is_left_alone(text: str) -> None:
+    assert visible(text) == text
+
+
+@pytest.mark.parametrize("code", [0x00, 0x1B, 0x7F, 0x200B, 0x2028, 0x2029, 0x202E, 0x2066, 0xD800, 0xFEFF])
+def test_what_cannot_be_seen_is_shown_as_its_code(code: int) -> None:
+    assert visible(f"a{chr(code)}b") == f"a\\u{code:04x}b"
+
+
+def test_newlines_and_empty_tokens_have_a_sign() -> None:
+    assert [visible_token(t) for t in ("", "\n", "\n\nx", " y")] == ["∅", "↵\n", "↵\n↵\nx", " y"]

@@ -1,7 +1,5 @@
 """What a person sees in a terminal: live numbers, the warning on low acceptance, the final table."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import dataclass, field

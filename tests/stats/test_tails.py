@@ -1,7 +1,5 @@
 """The share of the divergence in its worst tokens: by hand, and against the audit's histogram."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

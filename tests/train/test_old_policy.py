@@ -90,10 +90,17 @@ def test_weights_on_mismatch_act_where_the_engine_computes_otherwise(tmp_path: P
     assert ratio[-1] < 0.5, "at lag 7 most of it is staleness, and no weight on mismatch may see it"
 
 
-def test_the_batch_start_policy_makes_the_same_methods_inert_and_the_run_says_so(tmp_path: Path):
-    recipe = lagging("ppo_clip", old_policy={"from": "batch_start"})
-    (row,) = train(recipe, tmp_path / "run")
-    metrics = rows(tmp_path / "run", "arm")
+@pytest.fixture(scope="module")
+def inert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, with old log-probs taken when a batch's turn has come."""
+    run = tmp_path_factory.mktemp("inert") / "run"
+    train(lagging("ppo_clip", old_policy={"from": "batch_start"}), run)
+    return run
+
+
+def test_the_batch_start_policy_makes_the_same_methods_inert_and_the_run_says_so(inert: Path):
+    (row,) = json.loads((inert / "run.json").read_text())["table"]
+    metrics = rows(inert, "arm")
     assert max(m["staleness/abs_log_ratio_max"] for m in metrics) < ROUNDING
     assert max(m["objective/clip_frac_active"] for m in metrics) == 0
     assert [m["old/status"] for m in metrics] == ["exact"] + ["stale"] * 7
@@ -111,12 +118,11 @@ def audited(log: Path, out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_an_audit_reads_how_old_log_probs_were_come_by(stale: Path, tmp_path: Path):
+def test_an_audit_reads_how_old_log_probs_were_come_by(stale: Path, inert: Path, tmp_path: Path):
     exact = audited(stale / "arms" / "ppo_clip" / "log", tmp_path / "a")
     assert exact["overall"]["old/exact_frac"] == 1
     assert "old_policy_stale" not in {f["rule"] for f in exact["findings"]}
-    train(lagging("ppo_clip", old_policy={"from": "batch_start"}), tmp_path / "run")
-    late = audited(tmp_path / "run" / "arms" / "arm" / "log", tmp_path / "b")
+    late = audited(inert / "arms" / "arm" / "log", tmp_path / "b")
     assert late["overall"]["old/stale_frac"] > 0.5
     assert "old_policy_stale" in {f["rule"] for f in late["findings"]}
 
@@ -159,7 +165,7 @@ def test_the_interpolated_and_the_rollout_policy_stand_in(tmp_path: Path):
         "bypass": {"method": "ppo_clip", "old_policy": {"from": "rollout"}},
         "full": {"method": "ppo_clip", "override": {"objective.on": "full"}},
     }  # fmt: skip
-    table = train(lagging("none", arms=arms), tmp_path / "run")
+    table = train(lagging("none", arms=arms, batches=4), tmp_path / "run")
     names = ("a3po", "interpolated", "bypass", "full")
     a3po, interpolated, bypass, full = (rows(tmp_path / "run", a) for a in names)
     for a, b in [*zip(a3po, interpolated, strict=True), *zip(bypass, full, strict=True)]:
@@ -213,10 +219,10 @@ def test_averaged_weights_follow_the_trainer_and_are_what_the_proximal_policy_is
     ],
 )
 def test_a_resumed_run_keeps_its_old_policies(tmp_path: Path, method, settings, lag):
-    recipe = lagging(method, batches=6, lag=lag, old_policy=settings, checkpoint_every=2)
+    recipe = lagging(method, batches=4, lag=lag, old_policy=settings, checkpoint_every=2)
     train(recipe, tmp_path / "whole")
     with pytest.raises(Stop):
-        train(recipe, tmp_path / "cut", watch=stop_at("arm", 5))
+        train(recipe, tmp_path / "cut", watch=stop_at("arm", 3))
     told: list[str] = []
     train(recipe, tmp_path / "cut", resume=True, watch=lambda e: told.append(e.kind))
     assert "resume" in told
@@ -247,7 +253,8 @@ def test_whole_distributions_of_old_and_current_policy_are_compared(tmp_path: Pa
         "penalty": {"method": "kl_cov", "override": {"objective.penalty": "exact", "objective.coef": 10.0}},
         "plain": {"method": "kl_cov", "override": {"objective.coef": 0.0}},
     }  # fmt: skip
-    recipe = lagging("none", arms=arms, old_policy={"from": source}, optim={"lr": 3e-3, "minibatches": 2, "token_budget": 120})  # fmt: skip
+    optim = {"lr": 3e-3, "minibatches": 2, "token_budget": 120}
+    recipe = lagging("none", arms=arms, batches=4, old_policy={"from": source}, optim=optim)
     train(recipe, tmp_path / "run")
     gate, penalty, plain = (rows(tmp_path / "run", a) for a in arms)
     kl = "divergence/kl_old_current_mean"

