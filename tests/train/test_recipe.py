@@ -9,7 +9,7 @@ from offdrift.train.recipe import Recipe, load_recipe
 from tests.train.conftest import small_recipe
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
-assert {p.stem for p in RECIPES} >= {"tiny", "tiny-moe", "smollm2"}
+assert {p.stem for p in RECIPES} >= {"tiny", "tiny-moe", "smollm2", "stale", "turns"}
 TINY = next(p for p in RECIPES if p.name == "tiny.toml")
 
 

@@ -240,10 +240,18 @@ def evaluates(function: Callable[..., Any]) -> bool:
     return not _EVALUATORS.isdisjoint(names)
 
 
+def _number_only(entry: Mapping[str, Any]) -> Problem:
+    """A question that SmolLM2-135M half knows: it adds, and likes to talk about it."""
+    expression, answer = entry["metadata"]["expression"], str(entry["answer"])
+    return Problem(f"What is {expression}? Answer with the number only.", answer, demonstration=answer, chat=True)
+
+
 _CHAT_SUMS = partial(_named, "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=2)
 
 TASKS: dict[str, Task] = {
     "arithmetic": ProceduralTask("arithmetic", _sums, _written_sum, exact_number),
     "chat-arithmetic": ProceduralTask("chat-arithmetic", _CHAT_SUMS, _question, exact_number),
+    "chat-sums": ProceduralTask("chat-sums", _CHAT_SUMS, _number_only, exact_number),
 }
-"""Tasks by name. `arithmetic` is sized for the tiny models, `chat-arithmetic` for a chat model."""
+"""Tasks by name. `arithmetic` is sized for the tiny models, the others for a chat model; `chat-sums` asks for the
+number only."""
