@@ -123,8 +123,9 @@ def policy_loss(
         normalizer = normalizer_of(segments, how=how, horizon=horizon) or 1.0
     loss = aggregate(token_loss, segments, how=how, normalizer=normalizer)
     stats = DriftStats.of(logprobs, corrected, divergences=batch_info.divergences, clipped=pushed.clipped)
-    if hasattr(method.objective, "sums"):
-        stats = stats.plus(method.objective.sums(scored[0], scored[2]))
+    of_objective = getattr(method.objective, "sums", None)
+    if of_objective is not None:
+        stats = stats.plus(of_objective(scored[0], scored[2]))
     if kl is not None:
         stats = stats.with_sum("reference/kl", logprobs.at_scored(kl).sum())
     return PolicyLoss(loss, corrected, stats, observed)

@@ -71,7 +71,7 @@ def score(
     read: list[Tensor] = []
     with contextlib.ExitStack() as contexts:
         if with_states:
-            head = getattr(model, "module", model).get_output_embeddings()
+            head = getattr(model, "module", model).get_output_embeddings()  # type: ignore[operator]
             hook = head.register_forward_pre_hook(lambda module, arguments: read.append(arguments[0]))
             contexts.callback(hook.remove)
         # Every weight is read once a pass: a cache of them in half precision would only hold all of them at once.

@@ -236,43 +236,59 @@ class Recipe(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        for name, arm in self.arms.items():
-            try:
-                row = self.row(name)
-            except MethodError as e:
-                raise ValueError(f"arms.{name}: {e}") from e
-            self._check_old_policy(name)
-            how = self.estimator(row)
-            missing = sorted(set(ADVANTAGES[how].needs) - SUPPLIED)
-            if missing:
-                raise ValueError(
-                    f"arms.{name}: advantage {how!r} needs {', '.join(missing)}, which this trainer "
-                    "does not produce; set optim.advantage to another, or call offdrift.advantages from your own loop"
-                )
-            if "components" in ADVANTAGES[how].needs and ":" not in (self.reward or "") and not self.penalties.names:
-                raise ValueError(
-                    f"arms.{name}: advantage {how!r} weighs the components of a reward, and reward = {self.reward!r} "
-                    'has none; set it to a function that returns numbers by name, "rewards.py:score" (docs/tasks.md)'
-                )
-            if row.whole_prompts and self.rollout.prompts < self.optim.minibatches:
-                raise ValueError(
-                    f"arms.{name}: {arm.method} compares the answers to a prompt, which stay in one minibatch, and "
-                    f"optim.minibatches = {self.optim.minibatches} is more than rollout.prompts = "
-                    f"{self.rollout.prompts}; take fewer minibatches or more prompts"
-                )
-            if row.whole_prompts and self.rollout.samples < 2:
-                raise ValueError(
-                    f"arms.{name}: {arm.method} compares the answers to a prompt; rollout.samples = 1 gives it nothing "
-                    "to compare, set it to 2 or more"
-                )
-            recorded = any("rollout" in name for name in row.divergences)
-            if recorded and self.rollout.evidence == "sampled":
-                raise ValueError(
-                    f'arms.{name}: {arm.gates_of or arm.method} gates on exact KL, but rollout.evidence = "sampled" '
-                    'records none; set rollout.evidence = "full" or "hidden" (or a number of top '
-                    "log-probs), or use trm_max_k2"
-                )
+        for name in self.arms:
+            self._check_arm(name)
         check_turns(self.task, self.rollout.max_turns, reward=self.reward)
+        self._check_rollout()
+        self._check_buffer()
+        self._check_draws()
+        self.judge.check(self.reward, self.reward_range)
+        self.critic.check({self.estimator(self.row(name)) for name in self.arms})
+        self._check_optim()
+        self._check_switch()
+        return self
+
+    def _check_arm(self, name: str) -> None:
+        """Refuse a method that the run cannot feed."""
+        arm = self.arms[name]
+        try:
+            row = self.row(name)
+        except MethodError as e:
+            raise ValueError(f"arms.{name}: {e}") from e
+        self._check_old_policy(name)
+        how = self.estimator(row)
+        missing = sorted(set(ADVANTAGES[how].needs) - SUPPLIED)
+        if missing:
+            raise ValueError(
+                f"arms.{name}: advantage {how!r} needs {', '.join(missing)}, which this trainer "
+                "does not produce; set optim.advantage to another, or call offdrift.advantages from your own loop"
+            )
+        if "components" in ADVANTAGES[how].needs and ":" not in (self.reward or "") and not self.penalties.names:
+            raise ValueError(
+                f"arms.{name}: advantage {how!r} weighs the components of a reward, and reward = {self.reward!r} "
+                'has none; set it to a function that returns numbers by name, "rewards.py:score" (docs/tasks.md)'
+            )
+        if row.whole_prompts and self.rollout.prompts < self.optim.minibatches:
+            raise ValueError(
+                f"arms.{name}: {arm.method} compares the answers to a prompt, which stay in one minibatch, and "
+                f"optim.minibatches = {self.optim.minibatches} is more than rollout.prompts = "
+                f"{self.rollout.prompts}; take fewer minibatches or more prompts"
+            )
+        if row.whole_prompts and self.rollout.samples < 2:
+            raise ValueError(
+                f"arms.{name}: {arm.method} compares the answers to a prompt; rollout.samples = 1 gives it nothing "
+                "to compare, set it to 2 or more"
+            )
+        recorded = any("rollout" in name for name in row.divergences)
+        if recorded and self.rollout.evidence == "sampled":
+            raise ValueError(
+                f'arms.{name}: {arm.gates_of or arm.method} gates on exact KL, but rollout.evidence = "sampled" '
+                'records none; set rollout.evidence = "full" or "hidden" (or a number of top '
+                "log-probs), or use trm_max_k2"
+            )
+
+    def _check_rollout(self) -> None:
+        """Refuse what the engine does not have."""
         rollout, evidence, cap = self.rollout, self.rollout.evidence, self.rollout.tail_log_ratio_cap
         if (rollout.engine == "openai") != (rollout.url is not None):
             raise ValueError(
@@ -292,10 +308,9 @@ class Recipe(Part):
                 f"rollout.tail_log_ratio_cap = {cap} is about the tail of top-k evidence, but rollout.evidence = "
                 f'"{evidence}" has none; set rollout.evidence = 20 (or another k), or leave the cap out'
             )
-        self._check_buffer()
-        self._check_draws()
-        self.judge.check(self.reward, self.reward_range)
-        self.critic.check({self.estimator(self.row(name)) for name in self.arms})
+
+    def _check_optim(self) -> None:
+        """Refuse settings of the optimizer that do nothing, or that contradict each other."""
         if self.optim.schedule == "constant" and self.optim.final != 0:
             raise ValueError(
                 f'optim.final = {self.optim.final} does nothing with optim.schedule = "constant"; '
@@ -322,12 +337,10 @@ class Recipe(Part):
             raise ValueError(
                 f"optim.warmup = {self.optim.warmup} is not over before the run's {self.updates} updates are"
             )
-        if (sequences := self.optim.accumulate * rollout.prompts * rollout.samples) < self.optim.minibatches:
+        if (sequences := self.optim.accumulate * self.rollout.prompts * self.rollout.samples) < self.optim.minibatches:
             raise ValueError(
                 f"optim.minibatches = {self.optim.minibatches} is more than the {sequences} sequences of a batch"
             )
-        self._check_switch()
-        return self
 
     def _check_switch(self) -> None:
         """Refuse a method after a surge that could not train the arms, or would be the one that they have."""

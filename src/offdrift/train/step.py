@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -139,19 +139,15 @@ def train_step(
         perturb.log_sigma.grad = None
     pieces = list(chunks(rollouts, token_budget=token_budget))
     passes = len(pieces) if world == 1 else max(gather_object([len(pieces)]))
+    noise = _no_noise if perturb is None else functools.partial(perturb.on, version)
     observed = None
-
-    def noise(piece: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if perturb is None else perturb.on(version, piece)
-
     if method.looks_ahead and (passes > 1 or world > 1):
         with torch.no_grad():
-            observations = []
+            parts = []
             for i, (sequences, counts) in enumerate(in_step(model, pieces)):
                 with noise(i):
-                    piece = ScoredPiece(model, batch.select(sequences), version, half, perturb)
-                    observations.append((piece.observe(method), counts))
-        parts = [part for part, counts in observations if counts]
+                    part = ScoredPiece(model, batch.select(sequences), version, half, perturb).observe(method)
+                parts += [part] if counts else []
         parts = parts if world == 1 else gather_object(parts)
         observed = functools.reduce(Observed.merge, parts).to(accelerator.device)
     tokens = len(batch.advantages)
@@ -220,33 +216,20 @@ def train_step(
     lr_scale = 1.0
     if method.lr_scale is not None and observed is not None:
         lr_scale = float(method.lr_scale.scale(observed.parts[method.lr_scale]))
-    rates = [group["lr"] for group in optimizer.param_groups]
     too_close = align is not None and align.skips(alignment.get("optim/gradient_cosine"))
     sizes: dict[str, Tensor] = {}
-    try:
-        for group, lr in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = (lr if learning_rate is None else learning_rate) * lr_scale
-        if not (skipped or too_close):
+    if not (skipped or too_close):
+        rates = [group["lr"] for group in optimizer.param_groups]
+        with scaled_rates(optimizer, [lr_scale * (rate if learning_rate is None else learning_rate) for rate in rates]):
             optimizer.step()
-            sizes = {} if perturb is None else perturb.step(scale=loss_scale or 1.0)
-    finally:
-        for group, lr in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = lr
+        sizes = {} if perturb is None else perturb.step(scale=loss_scale or 1.0)
     total = total.plus({}, {"optim/grad_norm": norm, "optim/lr_scale": lr_scale, **alignment, **sizes})
     if loss_scale is not None:
         total = total.with_max("optim/loss_scale", torch.tensor(loss_scale))
         total = total.with_max("optim/skipped", torch.tensor(float(skipped)))
     if align is not None and align.settings.skip_above is not None:
         total = total.with_max("optim/step_skipped", torch.tensor(float(too_close)))
-    # The method of the next step: its own state, and the penalty's controller, moved on.
-    if observed is not None and not skipped:
-        method = method.next(observed)
-    penalty = None if skipped else method.penalty
-    if penalty is not None and penalty.controller is not None:
-        sums = total.to_host()
-        kl = sums["reference/kl"] / sums["n"]
-        coef = penalty.controller.next(penalty.coef, kl=kl, samples=int(sums["b"]))
-        method = replace(method, penalty=replace(penalty, coef=coef))
+    method = method if skipped else next_method(method, observed, total)
     rows = [rollouts.segments.rows(sequences) for sequences in pieces]
     return Update(
         total,
@@ -254,6 +237,36 @@ def train_step(
         method,
         gather_evidence(accelerator, evidence) if evidence else None,
     )
+
+
+@contextlib.contextmanager
+def scaled_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> Iterator[None]:
+    """Other learning rates of the optimizer's groups, meanwhile."""
+    before = [group["lr"] for group in optimizer.param_groups]
+    try:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, before, strict=True):
+            group["lr"] = rate
+
+
+def next_method(method: Method, observed: Observed | None, total: DriftStats) -> Method:
+    """The method of the next step: its own state, and the penalty's controller, moved on by what a step saw."""
+    if observed is not None:
+        method = method.next(observed)
+    penalty = method.penalty
+    if penalty is not None and penalty.controller is not None:
+        sums = total.to_host()
+        kl = sums["reference/kl"] / sums["n"]
+        coef = penalty.controller.next(penalty.coef, kl=kl, samples=int(sums["b"]))
+        method = replace(method, penalty=replace(penalty, coef=coef))
+    return method
+
+
+def _no_noise(piece: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 def gather_evidence(accelerator: Accelerator, parts: list[BatchEvidence]) -> BatchEvidence:
