@@ -163,6 +163,11 @@ class PromptDual:
         return ("rewards",) if self.multiplier is None else ()
 
     @property
+    def whole_prompts(self) -> bool:
+        """Whether a step must hold all answers to a prompt: its multiplier is found from them."""
+        return self.multiplier is None
+
+    @property
     def formula(self) -> str:
         chosen = f"lambda of the prompt for KL {self.radius:g}, at least {self.floor:g}"
         fixed = f"lambda = {self.multiplier or 0:g}"

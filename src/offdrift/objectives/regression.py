@@ -144,6 +144,7 @@ class Regression:
     unit: Literal["sequence", "geometric"] = "sequence"
     gradient = "unit"
     needs = ("rewards",)
+    whole_prompts = True
 
     def __post_init__(self) -> None:
         check_choice("unit", self.unit, ("sequence", "geometric"))
