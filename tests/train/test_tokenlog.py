@@ -105,6 +105,18 @@ def test_the_switch_leaves_no_log_and_changes_nothing_else(tmp_path):
     assert rows(tmp_path / "with", file="samples") == rows(tmp_path / "without", file="samples")
 
 
+@pytest.mark.parametrize(("sync_every", "kept"), [(1, True), (2, False)])
+def test_every_batch_of_a_run_logs_the_same_divergences(tmp_path, sync_every, kept):
+    """A batch that the current weights drew knows the old policy's, which the others of a lagging run do not."""
+    arms = {"gspo": {"method": "gspo"}}
+    train(small_recipe(batches=3, lag={"sync_every": sync_every}, arms=arms), tmp_path / "run")
+    names = [set(log.divergences) for log in logs(tmp_path / "run", "gspo")]
+    assert len(names) == 3
+    assert names[0] == names[1] == names[2]
+    assert "kl_rollout_current" in names[0]
+    assert ("kl_rollout_old" in names[0]) is kept
+
+
 def test_interval_evidence_is_not_logged_as_exact(tmp_path):
     train(small_recipe(batches=1, rollout__evidence=8), tmp_path / "run")
     (log,) = logs(tmp_path / "run")

@@ -92,6 +92,15 @@ class Arm:
         return any(name.endswith("old_current") for name in self.method.divergences)
 
     @property
+    def logs_old_divergences(self) -> bool:
+        """Whether every batch has divergences of the old from the rollout policy: the method reads them, or each batch
+        is drawn by the weights of its only update."""
+        recipe, optim = self.run.recipe, self.run.recipe.optim
+        always_fresh = recipe.lag.sync_every == 1 and recipe.lag.queue == 0 and recipe.buffer.capacity is None
+        reads = any(name.endswith("rollout_old") for name in self.method.divergences)
+        return reads or (always_fresh and optim.epochs == optim.minibatches == 1)
+
+    @property
     def advantages_read_gates(self) -> bool:
         """Whether advantages depend on what gates and weights decide before a batch's first update."""
         kept = self.run.recipe.optim.baseline_over == "kept"

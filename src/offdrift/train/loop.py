@@ -93,7 +93,7 @@ def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
         batch = make_batch(arm, picked)
         arm.keep_old_weights(rollouts, source)
         # Optimizer steps.
-        first_version, token_log = arm.version, TokenLog(batch)
+        first_version, token_log = arm.version, TokenLog(batch, arm.logs_old_divergences)
         whole = rollouts.group_ids if arm.method.whole_prompts else torch.arange(rollouts.num_sequences)
         for epoch, sequences in minibatches(recipe, index, whole):
             minibatch, version = batch.select(sequences), arm.version

@@ -160,6 +160,8 @@ class TokenLog:
     """
 
     batch: Batch
+    of_old: bool = True
+    """Whether divergences of the old from the rollout policy are kept: every batch of a run has them, or none."""
     steps: list[tuple[Tensor, TokenView, int]] = field(default_factory=list)
     """Of each step: its sequences, their tokens, and the version of the weights that it was taken from."""
 
@@ -173,7 +175,8 @@ class TokenLog:
         batch, whole, old = self.batch, self.batch.rollouts, self.batch.old
         used, rows = whole.with_(evidence=None).select(order), whole.segments.rows(order)
         version, logp = torch.tensor(versions).repeat_interleave(counts), torch.cat([v.logp for v in views])
-        names = views[0].lower if all(v.exact for v in views) else ()
+        names = [n for n in views[0].lower if self.of_old or not n.endswith("rollout_old")]
+        names = names if all(v.exact for v in views) else []
         worst_status = None  # of each sequence, its worst token's
         if batch.old_status is not None:
             worst_status = used.segments.max(batch.old_status[rows].double()).long()
