@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,10 +35,12 @@ def test_exact_kl(benchmark_named, tmp_path):
             assert all(row["share_of_lm_head"] > 0 for row in table.values())
 
 
-def test_hidden_kl(benchmark_named, tmp_path):
+def test_hidden_kl(tmp_path):
+    """In a process of its own: checks of shapes hold arguments, and their memory would be counted."""
     path = tmp_path / "hidden_kl.json"
-    found = benchmark_named("hidden_kl").main(["--tiny", "--json", str(path)])
-    assert json.loads(path.read_text()) == found
+    command = [sys.executable, str(BENCHMARKS / "hidden_kl.py"), "--tiny", "--json", str(path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    found = json.loads(path.read_text())
     cases = [table for name, table in found.items() if name.startswith("d=16")]
     assert len(cases) == 2
     for table in cases:

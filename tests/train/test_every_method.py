@@ -59,7 +59,7 @@ def runs(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         short_arms(patch)
         patch.setattr(gc, "collect", lambda generation=2: 0)  # which accelerate calls between arms
-        patch.setattr(loop, "save_for_engine", lambda *args: None)
+        patch.setattr(loop, "save_for_engine", lambda *args, **weights: None)
         recipe = small_recipe(
             batches=2,
             rollout={"prompts": 4, "samples": 4, "max_tokens": 5, "dtype": "bfloat16"},
@@ -125,12 +125,13 @@ def test_methods_differ_in_what_they_do(runs):
 
 
 def test_metrics_of_the_first_batch_do_not_depend_on_the_method(runs):
+    """Of those whose minibatches are cut alike: some methods keep the answers to a prompt in one."""
     reference = rows_of(runs, "none")[0]
-    compared = 0
-    for name in TRAINED:
+    compared, alike = 0, [name for name in TRAINED if not METHODS[name].whole_prompts]
+    for name in alike:
         got = rows_of(runs, name)[0]
         for metric in RATIOS:
             expected = pytest.approx(reference[f"full/{metric}"], rel=1e-6, abs=1e-12)
             assert got[f"full/{metric}"] == expected, (name, metric)
             compared += 1
-    assert compared == len(TRAINED) * len(RATIOS)
+    assert compared == len(alike) * len(RATIOS) > 0.9 * len(TRAINED) * len(RATIOS)
