@@ -6,7 +6,7 @@
 # make test-narrow  the numerical rooms and the laws again, on the vectors of a processor without AVX-512
 # make test-foreign the adapters and readers against other frameworks' own modules, from pinned wheels
 # make train-vllm   the same with real vLLM drawing the tokens of a tiny mixture of experts
-# make train-smollm2  a few steps on a real pretrained model
+# make train-smollm2  a real pretrained model learns sums: a quarter of an hour on two cores
 # make bench        the benchmarks, each a ratio measured side by side
 # make check        formatter, linter, types
 # make docs         regenerate docs/methods.md, metrics.md, rules.md and the table of logs.md

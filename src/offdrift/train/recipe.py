@@ -181,9 +181,9 @@ class Recipe(Part):
     model: str
     """tiny-qwen3, tiny-qwen3-moe, smollm2-135m, or any path or hub id of a causal LM."""
     task: str = "arithmetic"
-    """Task: arithmetic, chat-arithmetic, reasoning_gym:NAME, or a file of problems, NAME.jsonl: {"prompt": ...,
-    "answer": ...} a line; or an environment of several turns: calculator, guess, or a class of yours, "game.py:Game"
-    or "module:Class" (docs/tasks.md)."""
+    """Task: arithmetic, chat-arithmetic, chat-sums, reasoning_gym:NAME, or a file of problems, NAME.jsonl:
+    {"prompt": ..., "answer": ...} a line; or an environment of several turns: calculator, guess, or a class of yours,
+    "game.py:Game" or "module:Class" (docs/tasks.md)."""
     reward: str | None = None
     """What a completion earns, in place of the task's own reward: "number", "exact", "math", "judge" (a
     language model, see `judge`), or a function of yours, "rewards.py:score" or "module:function". A file of problems
