@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from offdrift.engines.score import chunks, score
 from offdrift.errors import RecipeError, RewardError
-from offdrift.records.rollouts import Provenance, Rollouts, Sampling
+from offdrift.records.rollouts import Provenance, Rollouts, Sampling, cumulative
 from offdrift.train.models import prompt_ids
 from offdrift.train.parts import Judge as Settings
 from offdrift.train.problems import Problem
@@ -131,14 +131,13 @@ def asked_with(prompts: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]
     lengths = torch.tensor([len(x) for x in labels] * len(prompts))
     asked = torch.tensor([len(x) for x in prompts]).repeat_interleave(len(labels))
     tokens = torch.tensor([token for label in labels for token in label]).repeat(len(prompts))
-    zero = torch.zeros(1, dtype=torch.int64)
     return Rollouts(
         tokens=tokens,
         logp_rollout=torch.zeros(len(tokens)),
-        cu_seqlens=torch.cat([zero, lengths.cumsum(0)]),
+        cu_seqlens=cumulative(lengths),
         rollout_version=torch.zeros_like(tokens),
         prompt_tokens=torch.tensor([token for prompt in prompts for _ in labels for token in prompt]),
-        prompt_cu_seqlens=torch.cat([zero, asked.cumsum(0)]),
+        prompt_cu_seqlens=cumulative(asked),
         group_ids=torch.arange(len(prompts)).repeat_interleave(len(labels)),
         finish=("stop",) * count,
         provenance=Provenance("judge", "", "", "float32", None, Sampling(int(lengths.max()))),
