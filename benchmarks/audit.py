@@ -41,8 +41,7 @@ import torch
 from measure import machine
 
 from offdrift.audit.facets import Facets, runs
-from offdrift.audit.tally import Tally
-from offdrift.audit.worst import Worst
+from offdrift.audit.tally import Tally, Worst
 from offdrift.ratios import stopped_log_ratio
 from offdrift.records.batch import Logged
 from offdrift.records.readers import detect, pieces, read

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float
 
 from offdrift.judge import READINGS, Context, judge, load_rules
-from offdrift.judge.readings.trends import TRENDS
+from offdrift.judge.readings.history import TRENDS
 from offdrift.judge.readings.view import View, Window, read
 from offdrift.judge.watcher import PATIENCE
 

@@ -94,6 +94,11 @@ so (1) can be tested on logs that never recorded it.
 - **Untempered trainer** (the record is honest, p forgot the temperature T): (1) holds, and
   log p = T log s + a number of the context, so the regression of log p on log m has a slope between
   T and 1 at high r2 (a spread of those numbers pulls it towards 1).
+- **One worker of several**: workers of one engine at one version are draws from one distribution, so that
+  k3 differs by chance alone, and (1) holds for each of them whatever its lag. So the worker that is
+  farthest off is held against the median one of the others, which a second broken worker does not move,
+  in standard errors clustered by sequence. A worker whose k3 stands out may only have older weights:
+  its mean lag is compared as well. A worker whose mean ratio is off has no such excuse.
 - **One-sided filter** (top-p or top-k renormalized the rollout's side alone: m = p / Z inside a
   nucleus of mass Z): l = log Z <= 0 on every token, E[e^l] = E[Z] < 1, and since l is small but
   one-sided, k1 = E[-log Z] is first order in 1 - Z while k3 is second order: the share

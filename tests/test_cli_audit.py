@@ -12,8 +12,10 @@ import torch
 from offdrift.audit.charts import over_time
 from offdrift.audit.method_table import tried
 from offdrift.cli import audit as audit_command
+from offdrift.records.batch import Logged
 from offdrift.records.recorder import write_log
 from offdrift.show.headline import headlines
+from tests.audit.logs import asynchronous
 from tests.audit.logs import drawn as logged
 from tests.audit.test_proof import log as proof_log
 from tests.command import command
@@ -47,6 +49,59 @@ def test_an_audit_says_what_it_detected_and_leaves_numbers_and_a_page(run, log, 
     assert "report.html" in done.stdout.replace("\n", "")
     again = run("audit", str(log), "--out", "found", "--json")
     assert json.loads(again.stdout) == json.loads((tmp_path / "found" / "audit.json").read_text())
+
+
+PLANTED = {"log-probs off": {"off": 0.05}, "weights apart": {"apart": 0.1}}
+
+
+@pytest.mark.parametrize(("plant", "rule"), [(None, None), ("log-probs off", "worker_record"), ("weights apart", "worker_apart")])  # fmt: skip
+def test_a_broken_worker_of_an_asynchronous_run_stands_out(run, tmp_path, plant, rule):
+    for seed in range(2):
+        write_log(asynchronous(seed, **PLANTED.get(plant, {})), tmp_path / "log" / f"batch-{seed}.parquet")
+    done = run("audit", "log", "--out", "found")
+    told = json.loads((tmp_path / "found" / "audit.json").read_text())
+    workers = {row["label"]: row for row in told["facets"]["worker"]}
+    assert list(workers) == [f"worker-{i}" for i in range(8)]
+    assert sum(row["tokens"] for row in workers.values()) == told["counts"]["tokens"]
+    assert [f["rule"] for f in told["findings"]] == ([rule] if rule else [])
+    page = (tmp_path / "found" / "report.html").read_text()
+    assert "by rollout worker" in page
+    assert "Tokens by policy lag" in page
+    if rule:
+        assert {e["metric"].rpartition(" of ")[2] for e in told["findings"][0]["evidence"]} == {"worker-7"}
+        assert "of worker-7" in done.stdout
+        assert max(workers.values(), key=lambda row: row["worst_frac"])["label"] == "worker-7"
+        assert workers["worker-7"]["worst_frac"] > 0.8
+    # Mixed versions are shown, and why nothing is certified.
+    assert 0.2 < told["overall"]["version_lag/mixed_frac"] < 0.7
+    assert len(told["facets"]["lag"]) == 3
+    assert told["certificate"]["certified"] is False
+
+
+def test_a_batch_that_took_what_finished_first_is_no_sample_and_one_of_several_versions_no_one_policy(run, tmp_path):
+    def certificate(log: Logged) -> str:
+        exact = {f"{d}_rollout_old": torch.rand(log.num_tokens) / 1e3 for d in ("kl", "tv")}
+        write_log(dataclasses.replace(log, divergences=exact), tmp_path / "log.parquet")
+        return json.loads(run("audit", "log.parquet", "--json", "--out", "o").stdout)["certificate"]["why_not"]
+
+    log = asynchronous()
+    assert "takes first what has finished first (selected)" in certificate(log)
+    assert "no one rollout policy" in certificate(dataclasses.replace(log, selected=None))
+    drawn_by = log.version.repeat_interleave(log.cu_seqlens.diff())
+    assert certificate(dataclasses.replace(log, selected=None, rollout_version=drawn_by)) is None
+
+
+def test_watch_finds_the_worker_that_breaks_by_its_last_steps(run, tmp_path):
+    """From step 11 on the log-probs of one of four workers are off."""
+    for i in range(30):
+        log = asynchronous(i, sequences=64, workers=4, off=0.05 if i >= 10 else 0.0)
+        step = torch.full((64,), i + 1)
+        write_log(dataclasses.replace(log, step=step, version=step + 9), tmp_path / "log" / f"log-{i:02d}.parquet")
+    done = run("watch", "log", "--every", "0.05", "--until-idle", "0.2", "--json")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    found = [line for line in lines if line["kind"] == "finding" and line["rule"].startswith("worker")]
+    assert {e["metric"].rpartition(" of ")[2] for f in found for e in f["evidence"]} == {"worker-3"}
+    assert all(10 < f["step"] <= 20 for f in found)
 
 
 def test_columns_of_any_name_are_mapped(run, tmp_path):

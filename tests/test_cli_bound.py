@@ -146,6 +146,11 @@ def test_an_audit_gives_its_drift_and_its_longest_response(tmp_path):
     # What is given counts, and the rest is still measured.
     longer = tightest(all_bounds(horizon=400, kl_seq=400 * 1e-3, **known, constants="sharp"))
     assert last(f"--from {tmp_path} --T 400 --kl-rate 1e-3")["sharp"] == pytest.approx(longer.value, rel=1e-12)
+    # Given or solved for, a KL of sequences stands instead of the measured one per token.
+    whole = tightest(all_bounds(horizon=100, kl_seq=0.05, **known, constants="sharp"))
+    assert last(f"--from {tmp_path} --kl-seq 0.05")["sharp"] == pytest.approx(whole.value, rel=1e-12)
+    solved = answers(f"--from {tmp_path} --solve kl_seq --target {whole.value!r}")["sharp"]
+    assert solved["value"] == pytest.approx(0.05, rel=1e-9)
     assert last("--T 100 --delta 0.1").get("source") is None
     rows = answers(f"--from {tmp_path} --solve T --target 0.5")
     assert rows["sharp"]["value"] == 249  # below 0.5 / 2e-3 tokens

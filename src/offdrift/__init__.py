@@ -31,8 +31,8 @@ if typing.TYPE_CHECKING:
     from offdrift.certificate.bounds import all_bounds as all_bounds
     from offdrift.certificate.bounds import unified as unified
     from offdrift.certificate.certify import certify as certify
+    from offdrift.certificate.guarantees import Certificate as Certificate
     from offdrift.certificate.regions import TrustRegion as TrustRegion
-    from offdrift.certificate.verdict import Certificate as Certificate
     from offdrift.correction import Correction as Correction
     from offdrift.correction import Gate as Gate
     from offdrift.correction import Weight as Weight
@@ -73,7 +73,7 @@ _NAMES = {
     "offdrift.certificate.bounds": "Bound all_bounds unified",
     "offdrift.certificate.certify": "certify",
     "offdrift.certificate.regions": "TrustRegion",
-    "offdrift.certificate.verdict": "Certificate",
+    "offdrift.certificate.guarantees": "Certificate",
     "offdrift.correction": "Correction Gate Weight rejection",
     "offdrift.divergence.evidence": "Divergence Grade",
     "offdrift.divergence.fused": "exact_divergences",

@@ -5,8 +5,7 @@ import logging
 import pytest
 import torch
 
-from offdrift.adapters.base import Adapter
-from offdrift.adapters.liveness import liveness
+from offdrift.adapters.base import Adapter, liveness
 from offdrift.batch_info import BatchInfo
 from offdrift.correction import Correction, Weight
 from offdrift.divergence.evidence import Divergence

@@ -9,13 +9,29 @@ import sys
 from pathlib import Path
 from typing import Any
 
-DRAWN = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TORCH_COMPILE_DISABLE": "1"}
+from tests.engines.models import CACHE_MIB
+
+DRAWN = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_COMPILE_DISABLE": "1"}
 SPREAD = ("normalized_tis", "loss"), ("token_tis", "loss"), ("decoupled_geo_rs_token_tis", "correct")
+
+
+def small_cache() -> None:
+    """TRL's vLLM takes little memory for keys and values, which its environment variable counts in whole GiB."""
+    from trl.generation import vllm_generation
+
+    engine = vllm_generation.LLM
+
+    def small(*args: Any, **options: Any) -> Any:
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would replace the option
+        return engine(*args, **options, kv_cache_memory_bytes=CACHE_MIB * 2**20)
+
+    vllm_generation.LLM = small
 
 
 def drawn_by_vllm(folder: Path) -> None:
     """Ten steps with vLLM in this process; then what the engine says of the last weights."""
     os.environ.update(DRAWN)
+    small_cache()
     import torch
 
     from tests.adapters.trl_runs import steps, trainer

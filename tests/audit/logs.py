@@ -31,6 +31,7 @@ ALL = (
     "tokens",
     "old_status",
     "truncated",
+    "workers",
     "texts",
 )
 
@@ -74,6 +75,48 @@ def drawn(*, sequences: int = 24, steps: int = 3, drift: float = 0.1, seed: int 
         tokens=tokens.squeeze(-1),
         prompts=tuple(f"prompt {i // 4}" for i in range(sequences)),
         completions=tuple(f"answer {i}" for i in range(sequences)),
+    )
+
+
+def asynchronous(
+    seed: int = 0, *, sequences: int = 400, workers: int = 8, noise: float = 0.02, off: float = 0.0, apart: float = 0.0
+) -> Logged:
+    """Eight steps of a run whose workers draw while it trains: tokens of a response may have several versions.
+
+    Args:
+        noise: of the logits of the policy that is trained, about those that drew: arithmetic alone.
+        off: nats that the last worker's recorded log-probs are too high by.
+        apart: noise of the last worker's weights, added to the other.
+    """
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 60, (sequences,), generator=g)
+    worker = torch.randint(0, workers, (sequences,), generator=g)
+    last = (worker == workers - 1).repeat_interleave(lengths)
+    logits = 2.5 * torch.randn(int(lengths.sum()), 32, generator=g, dtype=torch.float64)
+    moved = logits + (noise + apart * last)[:, None] * torch.randn(logits.shape, generator=g, dtype=torch.float64)
+    tokens = torch.multinomial(logits.softmax(-1), 1, generator=g)
+    mu, pi = (x.log_softmax(-1).gather(-1, tokens).squeeze(-1) for x in (logits, moved))
+    step = 1 + torch.arange(sequences) * 8 // sequences
+    # Each response begins at most two versions ago, and half of them are cut by an update.
+    begun = (step + 1 - torch.randint(0, 3, (sequences,), generator=g)).repeat_interleave(lengths)
+    cut = (torch.randint(0, 2, (sequences,), generator=g) * (lengths // 2 + 1)).repeat_interleave(lengths)
+    place = torch.cat([torch.arange(int(n)) for n in lengths])
+    version = step + 1
+    drawn_by = torch.minimum(begun + ((place >= cut) & (cut > 0)), version.repeat_interleave(lengths))
+    return log_of(
+        lengths,
+        step,
+        logp_rollout=(mu + off * last).clamp(max=0),
+        logp_old=pi,
+        logp=pi,
+        rewards=torch.rand(sequences, generator=g),
+        group_ids=torch.arange(sequences) // 4,
+        rollout_version=drawn_by,
+        version=version,
+        selected=torch.ones(sequences, dtype=torch.int64),
+        workers=tuple(f"worker-{i}" for i in worker.tolist()),
+        queue_seconds=torch.rand(sequences, generator=g),
+        generation_seconds=lengths / 10,
     )
 
 
@@ -143,6 +186,7 @@ def make_log(
         "tokens": torch.randint(0, 1000, (n,), generator=g),
         "truncated": torch.randint(0, 2, (b,), generator=g),
         "old_status": torch.randint(0, 4, (b,), generator=g),
+        "workers": tuple(("node-1/0", "node-1/1", "", "node-2")[i % 4] for i in range(b)),
     }
     chosen = {name: x for name, x in values.items() if name in fields}
     if "texts" in fields:

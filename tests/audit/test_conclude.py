@@ -71,9 +71,9 @@ def test_suggestion(said: dict, kept: float, ess: float, method: str | None, run
 
 
 def test_mild_and_clean_are_told_apart():
-    assert "no meaningful drift" in suggest([], overall())["why"]
+    assert "no meaningful mismatch" in suggest([], overall())["why"]
     # A KL just below 0.02 nat is clean, and makes the ratio of perplexities e^KL.
-    assert "no meaningful drift" in suggest([], overall(k1=0.019, ppl_ratio=math.exp(0.019)))["why"]
+    assert "no meaningful mismatch" in suggest([], overall(k1=0.019, ppl_ratio=math.exp(0.019)))["why"]
     for said in ({"pearson": 0.98}, {"k1": 0.03}, {"ppl_ratio": 1.021}, {"ppl_ratio": 0.979}):
         assert "optional" in suggest([], overall(**said))["why"]
 

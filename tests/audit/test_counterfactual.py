@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from offdrift.audit.counterfactual import CANDIDATES, NUMBERS, Counterfactual, sampled
-from offdrift.audit.decisions import Decided, Decisions, View
+from offdrift.audit.counterfactual import CANDIDATES, NUMBERS, Counterfactual, Decided, Decisions, View, sampled
 from offdrift.audit.facets import LENGTH_CUTS
 from offdrift.errors import EvidenceError, RecordError
 from offdrift.methods import METHODS

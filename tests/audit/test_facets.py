@@ -3,13 +3,15 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import reduce
 
 import pytest
 import torch
 
-from offdrift.audit.facets import AXES, LENGTH_CUTS, SEQUENCE_METRICS, TOKEN_METRICS, Facets
+from offdrift.audit import facets
+from offdrift.audit.facets import AXES, LENGTH_CUTS, OTHERS, SEQUENCE_METRICS, TOKEN_METRICS, UNNAMED, Facets
 from offdrift.records.batch import Logged
-from tests.audit.logs import by_bucket, log_ratios, make_log, token_metrics
+from tests.audit.logs import asynchronous, by_bucket, close, log_ratios, make_log, token_metrics
 
 
 def length_label(log: Logged, i: int, t: int) -> str:
@@ -164,6 +166,60 @@ def test_extreme_values_stay_finite():
     assert row["mismatch/k1"] == pytest.approx(-(-20 + 20 - 20 + 0) / 4)
 
 
+@pytest.mark.parametrize("on", ["mismatch", "full"])
+def test_workers_have_the_sums_of_their_sequences(on: str) -> None:
+    log = make_log(3, lengths=[0, 1, 63, 64, 65, 130, 300, 17, 16, 15, 0, 8, 200, 40])
+    rows = {r["label"]: r for r in Facets.of(log)[0].rows()["worker"]}
+    ls = log_ratios(log, on)
+    assert log.workers is not None
+    for name, label in (("node-1/0", "node-1/0"), ("node-1/1", "node-1/1"), ("", UNNAMED), ("node-2", "node-2")):
+        inside = [i for i, worker in enumerate(log.workers) if worker == name]
+        row, flat = rows.pop(label), [x for i in inside for x in ls[i]]
+        assert (row["sequences"], row["tokens"]) == (len(inside), len(flat))
+        expected = token_metrics(flat)
+        for metric in ("k1", "k3", "abs_log_ratio_max", "ratio_mean"):
+            assert row[f"{on}/{metric}"] == pytest.approx(expected[metric], rel=1e-9, abs=1e-12), (label, metric)
+        assert row["reward/mean"] == pytest.approx(float(log.rewards[inside].mean()))
+        tokens = torch.cat([torch.arange(*log.cu_seqlens[i : i + 2].tolist()) for i in inside])
+        assert row["version_lag/mean"] == pytest.approx(float(44 - log.rollout_version[tokens].double().mean()))
+        kl = float(log.divergences["kl_rollout_old"][tokens].mean())
+        assert row["divergence/kl_rollout_old_mean"] == pytest.approx(kl)
+        own = [[math.expm1(x) for x in ls[i]] for i in inside if ls[i]]
+        z = sum(map(sum, own)) / math.sqrt(sum(sum(s) ** 2 for s in own))
+        assert row[f"{on}/ratio_mean_z"] == pytest.approx(z)
+        k3 = [sum(math.expm1(x) - x for x in ls[i]) for i in inside if ls[i]]
+        residuals = [s - expected["k3"] * len(e) for s, e in zip(k3, own, strict=True)]
+        b = len(own)
+        se = math.sqrt(b / (b - 1) * sum(r * r for r in residuals)) / len(flat)
+        assert row[f"{on}/k3_se"] == pytest.approx(se)
+    assert not rows
+
+
+def test_the_standard_error_of_a_worker_is_the_scatter_of_its_mean() -> None:
+    """Over 300 logs drawn alike, the mean k3 of a worker scatters as much as its error says."""
+    rows = [Facets.of(asynchronous(seed, sequences=60, workers=2))[0].rows()["worker"][0] for seed in range(300)]
+    means = torch.tensor([row["mismatch/k3"] for row in rows])
+    errors = torch.tensor([row["mismatch/k3_se"] for row in rows])
+    assert float(means.std() / errors.square().mean().sqrt()) == pytest.approx(1, abs=0.12)  # 3 of its own errors
+
+
+def test_of_very_many_workers_the_first_by_name_have_rows_however_parts_are_merged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(facets, "WORKERS", 3)
+    log = replace(make_log(0, lengths=[5] * 12), workers=tuple("jklabcdefghi"))
+    whole = Facets.of(log)[0]
+    parts = [Facets.of(log.cut(i, i + 2))[0] for i in range(0, 12, 2)]
+    for order in (parts, parts[::-1], [parts[0].merge(parts[1]), parts[2].merge(parts[3]), *parts[4:]]):
+        rows = reduce(Facets.merge, order).rows()["worker"]
+        assert [row["label"] for row in rows] == [OTHERS, "a", "b", "c"]
+        close(rows, whole.rows()["worker"])
+    assert whole.rows()["worker"][0]["sequences"] == 9
+    long = replace(log, workers=("x" * 10**6,) * 12)
+    (row,) = Facets.of(long)[0].rows()["worker"]
+    assert row["label"] == "x" * facets.LONGEST_NAME
+
+
 def test_a_nan_advantage_is_no_sign():
     log = make_log(0, lengths=[20], fields=("logp_old",))
     log = replace(log, advantages=torch.full((20,), math.nan, dtype=torch.float64))
@@ -172,7 +228,7 @@ def test_a_nan_advantage_is_no_sign():
 
 def test_what_a_log_lacks_has_no_rows():
     rows = Facets.of(make_log(0, fields=("logp_old",)))[0].rows()
-    assert rows["lag"] == rows["advantage"] == []
+    assert rows["lag"] == rows["advantage"] == rows["worker"] == []
     assert not any(name.startswith("full/") for r in rows["position"] for name in r)
 
 

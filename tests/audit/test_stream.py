@@ -47,7 +47,7 @@ def test_workers_give_what_one_process_gives_to_the_last_bit(log, whole, tmp_pat
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 def test_ray_gives_what_one_process_gives_to_the_last_bit(log, whole, tmp_path):
     pytest.importorskip("ray")
-    from offdrift.audit.cluster import on_ray
+    from offdrift.audit.stream import on_ray
 
     assert audit(*planned(log), folder=tmp_path, run=on_ray("local")).to_bytes() == whole.to_bytes()
 

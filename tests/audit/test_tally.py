@@ -1,4 +1,7 @@
-"""A tally: any split gives what one pass gives, and one order of parts the same bits."""
+"""A tally: any split gives what one pass gives, and one order of parts the same bits.
+
+The worst sequences and tokens: the right ones, in a fixed order, with what is needed to look.
+"""
 
 import itertools
 import json
@@ -9,9 +12,9 @@ from functools import reduce
 import pytest
 import torch
 
-from offdrift.audit.facets import by_step, chunks
+from offdrift.audit.facets import Facets, by_step, chunks
 from offdrift.audit.partial import Part
-from offdrift.audit.tally import Tally
+from offdrift.audit.tally import SEQUENCES, TOKENS, WINDOW, Tally, Worst
 from offdrift.records.batch import Logged
 from offdrift.stats import DriftStats, signature, summarize
 from tests.audit.logs import close, log_ratios, make_log, stored
@@ -222,8 +225,114 @@ def test_a_version_that_never_changes_over_several_steps_is_no_age(versions, kep
         assert ("version_lag/mean" in told["overall"]) == kept
         assert [("version_lag/max" in s) for s in told["steps"]] == [kept] * 3
         assert bool(told["facets"]["lag"]) == kept
+        assert [("version_lag/mean" in row) for row in told["facets"]["worker"]] == [kept] * 4
+        assert ("version_lag/mixed_frac" in told["overall"]) == kept
         assert {"version", "rollout_version"} <= set(told["has"]) if kept else not {"version", "rollout_version"} & set(told["has"])  # fmt: skip
     told = Tally.of(replace(log, rollout_version=drawn - log.tokens % 2)).as_dict()
     assert "version_lag/mean" in told["overall"], "the engine's counter moves"
     alone = Tally.of(replace(log, step=torch.zeros(12, dtype=torch.int64), version=torch.full((12,), 9)))
     assert "version_lag/mean" in alone.as_dict()["overall"], "within one step it may well stand still"
+
+
+def test_responses_of_several_versions_are_counted_and_the_worst_are_shared_among_workers() -> None:
+    log = make_log(seed=3, lengths=[3, 3, 3, 0, 1, 4], steps=[1] * 6)
+    versions = torch.tensor([1, 1, 2, 5, 5, 5, 3, 4, 3, 2, 0, 0, 0, 1])
+    log = replace(log, rollout_version=versions, version=torch.full((6,), 5), workers=tuple("abcdab"))
+    told = Tally.of(log).as_dict()
+    assert told["overall"]["version_lag/mixed_frac"] == pytest.approx(3 / 5)  # of those with a token
+    shares = {row["label"]: row["worst_frac"] for row in told["facets"]["worker"]}
+    drawn_by = [e["worker"] for e in told["worst"]["sequences"]]
+    assert shares == {name: drawn_by.count(name) / 5 for name in "abcd"}
+    assert [shares[name] for name in "abcd"] == pytest.approx([0.4, 0.4, 0.2, 0])
+    without = Tally.of(replace(log, rollout_version=None, workers=None)).as_dict()
+    assert "version_lag/mixed_frac" not in without["overall"]
+    assert "worker" not in without["worst"]["sequences"][0]
+
+
+def worst_of(log: Logged, on: str = "mismatch", file: str = "a.jsonl") -> Worst:
+    return Worst.of(log, on, Facets.of(log)[1][on], file=file)
+
+
+@pytest.mark.parametrize("on", ["mismatch", "full"])
+def test_the_worst_by_their_definition(on):
+    log = make_log(0, lengths=[0, *[30 + i for i in range(60)]])
+    ls, got = log_ratios(log, on), worst_of(log, on)
+    drift = {i: sum(math.expm1(x) - x for x in held) for i, held in enumerate(ls) if held}
+    order = sorted(drift, key=lambda i: -drift[i])[:SEQUENCES]
+    assert [e["row"] for e in got.sequences] == [i + 1 for i in order]
+    assert [e["k3_sum"] for e in got.sequences] == pytest.approx([drift[i] for i in order])
+    assert [e["k3_mean"] for e in got.sequences] == pytest.approx([drift[i] / len(ls[i]) for i in order])
+    assert [e["max_abs_log_ratio"] for e in got.sequences] == [max(map(abs, ls[i])) for i in order]
+    places = [(i, t) for i, held in enumerate(ls) for t in range(len(held))]
+    tokens = sorted(places, key=lambda p: -abs(ls[p[0]][p[1]]))[:TOKENS]
+    assert [(e["row"] - 1, e["position"]) for e in got.tokens] == tokens
+    assert [e["log_ratio"] for e in got.tokens] == [ls[i][t] for i, t in tokens]
+    assert len(got.tokens) == TOKENS
+
+
+def test_ties_go_to_the_earlier_place_however_parts_are_merged():
+    log = make_log(0, lengths=[5] * 60)
+    one = torch.ones(300, dtype=torch.float64)
+    log = replace(log, logp_rollout=-one, logp_old=-1.5 * one)
+    whole = worst_of(log)
+    assert [e["row"] for e in whole.sequences] == list(range(1, SEQUENCES + 1))
+    assert [(e["row"], e["position"]) for e in whole.tokens] == [(1 + i // 5, i % 5) for i in range(TOKENS)]
+    a, b, c = (worst_of(log.select(torch.arange(i, i + 20))) for i in (0, 20, 40))
+    assert a.merge(b).merge(c) == c.merge(b).merge(a) == b.merge(a.merge(c))
+    assert a.merge(b).merge(c).tokens == whole.tokens
+
+
+def test_agreement_is_nothing_to_show():
+    log = make_log(0, lengths=[5] * 3)
+    assert worst_of(replace(log, logp_old=log.logp_rollout)) == Worst()
+
+
+def test_a_window_around_the_worst_token():
+    log = make_log(0, lengths=[4000], drift=0.001)
+    log.logp_old[2500] -= 3.0
+    (entry,) = worst_of(log).sequences
+    assert entry["first"] == 2500 - WINDOW // 2
+    shown = slice(entry["first"], entry["first"] + WINDOW)
+    assert entry["log_ratio"] == (log.logp_old - log.logp_rollout)[shown].tolist()
+    assert entry["tokens"] == log.tokens[shown].tolist()
+    assert entry["kl"] == log.divergences["kl_rollout_old"][shown].tolist()
+    assert len(entry["log_ratio"]) == len(entry["logp_rollout"]) == WINDOW
+
+
+def test_turns_are_counted_from_the_first_token_of_their_response():
+    log = make_log(0, lengths=[7, 9, 4])
+    assert [e["turns"] for e in worst_of(log).sequences] == [None] * 3
+    turn_ids = torch.tensor([0, 1, 0, 1, 2, 0]).repeat_interleave(torch.tensor([3, 4, 2, 2, 5, 4]))
+    entries = worst_of(replace(log, turn_ids=turn_ids)).sequences
+    assert {e["row"]: e["turns"] for e in entries} == {1: [0, 3], 2: [0, 2, 4], 3: [0]}
+
+
+def test_what_is_known_of_a_sequence():
+    log = make_log(0, lengths=[7, 9])
+    for entry in worst_of(log, file="x/y.parquet").sequences:
+        i = entry["row"] - 1
+        assert (entry["file"], entry["step"]) == ("x/y.parquet", int(log.step[i]))
+        assert entry["reward"] == float(log.rewards[i])
+        assert entry["advantage"] == float(log.advantages[int(log.cu_seqlens[i])])
+        assert entry["length"] == (7, 9)[i]
+        assert entry["prompt"] == f"question {i}"
+    bare = worst_of(make_log(0, lengths=[7, 9], fields=("logp_old",)))
+    assert all(e[k] is None for e in bare.sequences for k in ("reward", "advantage", "prompt", "completion", "tokens", "kl"))  # fmt: skip
+    assert len(bare.sequences) == 2
+
+
+def test_text_is_kept_in_bounds_around_the_place():
+    log = make_log(0, lengths=[100], drift=0.0)
+    text = "".join(f"<b>{i:05}</b>" for i in range(10_000))
+    log = replace(log, prompts=("p" * 10**6,), completions=(text,))
+    log.logp_old[80] -= 2.0
+    got = worst_of(log)
+    (sequence,), token = got.sequences, got.tokens[0]
+    assert len(sequence["prompt"]) < 2100
+    assert len(sequence["completion"]) < 6100
+    assert token["position"] == 80
+    assert token["context_is"] == "near"
+    # the 81st of 100 tokens: about character 0.805 of 120,000, the middle of tag 8050
+    assert "08050" in token["context"]
+    assert token["context"].startswith("…")
+    assert len(token["context"]) < 170

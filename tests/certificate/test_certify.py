@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from offdrift.certificate.batch import BatchEvidence
+from offdrift.certificate import samples
+from offdrift.certificate.batch import BatchEvidence, HostEvidence
 from offdrift.certificate.bounds import all_bounds
 from offdrift.certificate.certify import LOGGED, certify
+from offdrift.certificate.guarantees import Certificate
 from offdrift.certificate.regions import TrustRegion
-from offdrift.certificate.samples import K3_CAP, SHARES, unit_rewards, variables
-from offdrift.certificate.verdict import Certificate
+from offdrift.certificate.samples import K3_CAP, SHARES, power_curve, unit_rewards, variables
 from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.interval import topk_divergences
 from offdrift.errors import BadValueError, MethodError
@@ -515,6 +516,29 @@ def test_shares_of_alpha_are_all_of_it():
     assert {k: e.alpha for k, e in c.estimates.items()} == pytest.approx(
         {k: 0.04 * s for k, s in SHARES.items() if k != "unseen"}
     )
+
+
+def planned(gains: list[float]) -> dict[int, float]:
+    """`power_curve` of one sequence a prompt with these gains, rewards 1."""
+    columns = {"excess": np.array(gains), "log_product": np.log1p(gains)}
+    return power_curve(HostEvidence(columns, None, np.zeros(0)), np.ones(len(gains)), alpha=0.05)
+
+
+def test_a_plan_doubles_until_the_gain_is_all_but_certain(monkeypatch):
+    assert planned([0.2] * 40) == {10: 0, 20: 1}
+    curve = planned([-0.3] * 10 + [0.4] * 20)
+    assert list(curve) == [8, 15, 30, 60, 120]
+    *before, last = curve.values()
+    assert 0.9 < max(before) <= 0.99 < last
+    # At most 256 times the prompts there are, or the largest plan.
+    assert list(planned([1e-6] * 4)) == [2**i for i in range(11)]
+    monkeypatch.setattr(samples, "LARGEST_PLAN", 64)
+    assert list(planned([1e-6] * 32)) == [8, 16, 32, 64]
+
+
+@pytest.mark.parametrize("gain", [0.0, -0.1])
+def test_no_larger_batch_is_planned_for_a_gain_that_was_not_seen(gain):
+    assert list(planned([gain] * 40)) == [10, 20, 40]
 
 
 @pytest.mark.parametrize(

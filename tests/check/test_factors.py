@@ -10,9 +10,9 @@ from offdrift.check.bench import Pair
 from offdrift.check.check import check
 from offdrift.check.factors import FACTORS
 from offdrift.check.factors.base import Setting, recorded_alike, self_difference
-from offdrift.check.factors.rollout import predicting
 from offdrift.check.measure import measure
 from offdrift.engines.hf import TransformersEngine
+from offdrift.engines.routing import at_predictions
 from offdrift.records.rollouts import FullVocab, HiddenStates, Sampling
 from tests.check.benches import BFLOAT16, FLOAT32, NULL, ROUNDED, bench_of, prompts_of, run
 from tests.engines.contract import Forgetful
@@ -335,7 +335,7 @@ def test_a_token_is_predicted_at_the_position_before_it(dense):
     # Prompts of 2, 3 and 1 tokens, responses of 12: 13, 14 and 12 positions.
     expected = [*range(1, 13), *range(13 + 2, 13 + 14), *range(27, 39)]
     assert drawn.prompt_cu_seqlens.tolist() == [0, 2, 5, 6]
-    assert predicting(drawn, torch.arange(39)).tolist() == expected
+    assert at_predictions(drawn, torch.arange(39)).tolist() == expected
 
 
 def test_filters_that_were_asked_for_do_not_stand_between_engines():

@@ -127,6 +127,41 @@ def test_kl_has_no_upper_end_where_the_tail_could_be_on_a_token_that_pi_cannot_d
     assert (capped.hi < INF).all()
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_on_one_support_the_ends_are_those_of_its_tokens_as_a_vocabulary_of_their_own(cap):
+    compared = finite = 0
+    for seed in range(24):
+        mu, pi, tokens, k = hard_rows(seed)
+        g = torch.Generator().manual_seed(seed)
+        kept = (torch.rand(mu.shape, generator=g) < torch.rand(len(mu), 1, generator=g)) & (mu > -INF)
+        kept.scatter_(1, tokens[:, None], True)
+        mu, pi = mu.masked_fill(~kept, -INF), pi.masked_fill(~kept, -INF)
+        options = {"tail_log_ratio_cap": cap}
+        top_ids, top_logp, *_ = record(mu, k, tokens)
+        both = topk_divergences(*record(mu, k, tokens), pi, one_support=True, **options)
+        open_ends = topk_divergences(*record(mu, k, tokens), pi, **options)
+        exact = kl_and_tv(mu, pi)
+        for i in range(len(mu)):
+            ids = kept[i].nonzero()[:, 0]
+            inside = top_logp[i] > -INF
+            top = torch.searchsorted(ids, top_ids[i, inside])[None], top_logp[i : i + 1, inside]
+            token = torch.searchsorted(ids, tokens[i : i + 1])
+            drawn = record(mu[i : i + 1, ids], 0, token)[2:]
+            alone = topk_divergences(*top, *drawn, pi[i : i + 1, ids], **options)
+            for got, want, wide, true in zip(both, alone, open_ends, exact, strict=True):
+                torch.testing.assert_close(got.lo[i : i + 1], want.lo, rtol=1e-9, atol=1e-11)
+                torch.testing.assert_close(got.hi[i : i + 1], want.hi, rtol=1e-9, atol=1e-11)
+                if cap is None:
+                    assert wide.lo[i] <= true[i] * (1 + 1e-9) + 1e-12
+                    assert got.lo[i] <= true[i] * (1 + 1e-9) + 1e-12
+                    assert true[i] <= got.hi[i] * (1 + 1e-9) + 1e-12
+                    assert got.hi[i] <= wide.hi[i] * (1 + 1e-9) + 1e-12
+            compared += 1
+            finite += bool(both[0].hi[i] < INF and open_ends[0].hi[i] == INF)
+    assert compared == 24 * 64
+    assert cap is not None or finite > 500
+
+
 def exactly(log_mu, log_pi):
     """KL and TV in float64, by terms that cancel as little as those of the library."""
     mu, pi, x = log_mu.exp(), log_pi.exp(), log_pi - log_mu

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from offdrift.divergence import tail as tails
+from offdrift.divergence import interval as tails
 from offdrift.divergence.interval import OWN, OWN_ABSOLUTE, topk_divergences
 
 INF = math.inf

@@ -1,9 +1,9 @@
-"""Engines and checkpoints that are built once per session."""
+"""Checkpoints that are built once per session, and engines once per file."""
 
 import pytest
 import torch
 
-from tests.engines.models import need_vllm, tiny
+from tests.engines.models import CACHE_MIB, need_vllm, tiny
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -25,9 +25,9 @@ def checkpoints(tmp_path_factory):
     return folders
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vllm_engine(checkpoints):
-    """A vLLM engine by checkpoint kind and options; one per combination and session."""
+    """A vLLM engine by checkpoint kind and options; one per combination and file, closed with it: 2 GB hold all."""
     need_vllm()
     from offdrift.engines.vllm.engine import VLLMEngine
 
@@ -36,7 +36,7 @@ def vllm_engine(checkpoints):
     def engine(kind: str, **options) -> VLLMEngine:
         key = (kind, *sorted(options.items()))
         if key not in built:
-            built[key] = VLLMEngine(checkpoints[kind], max_model_len=256, kv_cache_mib=128, **options)
+            built[key] = VLLMEngine(checkpoints[kind], max_model_len=256, kv_cache_mib=CACHE_MIB, **options)
         return built[key]
 
     yield engine

@@ -13,6 +13,7 @@ import torch
 
 from offdrift.engines import Engine
 from offdrift.engines.output_head import deviations
+from offdrift.engines.score import score
 from offdrift.engines.verify_sync import FLOAT32_CAP, GROUPS, check_sync, verify_sync, weight_groups
 from offdrift.errors import EngineError, SyncError
 from offdrift.records.rollouts import FullVocab, HiddenStates, Sampling, TopK
@@ -27,8 +28,10 @@ SAMPLINGS = {
     "cold": replace(PLAIN, temperature=0.7),
     "top_k": replace(PLAIN, top_k=5),
     "top_p": replace(PLAIN, top_p=0.9),
-    "all": replace(PLAIN, temperature=0.7, top_k=9, top_p=0.8),
+    "min_p": replace(PLAIN, min_p=0.2),
+    "all": replace(PLAIN, temperature=0.7, min_p=0.01, top_k=9, top_p=0.8),
 }
+FILTERED = [name for name, sampling in SAMPLINGS.items() if sampling.filtered]
 INEXACT_TV = 0.25
 """19 of 20 reduced-precision rows are at most this far from the oracle in total variation."""
 
@@ -115,7 +118,7 @@ class EngineContract:
         at_token = top.logp_rollout[:, None].expand(-1, k)[seen]
         torch.testing.assert_close(top.evidence.logp[seen], at_token, atol=1e-6, rtol=0)
 
-    @pytest.mark.parametrize("sampling", [PLAIN, SAMPLINGS["cold"]], ids=["plain", "cold"])
+    @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
     def test_hidden_states_and_their_head_are_the_full_rows(self, engine, sampling):
         hidden = engine.generate(PROMPTS, sampling, seed=5, evidence="hidden")
         full = engine.generate(PROMPTS, sampling, seed=5, evidence="full")
@@ -125,7 +128,11 @@ class EngineContract:
         assert states.dtype == head.weight.dtype == getattr(torch, engine.dtype)
         assert states.shape == (96, 64)
         logits = head.scores(states, slice(0, VOCAB))
-        rows = (logits / sampling.temperature).log_softmax(-1)
+        tempered = logits / sampling.temperature
+        if sampling.filtered:
+            assert torch.equal(hidden.support.ids, full.support.ids)
+            tempered = tempered.masked_fill(hidden.support.left_out(slice(None), VOCAB), -torch.inf)
+        rows = tempered.log_softmax(-1)
         tolerance = rounding(engine, logits) / sampling.temperature
         torch.testing.assert_close(rows, full.evidence.logp, atol=tolerance, rtol=0)
 
@@ -141,10 +148,43 @@ class EngineContract:
         shifted = HiddenStates(found.states.roll(1, 0), found.head)
         assert deviations(shifted, rollouts.tokens, rollouts.logp_rollout).mean() > 0.5
 
-    @pytest.mark.parametrize("name", ["top_k", "top_p", "all"])
-    def test_hidden_states_of_a_filtered_distribution_are_refused(self, engine, name):
-        with pytest.raises(EngineError, match=r'"hidden" describes the whole.*evidence = "full"'):
-            engine.generate(PROMPTS, SAMPLINGS[name], seed=5, evidence="hidden")
+    @pytest.mark.parametrize("name", FILTERED)
+    def test_the_support_is_what_the_recorded_distribution_has_probability_on(self, engine, name):
+        sampling = replace(SAMPLINGS[name], stop_token_ids=tuple(range(0, VOCAB, 8)))
+        rollouts = engine.generate(PROMPTS * 4, sampling, seed=8, evidence="full")
+        assert len(set(rollouts.lengths.tolist())) >= 3
+        rows, support = rollouts.evidence.logp, rollouts.support
+        assert torch.equal(support.left_out(slice(None), VOCAB), rows.isinf())
+        assert support.ids.dtype == torch.int32
+        assert 0 < support.cu_seqlens.diff().min() < support.cu_seqlens.diff().max() + (name == "top_k") <= VOCAB
+        # Whatever else is recorded, and for tokens that are given.
+        lone = engine.generate(PROMPTS * 4, sampling, seed=8)
+        assert lone.evidence is None
+        assert torch.equal(lone.support.ids, support.ids)
+        again = engine.rescore(rollouts)
+        assert torch.equal(again.support.left_out(slice(None), VOCAB), again.evidence.logp.isinf())
+        assert engine.generate(PROMPTS, PLAIN, seed=8).support is None
+
+    @pytest.mark.parametrize("name", FILTERED)
+    def test_ratios_on_the_support_are_one_at_equal_weights_and_otherwise_the_mass_that_was_kept(
+        self, engine, model, exact, name
+    ):
+        sampling = SAMPLINGS[name]
+        rollouts = engine.generate(PROMPTS * 4, sampling, seed=9)
+        with torch.no_grad():
+            replayed = score(model, rollouts, temperature=sampling.temperature)
+            whole = score(model, rollouts.with_(support=None), temperature=sampling.temperature)
+        left_out = rollouts.support.left_out(slice(None), VOCAB)
+        kept_mass = whole.logits.log_softmax(-1).exp().masked_fill(left_out, 0.0).sum(-1)
+        ratios, unmasked = (x.logp - rollouts.logp_rollout for x in (replayed, whole))
+        assert len(ratios) == 4 * 8 * 12
+        if exact:
+            assert ratios.abs().max() <= rounding(engine, whole.logits)
+            torch.testing.assert_close(unmasked, kept_mass.log(), atol=1e-5, rtol=0)
+        else:
+            assert ratios.mean().abs() < 0.02
+            torch.testing.assert_close(unmasked.mean(), kept_mass.log().mean(), atol=0.02, rtol=0)
+        assert unmasked.mean() < -0.05
 
     def test_hidden_states_keep_the_head_that_sampled(self, engine, model):
         before = engine.generate(PROMPTS, PLAIN, seed=5, evidence="hidden")

@@ -10,6 +10,8 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 VOCAB = 64
+CACHE_MIB = 64
+"""Of keys and values in vLLM: twice what 256 sequences of one block need. Its own choice is gibibytes."""
 
 _WIDE_VECTORS = ("_is_avx512_supported", "_is_amx_tile_supported")
 

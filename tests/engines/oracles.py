@@ -20,13 +20,16 @@ def logp_rows(model: nn.Module, rollouts: Rollouts, sampling: Sampling) -> Tenso
 
 
 def processed(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Temperature, then the k likeliest, then the smallest set of at least top_p mass."""
+    """Temperature, then min_p of the likeliest, then the k likeliest, then the smallest set of at least top_p mass."""
     logp = (logits.double() / sampling.temperature).log_softmax(-1)
+    if sampling.min_p > 0:
+        kept = logp.exp() >= sampling.min_p * logp.max().exp()
+        logp = logp.masked_fill(~kept, -torch.inf).log_softmax(-1)
     order = logp.argsort(descending=True)
     kept = order[: sampling.top_k or None]
     mass, nucleus = 0.0, []
     for token in kept.tolist():
-        if mass >= sampling.top_p:
+        if mass >= sampling.top_p or logp[token] == -torch.inf:
             break
         nucleus.append(token)
         mass += float((logp[token] - logp[kept].logsumexp(0)).exp())

@@ -19,7 +19,7 @@ from offdrift.engines.verify_sync import verify_sync
 from offdrift.errors import EngineError, SyncError
 from offdrift.train.models import save_for_engine, tiny_tokenizer
 from tests.engines.contract import PLAIN, PROMPTS, SAMPLINGS, EngineContract
-from tests.engines.models import VOCAB, need_vllm, tiny
+from tests.engines.models import CACHE_MIB, VOCAB, need_vllm, tiny
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -28,7 +28,8 @@ START_S = 300
 FLAGS = (
     "--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "64",
     "--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
-    "--enable-scale-out", "--worker-extension-cls", "offdrift.engines.vllm.worker.Worker",
+    "--kv-cache-memory-bytes", str(CACHE_MIB * 2**20), "--enable-scale-out",
+    "--worker-extension-cls", "offdrift.engines.vllm.worker.Worker",
 )  # fmt: skip
 LAUNCH = """
 import multiprocessing, runpy
@@ -39,8 +40,7 @@ runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alte
 """vLLM imported once: its engine is forked from the server, and its worker runs in the engine, where both would
 otherwise import it again. Not `vllm serve`: the CPU build lacks the package metadata that it reads first."""
 ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
 
@@ -108,7 +108,8 @@ class TestCompletions(EngineContract):
 
     test_hidden_states_and_their_head_are_the_full_rows = None
     test_hidden_states_of_ragged_responses_reproduce_their_log_probs = None
-    test_hidden_states_of_a_filtered_distribution_are_refused = None
+    test_the_support_is_what_the_recorded_distribution_has_probability_on = None
+    test_ratios_on_the_support_are_one_at_equal_weights_and_otherwise_the_mass_that_was_kept = None
     test_hidden_states_keep_the_head_that_sampled = None
     test_its_own_draw_is_recorded_again_as_it_was = None
     test_given_tokens_are_recorded_as_the_weights_say = None
@@ -119,6 +120,9 @@ class TestCompletions(EngineContract):
         monkeypatch.setattr(engine, "evidence_limit_mib", 0)
         with pytest.raises(EngineError, match=r"limit 0 MiB.*evidence = 20.*evidence_limit_mib"):
             engine.generate(PROMPTS, PLAIN, seed=17, evidence=evidence)
+
+    def test_no_support_is_recorded(self, engine):
+        assert engine.generate(PROMPTS, SAMPLINGS["all"], seed=0).support is None
 
     def test_hidden_states_are_refused(self, engine):
         with pytest.raises(EngineError, match="no hidden states"):
@@ -269,3 +273,17 @@ def test_train_draws_from_the_server_and_gives_it_weights(url, folder, tmp_path)
     batches = [store.read(f) for f in files]
     assert [set(b.rollout_version.tolist()) for b in batches] == [{0}, {0}, {2}]
     assert {b.provenance.engine for b in batches} == {"openai"}
+
+
+def test_train_plays_episodes_with_the_server(url, folder, tmp_path, monkeypatch):
+    from offdrift.train.environments import ENVIRONMENTS
+    from offdrift.train.loop import train
+    from offdrift.train.models import load_model
+    from tests.train.conftest import Echo, check_run_in_turns, short_arms, small_recipe
+
+    short_arms(monkeypatch)
+    monkeypatch.setitem(ENVIRONMENTS, "echo", Echo())
+    rollout = {"engine": "openai", "url": url, "dtype": "float32", "prompts": 2, "samples": 4, "max_tokens": 10, "max_turns": 3}  # fmt: skip
+    recipe = small_recipe(model=folder, task="echo", rollout=rollout, batches=3, optim={"lr": 1e-3})
+    train(recipe, tmp_path / "run")
+    check_run_in_turns(tmp_path / "run/arms/trm_max", *load_model(folder, seed=0), engine="openai")

@@ -666,7 +666,7 @@ def test_routed_experts_are_read_per_position(played):
             return said
 
     played.fault = fault
-    found = engine(played).routes(drawn)
+    found = engine(played).routes(drawn).experts
     # Prompts of 2 and 1 and responses of 3, whose last token is not computed: 4 and 3 positions.
     assert found.shape == (7, 2, 2)
     assert torch.equal(found, torch.from_numpy(np.concatenate([sent[4], sent[3]]).astype(np.int64)))

@@ -11,6 +11,7 @@ from offdrift.engines.routing import flip_rate, flips, replayed, route_lengths, 
 from offdrift.engines.score import score
 from offdrift.errors import EngineError
 from offdrift.judge import num_experts
+from offdrift.records.rollouts import Routes, cumulative
 from tests.engines.contract import PLAIN, PROMPTS
 from tests.engines.models import VOCAB, tiny
 
@@ -79,7 +80,7 @@ def test_routes_are_those_of_every_position_in_the_order_of_the_batch(drawn):
     assert truth.shape == (int(route_lengths(drawn).sum()), 2, 2)
     assert len(set(drawn.lengths.tolist())) > 3
     for budget in (8192, 20):
-        routes = routes_of(model, drawn, token_budget=budget)
+        routes = routes_of(model, drawn, token_budget=budget).experts
         assert routes.shape == truth.shape
         assert not flips(routes, truth).any()
     # The test can tell: routes one position off differ nearly everywhere.
@@ -91,10 +92,10 @@ def test_routes_are_those_of_every_position_in_the_order_of_the_batch(drawn):
 def test_vllm_says_the_same_in_float32_and_flips_only_near_ties_in_bfloat16(vllm_engine, drawn):
     logits = router_logits(tiny("moe"), drawn)
     truth = logits.topk(2).indices
-    exact = vllm_engine("moe", dtype="float32").routes(drawn)
+    exact = vllm_engine("moe", dtype="float32").routes(drawn).experts
     assert exact.shape == truth.shape
     assert not flips(exact, truth).any()
-    rounded = flips(vllm_engine("moe", dtype="bfloat16").routes(drawn), truth)
+    rounded = flips(vllm_engine("moe", dtype="bfloat16").routes(drawn).experts, truth)
     # How many ties fall the other way depends on the order in which a processor sums.
     best = logits.topk(3).values
     margin = best[..., 1] - best[..., 2]
@@ -107,14 +108,58 @@ def test_vllm_says_the_same_in_float32_and_flips_only_near_ties_in_bfloat16(vllm
 def test_vllm_routes_prompts_that_are_in_its_cache(vllm_engine, drawn):
     engine = vllm_engine("moe", dtype="float32")
     long = engine.generate([[i % 60 for i in range(160)]] * 2, PLAIN, seed=0)
-    assert not flips(engine.routes(long), routes_by_hand(tiny("moe"), long)).any()
-    assert not flips(engine.routes(long), routes_by_hand(tiny("moe"), long)).any()
+    assert not flips(engine.routes(long).experts, routes_by_hand(tiny("moe"), long)).any()
+    assert not flips(engine.routes(long).experts, routes_by_hand(tiny("moe"), long)).any()
 
 
 @pytest.mark.vllm
 def test_a_dense_vllm_has_no_routes(vllm_engine, drawn):
     with pytest.raises(EngineError, match="no router"):
         vllm_engine("dense", dtype="float32").routes(drawn)
+
+
+def recorded(engine, rollouts):
+    """Recorded routes and those of a second pass over the same tokens."""
+    assert rollouts.routes.experts.dtype == torch.uint8
+    assert torch.equal(rollouts.routes.cu_seqlens.diff(), route_lengths(rollouts))
+    return rollouts.routes.experts, engine.routes(rollouts).experts
+
+
+@pytest.mark.parametrize("batch_size", [64, 5])
+def test_routes_are_recorded_while_drawing(batch_size):
+    """Texts that several responses continue, branch and leave the batch: every position has its own experts."""
+    engine = TransformersEngine(tiny("moe"), batch_size=batch_size, record_routes=True)
+    prompts = [PROMPTS[i // 4] for i in range(4 * len(PROMPTS))]
+    rollouts = engine.generate(prompts, RAGGED, seed=3)
+    own, again = recorded(engine, rollouts)
+    assert not flips(own, again).any()
+    assert not flips(own, routes_by_hand(tiny("moe"), rollouts)).any()
+    assert len(set(rollouts.lengths.tolist())) > 3
+    assert rollouts.routes.bytes_per_position == 2 * 2  # layers x k, a byte each
+    assert not flips(engine.rescore(rollouts, evidence="sampled").routes.experts, own).any()
+    plain = TransformersEngine(tiny("moe"), batch_size=batch_size).generate(prompts, RAGGED, seed=3)
+    assert plain.routes is None
+    assert torch.equal(plain.tokens, rollouts.tokens)
+    assert torch.equal(plain.logp_rollout, rollouts.logp_rollout)
+
+
+def test_routes_that_cannot_be_recorded_are_refused():
+    with pytest.raises(EngineError, match="no mixture of experts"):
+        TransformersEngine(tiny("dense"), record_routes=True)
+    with pytest.raises(EngineError, match="records routes, which streams do not"):
+        TransformersEngine(tiny("moe"), record_routes=True).open_stream(PLAIN)
+
+
+@pytest.mark.vllm
+def test_vllm_records_routes_while_drawing(vllm_engine):
+    engine = vllm_engine("moe", dtype="float32", record_routes=True)
+    prompts = PROMPTS * 2 + [[i % 60 for i in range(160)]] * 3  # longer than a block of the prefix cache
+    for seed in range(2):
+        rollouts = engine.generate(prompts, RAGGED, seed=seed)
+        own, again = recorded(engine, rollouts)
+        assert not flips(own, again).any()
+        assert not flips(own, routes_by_hand(tiny("moe"), rollouts)).any()
+    assert engine.cached_tokens == 0
 
 
 @torch.no_grad()
@@ -132,7 +177,8 @@ def test_replaying_its_own_routes_changes_nothing(drawn):
 def test_imposed_experts_are_weighed_by_the_models_own_router(drawn):
     # By hand: a router of two experts out of 8 that always picks the third and the fifth.
     model, by_hand = tiny("moe"), tiny("moe")
-    routes = torch.tensor([2, 4]).expand(int(route_lengths(drawn).sum()), 2, 2)
+    lengths = route_lengths(drawn)
+    routes = Routes(torch.tensor([2, 4]).expand(int(lengths.sum()), 2, 2), cumulative(lengths))
 
     class Fixed(nn.Module):
         def __init__(self, router) -> None:
@@ -162,7 +208,8 @@ def test_what_cannot_be_read_or_replayed_is_refused(drawn):
     assert routers(tiny("dense")) == []
     with pytest.raises(EngineError, match="no mixture of experts"):
         routes_of(tiny("dense"), drawn)
-    with pytest.raises(EngineError, match="1 layers, the model has 2"), replayed(model, drawn, routes[:, :1]):
+    fewer = replace(routes, experts=routes.experts[:, :1])
+    with pytest.raises(EngineError, match="1 layers, the model has 2"), replayed(model, drawn, fewer):
         pass
     handle = routers(model)[0].register_forward_hook(lambda m, a, out: (out[0], out[1] ** 3, out[2]))
     with pytest.raises(EngineError, match="rule that is not known"), replayed(model, drawn, routes):

@@ -1,18 +1,22 @@
 """Scoring: log-probs and entropies against one unpadded forward pass per sequence."""
 
 import copy
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from offdrift.divergence.head import Head
 from offdrift.divergence.hidden import hidden_divergences
+from offdrift.divergence.losses import kl_rollout_current
 from offdrift.engines.generate import Draws, rollouts_from
 from offdrift.engines.output_head import head_input, head_of
 from offdrift.engines.score import divergences, left_right_padded, score
 from offdrift.errors import EvidenceError
 from offdrift.records import FullVocab, HiddenStates, Provenance, Rollouts, Sampling, TopK
+from offdrift.records.rollouts import Support, pack_sequences
 from tests.engines.models import SMALLER
 
 PROMPTS = [[3], [4, 5, 6], [7, 8]]
@@ -68,6 +72,111 @@ def test_gradient_flows_through_logp_alone(model):
     assert got.logp.requires_grad
     assert not got.entropy.requires_grad
     assert not got.logits.requires_grad
+
+
+# -- on the support that the sampler recorded ------------------------------------------------------------
+
+MU, PI = [0.5, 0.3, 0.15, 0.05], [0.4, 0.3, 0.2, 0.1]
+"""Golden policies of four tokens; top-p 0.9 keeps the first three."""
+
+
+class Fixed(torch.nn.Module):
+    """A model with the same logits at every place."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__()
+        self.logits = torch.nn.Parameter(logits)
+
+    def forward(self, input_ids, *, logits_to_keep, **_):
+        return SimpleNamespace(logits=self.logits.expand(len(input_ids), logits_to_keep, -1))
+
+
+def drawn_from(tokens: list[int], kept: list[list[int]], logp: torch.Tensor) -> Rollouts:
+    """One response, with the ids that were kept at each of its tokens."""
+    provenance = Provenance("t", "0", "m", "float32", None, Sampling(max_tokens=4, top_p=0.9))
+    ids, cuts = pack_sequences(kept)
+    draws = Draws(torch.tensor(tokens), torch.tensor([len(tokens)]), logp, None, Support(ids.int(), cuts))
+    return rollouts_from([draws], [[1]], version=0, provenance=provenance)
+
+
+def test_golden_log_probs_ratios_and_divergences_on_the_support():
+    pi = torch.tensor(PI, dtype=torch.float64)
+    filtered = torch.tensor([0.5, 0.3, 0.15, 0.0], dtype=torch.float64) / 0.95
+    drawn = drawn_from([0, 1, 2], [[0, 1, 2]] * 3, filtered[:3].log().float())
+    drawn = drawn.with_(evidence=FullVocab(filtered.log().expand(3, 4)))
+    with torch.no_grad():
+        got = score(Fixed(pi.log()), drawn)
+        without = (score(Fixed(pi.log()), drawn.with_(support=None)).logp - drawn.logp_rollout).exp()
+    on_support = pi[:3] / 0.9
+    torch.testing.assert_close(got.logp.exp(), torch.tensor([0.444444, 0.333333, 0.222222]).double(), rtol=0, atol=1e-6)
+    ratios = (got.logp - drawn.logp_rollout).exp()
+    torch.testing.assert_close(ratios, torch.tensor([0.844444, 1.055556, 1.407407]).double(), rtol=0, atol=1e-6)
+    assert float((filtered[:3] * ratios).sum()) == pytest.approx(1.0)
+    torch.testing.assert_close(got.entropy, -(on_support * on_support.log()).sum().expand(3))
+    torch.testing.assert_close(got.sum_pi_squared, on_support.square().sum().expand(3))
+    assert got.logits.isinf().tolist() == [[False, False, False, True]] * 3
+    d = divergences(drawn, got.logits)
+    kl = (filtered[:3] * (filtered[:3] / on_support).log()).sum()
+    torch.testing.assert_close(d["kl_rollout_current"].lo, kl.expand(3))
+    torch.testing.assert_close(d["tv_rollout_current"].lo, (filtered[:3] - on_support).abs().sum().expand(3) / 2)
+    # Half of the method is worse than none: without the trainer's half every ratio is too small, by the kept mass.
+    torch.testing.assert_close(without, torch.tensor([0.76, 0.95, 1.266667]).double(), rtol=0, atol=1e-6)
+    assert float((filtered[:3] * without).sum()) == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradients_flow_through_kept_columns_alone_and_are_those_of_finite_differences(temperature):
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, generator=g, dtype=torch.float64)
+    kept = [[0, 2, 5], [2, 3], [5]]
+    drawn = drawn_from([2, 3, 5], kept, torch.zeros(3))
+    weights = torch.tensor([1.0, -0.5, 2.0]).double()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        model = Fixed(x)
+        got = score(model, drawn, temperature=temperature, keep_graph=True)
+        kl = kl_rollout_current(torch.zeros(3, 6).double().masked_fill(got.logits.isinf(), -torch.inf), got.logits)
+        total = (weights * got.logp).sum() + kl.sum()
+        total.backward()
+        return total.detach(), model.logits.grad
+
+    _, gradient = loss(logits.clone())
+    for j in range(6):
+        step = torch.zeros(6, dtype=torch.float64)
+        step[j] = 1e-6
+        slope = (loss(logits + step)[0] - loss(logits - step)[0]) / 2e-6
+        assert float(gradient[j]) == pytest.approx(float(slope), abs=1e-8)
+    assert gradient[[1, 4]].tolist() == [0.0, 0.0]  # kept nowhere
+    assert (gradient[[0, 2, 3, 5]].abs() > 1e-3).all()
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_top_k_evidence_on_the_support_has_finite_ends_around_the_exact_value(k):
+    mu, pi = torch.tensor([MU, PI], dtype=torch.float64)
+    filtered = (mu * torch.tensor([1.0, 1.0, 1.0, 0.0])).log().log_softmax(-1)
+    top = filtered.topk(k)
+    drawn = drawn_from([0], [[0, 1, 2]], filtered[:1])
+    logits = score(Fixed(pi.log()), drawn).logits
+    found = divergences(drawn.with_(evidence=TopK(top.indices[None], top.values[None])), logits)
+    exact = divergences(drawn.with_(evidence=FullVocab(filtered[None])), logits)
+    for name, d in found.items():
+        assert d.lo <= exact[name].lo + 1e-12 <= d.hi + 2e-12
+        # After the top 1, most is all of the rest, 0.4737, on the token of pi = 0.2222; after two nothing is open.
+        highest = {
+            "kl_rollout_current": (0.5 * math.log(9 / 7.6) + 0.45 * math.log(0.9 * 0.45 / (0.2 * 0.95))) / 0.95,
+            "tv_rollout_current": 1 / 3,
+        }
+        most = highest[name] if k == 1 else float(exact[name].lo)
+        assert float(d.hi) == pytest.approx(most, abs=1e-6)
+    # Only with the same support on both sides: elsewhere the tail might be what the trainer cannot draw.
+    open_end = divergences(drawn.with_(evidence=TopK(top.indices[None], top.values[None]), support=None), logits)
+    assert open_end["kl_rollout_current"].hi.isinf().all() == (k < 4)
+
+
+def test_a_support_of_another_vocabulary_is_refused():
+    drawn = drawn_from([0], [[0, 4]], torch.zeros(1))
+    with pytest.raises(EvidenceError, match="support has token 4, the model has 4 tokens"):
+        score(Fixed(torch.zeros(4)), drawn)
 
 
 def test_identical_policies_have_no_divergence_and_perturbed_ones_have(model):

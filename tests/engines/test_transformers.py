@@ -3,9 +3,12 @@
 import pytest
 import torch
 from transformers import GenerationConfig
+from transformers.cache_utils import DynamicLayer
 
+from offdrift.engines import hf_decode
+from offdrift.engines.generate import responses_of
 from offdrift.engines.hf import TransformersEngine, int8_grid, matrices
-from offdrift.engines.hf_decode import Recorder, inverted
+from offdrift.engines.hf_decode import KEPT_SHARE, InPlaceLayer, Recorder, branched, inverted
 from offdrift.engines.output_head import deviations
 from offdrift.errors import EngineError
 from offdrift.records.rollouts import Sampling
@@ -118,16 +121,83 @@ def test_tokens_do_not_depend_on_the_batch_size():
     torch.testing.assert_close(a.evidence.logp, b.evidence.logp, atol=1e-5, rtol=0)
 
 
-def test_a_prompt_is_read_once_and_an_ended_response_is_not_continued():
+def test_a_text_is_read_once_and_an_ended_response_is_not_continued():
     engine = TransformersEngine(tiny("dense"))
     forwards = Forwards(engine.model)
     stops = tuple(range(0, VOCAB, 4))
-    rollouts = engine.generate([[3, 1, 4]] * 40 + [[1, 5]] * 24, Sampling(max_tokens=16, stop_token_ids=stops), seed=0)
+    prompts = [[3, 1, 4]] * 40 + [[1, 5]] * 24
+    rollouts = engine.generate(prompts, Sampling(max_tokens=16, stop_token_ids=stops, temperature=0.5), seed=0)
     assert forwards.shapes[0] == (2, 3)
-    running = torch.tensor([rows for rows, _ in forwards.shapes[1:]])
-    needed = (rollouts.lengths > torch.arange(1, len(running) + 1)[:, None]).sum(1)
-    assert (running >= needed).all()
-    assert running.sum() < 1.35 * needed.sum() < 64 * len(running)
+    running = [rows for rows, _ in forwards.shapes[1:]]
+    needed, drawn = [set() for _ in running], responses_of(rollouts)
+    for prompt, response in zip(prompts, drawn, strict=True):
+        for t in range(1, len(response)):
+            needed[t - 1].add((*prompt, *response[:t]))
+    needed = [len(texts) for texts in needed]
+    assert all(n <= rows < n / KEPT_SHARE + 1 for n, rows in zip(needed, running, strict=True)), (needed, running)
+    assert sum(running) < 0.8 * sum(len(response) - 1 for response in drawn)
+
+
+@pytest.mark.parametrize("evidence", ["full", "hidden", 5])
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_responses_that_share_what_is_read_are_those_that_are_read_apart(kind, evidence, monkeypatch):
+    engine, plain = TransformersEngine(tiny(kind)), Sampling(max_tokens=9, stop_token_ids=(3, 4, 5), temperature=0.4)
+    prompts, forwards = [p for p in PROMPTS for _ in range(6)], Forwards(engine.model)
+    shared = engine.generate(prompts, plain, seed=4, evidence=evidence)
+    followed = engine.rescore(shared, evidence=evidence)
+    rows = sum(n for n, _ in forwards.shapes) / 2
+    monkeypatch.setitem(hf_decode.CHECK_EVERY, "cpu", 3)  # as on an accelerator: one row per response
+    forwards.shapes.clear()
+    apart = engine.generate(prompts, plain, seed=4, evidence=evidence)
+    assert rows < 0.9 * sum(n for n, _ in forwards.shapes)
+    assert torch.equal(shared.tokens, apart.tokens)
+    for other in (apart, followed):
+        torch.testing.assert_close(shared.logp_rollout, other.logp_rollout, atol=1e-5, rtol=0)
+        recorded = "states" if evidence == "hidden" else "logp"
+        torch.testing.assert_close(
+            getattr(shared.evidence, recorded), getattr(other.evidence, recorded), atol=1e-4, rtol=1e-4
+        )
+
+
+def test_branches_keep_their_text_and_only_equal_ones_share_a_row():
+    g = torch.Generator().manual_seed(0)
+    moved = 0
+    for texts in range(1, 9):
+        for responses in range(1, 25):
+            text, drawn = (torch.randint(n, (responses,), generator=g) for n in (texts, 3))
+            moves, row = branched(text, drawn, texts, 3)
+            origin = torch.arange(texts) if moves is None else moves
+            moved += moves is not None
+            assert torch.equal(origin[row], text)
+            assert len(origin) <= max(texts, responses)
+            pairs = {*zip(text.tolist(), drawn.tolist(), strict=True)}
+            triples = {*zip(text.tolist(), drawn.tolist(), row.tolist(), strict=True)}
+            assert len(pairs) == len(triples) == len({*row.tolist()})
+    assert 50 < moved < 190
+
+
+def test_a_cache_in_place_is_that_of_transformers_whatever_rows_it_is_to_have():
+    g = torch.Generator().manual_seed(0)
+    own, plain = InPlaceLayer(40, rows=9), DynamicLayer()
+    rows = 4
+    for step in range(30):
+        new = torch.rand(2, rows, 2, 1 + step % 2, 3, generator=g)
+        for ours, theirs in zip(own.update(*new), plain.update(*new), strict=True):
+            assert torch.equal(ours, theirs), step
+        rows = (4, 7, 7, 12, 5, 9)[step % 6]
+        order = torch.randint(len(new[0]), (rows,), generator=g)
+        if step % 3:  # most stay
+            order[: min(rows, len(new[0])) - 1] = torch.arange(min(rows, len(new[0])) - 1)
+        own.reorder_cache(order)
+        plain.reorder_cache(order)
+
+
+def test_what_was_drawn_can_enter_a_loss():
+    rollouts = TransformersEngine(tiny("dense")).generate(PROMPTS, PLAIN, seed=0, evidence="full")
+    weight = torch.ones(len(rollouts.tokens), requires_grad=True)
+    (weight * rollouts.logp_rollout * rollouts.evidence.logp.sum(1)).sum().backward()
+    assert weight.grad is not None
+    assert not any(x.is_inference() for x in (rollouts.tokens, rollouts.cu_seqlens, rollouts.rollout_version))
 
 
 def test_tokens_are_drawn_with_their_probabilities_and_never_one_of_none():

@@ -66,7 +66,7 @@ def test_states_come_back_by_request_without_what_was_thrown_away():
     assert states.dtype == torch.bfloat16
     assert tap.head.weight.tolist() == world.layer.weight[:5].tolist()
     assert tap.head.round_to == torch.bfloat16
-    with pytest.raises(EngineError, match="request 1 has 2 states for 3 tokens"):
+    with pytest.raises(EngineError, match="request 1 has 2 draws for 3 tokens"):
         tap.states(["7", "8-b", "9"], [2, 3, 2])
 
 

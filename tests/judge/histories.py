@@ -94,6 +94,16 @@ def drift(k1: float, **more: float) -> dict[str, float]:
     return both(k1=k1, k3=k1, chi2_token=2 * k1, ppl_ratio=math.exp(k1), **more)
 
 
+def workers(**of_the_third: float) -> dict[str, list[Row]]:
+    """Four workers, the third of them with other numbers of the mismatch."""
+    usual: Row = {"sequences": 200, "version_lag/mean": 0.5}
+    usual |= {
+        f"mismatch/{k}": v for k, v in {"k3": 1e-3, "k3_se": 1e-4, "ratio_mean": 1.0005, "ratio_mean_z": 0.4}.items()
+    }
+    third = {f"mismatch/{k}": v for k, v in of_the_third.items()}
+    return {"worker": [{**usual, **(third if i == 2 else {}), "label": f"worker-{i}"} for i in range(4)]}
+
+
 @dataclass(frozen=True)
 class Example:
     """A history on which a rule must fire."""
@@ -118,6 +128,7 @@ FIRES: dict[str, Example] = {
     "misaligned": Example(altered(both(shift_corr=0.2, shift_corr_after=0.99, pearson=0.3))),
     "raw_logprobs": Example(altered(both(k1=-0.08, k3=0.06, ratio_mean=1.14, ratio_mean_z=4.0))),
     "one_sided_filter": Example(altered(both(k1=0.048, k3=0.0015, ratio_mean=0.9535, ratio_mean_z=-20.0))),
+    "filter_not_replayed": Example(clean(), Context(filter_replayed=False)),
     "untempered_trainer": Example(
         altered({**drift(0.06, slope=0.85, slope_r2=0.98), **without_lag()}),
         Context(temperature=0.8),
@@ -179,6 +190,8 @@ FIRES: dict[str, Example] = {
         clean(),
         Context(facets={"length": [{"low": 0, "gate/acceptance_seq": 0.99}, {"low": 512, "gate/acceptance_seq": 0.3}]}),
     ),
+    "worker_record": Example(clean(), Context(overall=clean()[8], facets=workers(ratio_mean=1.05, ratio_mean_z=7.0))),
+    "worker_apart": Example(clean(), Context(overall=clean()[8], facets=workers(k3=0.02))),
     "broken_numbers": Example(altered(lambda i, row: {"optim/grad_norm": math.nan} if i == 7 else {})),
     "probabilities_logged": Example(altered({"batch/unscored_frac": 1.0, "data/probability": 1.0})),
     "negated_log_probs": Example(altered({"batch/unscored_frac": 1.0, "data/negated": 1.0})),
@@ -202,6 +215,8 @@ FIRES: dict[str, Example] = {
     "idle_gate": Example(altered({**both(chi2_token=0.5), "gate/0/drop_frac_token": 0.0})),
     "idle_cap": Example(altered({**both(chi2_token=0.5), "weight/cap_frac": 0.0})),
     "inert_weights": Example(altered({"weight/std": 0.0}), Context(method="token_tis")),
+    "workers_lost": Example(altered(lambda i, row: {"pipeline/lost_workers": float(i % 5 == 0)})),
+    "workers_idle": Example(altered({"pipeline/worker_idle": 0.9})),
     "averaged_max": Example(altered(both(prob_diff_max=0.008))),
     "agreement_gap": Example(later(altered({**drift(0.03, pearson=0.97), **without_lag()}))),
 }  # fmt: skip

@@ -96,6 +96,11 @@ def filtered(top_p: float) -> Callable[[Sampling], Sampling]:
     return lambda sampling: replace(sampling, top_p=top_p)
 
 
+def unrecorded(rollouts: Rollouts) -> Rollouts:
+    """What the filters left over is not recorded, so that the trainer cannot know it."""
+    return rollouts.with_(support=None)
+
+
 def nothing(name: str, held: Tensor, given: Tensor) -> Tensor:
     """The engine says that it took the weights, and keeps its own."""
     return held
@@ -174,7 +179,7 @@ CASES = (
     Case("16 updates behind", "stale_engine", {"lag.sync_every": 16}),
     Case("temperature 0.7, engine raw", "raw_logprobs", {"rollout.temperature": 0.7}, {"rollouts": untempered}),
     Case("temperature 1.3, engine raw", "raw_logprobs", {"rollout.temperature": 1.3}, {"rollouts": untempered}),
-    Case("top-p 0.9", "one_sided_filter", {}, {"sampling": filtered(0.9)}),
+    Case("top-p 0.9", "one_sided_filter", {}, {"sampling": filtered(0.9), "rollouts": unrecorded}),
     Case("off by one", "misaligned", {"rollout.evidence": "sampled"}, {"rollouts": late}),
     Case("no weights arrive", "wrong_weights", {}, {"arrives": nothing}),
     Case("the head does not arrive, learning rate x 3", "wrong_weights", {"optim.lr": 3e-4}, {"arrives": all_but_the_head}),

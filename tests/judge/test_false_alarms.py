@@ -5,8 +5,10 @@ import random
 import numpy as np
 import pytest
 
+from offdrift.audit.facets import Facets
 from offdrift.judge import Context, Watcher, diagnose, escalate, judge, load_rules, verdict
 from offdrift.judge.scatter import error_of_mean
+from tests.audit.logs import asynchronous
 from tests.judge.histories import altered, both, clean, drift, later, without_lag
 
 SURE = {"pearson": 0.4, "prob_diff_max": 0.002, "kl": 1e-5}
@@ -241,3 +243,17 @@ def test_the_error_of_a_mean_counts_noise_of_steps_and_of_blocks(slow, fast, mos
         series = slow * np.repeat(g.normal(size=40), 8) + fast * g.normal(size=320)
         ratios.append(error_of_mean(series - series.mean(), 1, 80, 8)[0] / true)
     assert 1.0 <= np.mean(ratios) <= most
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.3])
+def test_workers_that_differ_by_chance_are_left_in_peace(noise: float) -> None:
+    limits, largest = load_rules().limits, {"worker_z": 0.0, "worker_ratio_z": 0.0}
+    for seed in range(40):
+        rows = Facets.of(asynchronous(seed, noise=noise))[0].rows()["worker"]
+        watcher = Watcher(context=Context(facets={"worker": rows}))
+        watcher.update({"step": 1, "mismatch/k3": 1e-3})
+        reading = watcher.reading
+        largest = {name: max(x, reading[name]) for name, x in largest.items()}
+        assert reading["worker_growth"] < 1.5
+    assert min(largest.values()) > 1.5  # of 8 workers one is always somewhat off
+    assert max(largest.values()) < limits["worker_z"]

@@ -1,6 +1,7 @@
 """What readings are made of: levels, trends, same weights, and what happens without numbers."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from benchmarks.trend_alarms import ar1
 from offdrift.judge import READINGS, Context, Watcher, load_rules
 from offdrift.judge.readings.view import Window
 from offdrift.judge.scatter import Scatter, drift_of, line_of, moved, normal_score, shift_of, slope_over, walk_of
-from tests.judge.histories import altered, both, clean
+from tests.judge.histories import altered, both, clean, workers
 
 LIMITS = load_rules().limits
 
@@ -243,11 +244,12 @@ def test_every_reading_can_be_made_and_is_documented():
         same_weights=True,
         mixture_of_experts=True,
         temperature=0.7,
+        filter_replayed=True,
         method="decoupled_token_icepop",
-        facets={"length": [{"low": 0, "gate/acceptance_seq": 0.9}, {"low": 9, "gate/acceptance_seq": 0.8}]},
+        facets={"length": [{"low": 0, "gate/acceptance_seq": 0.9}, {"low": 9, "gate/acceptance_seq": 0.8}], **workers()},
     )  # fmt: skip
     data = ("batch/unscored_frac", "data/unread_frac", "data/cuts", "data/partly_frac", "data/probability", "data/negated", "data/ahead_frac", "data/lacking_frac/rewards")  # fmt: skip
-    data += ("old/version_lag", "old/stale_frac")
+    data += ("old/version_lag", "old/stale_frac", "pipeline/lost_workers", "pipeline/worker_idle")
     rows = altered({"router/delta_router": 0.01, "gate/drop_frac_seq": 0.1, **dict.fromkeys(data, 0.0)})
     rows[-1] = {**rows[-1], "optim/loss": math.nan}
     made = reading_after(rows, context)
@@ -255,6 +257,34 @@ def test_every_reading_can_be_made_and_is_documented():
     assert all(math.isfinite(x) for x in made.values())
     assert all(len(d.about) > 20 or "`" in d.about for d in READINGS.values())
     assert len(READINGS) > 40
+
+
+def test_the_worker_that_drifts_most_is_compared_with_the_median_other() -> None:
+    two_broken = workers(k3=0.02, **{"k3_se": 3e-4})
+    two_broken["worker"][0] = {**two_broken["worker"][2], "mismatch/k3": 0.01, "label": "worker-0"}
+    reading = reading_after(clean(), Context(facets=two_broken))
+    assert reading["worker_growth"] == pytest.approx(20)  # the mean of the others would say 5
+    assert reading["worker_z"] == pytest.approx((0.02 - 1e-3) / math.hypot(1e-4, 3e-4))
+    assert reading.metrics["worker_growth"] == "mismatch/k3 of worker-2"
+    off = reading_after(clean(), Context(facets=workers(ratio_mean=0.95, ratio_mean_z=-7.0)))
+    assert (off["worker_ratio_z"], off["worker_ratio_off"]) == (7, pytest.approx(0.05))
+    assert off["worker_ratio_growth"] == pytest.approx(100)
+
+
+@pytest.mark.parametrize("left", [{"sequences": 29}, {"mismatch/k3": math.nan, "mismatch/ratio_mean_z": None}])
+def test_workers_with_few_sequences_or_no_numbers_are_not_compared(left: dict[str, Any]) -> None:
+    rows = [{**row, **(left if i else {})} for i, row in enumerate(workers(k3=0.02)["worker"])]
+    assert not [name for name in reading_after(clean(), Context(facets={"worker": rows})) if name.startswith("worker")]
+
+
+def test_an_older_worker_is_not_blamed_for_its_drift() -> None:
+    from offdrift.judge import diagnose
+
+    for lag, told in ((0.9, ["worker_apart"]), (1.1, [])):
+        rows = workers(k3=0.02)["worker"]
+        rows[2]["version_lag/mean"] = lag
+        context = Context(overall=clean()[8], facets={"worker": rows})
+        assert [f.rule for f in diagnose(clean(), context=context)] == told
 
 
 def test_memory_does_not_grow_with_the_run():

@@ -99,8 +99,9 @@ def test_recipe_takes_it(fix, where, text, request):
     pytest.importorskip("pydantic")
     from offdrift.train.recipe import Recipe
 
-    recipe = tomllib.loads((Path(__file__).parents[2] / "recipes" / "tiny.toml").read_text())
     asked = tomllib.loads(text)
+    name = "async" if "pipeline" in asked else "tiny"
+    recipe = tomllib.loads((Path(__file__).parents[2] / "recipes" / f"{name}.toml").read_text())
     if "method" in asked:
         recipe.pop("arms", None), recipe.pop("method", None), recipe.pop("override", None)
         assert asked["method"] == FIXES[fix].method

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offdrift.correction import VariationalWeight, Weight
 from offdrift.methods import Method
-from offdrift.methods.anchor import Interpolated
+from offdrift.methods.method import Interpolated
 from offdrift.penalty import KLPenalty
 from tests.laws.batches import VOCAB, Batch
 

@@ -9,18 +9,16 @@ import math
 from typing import Any
 
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
-from offdrift.objectives.clipped import GeometricClipped, QuantizedClipped, Soft
+from offdrift.objectives.clipped import EntropyGrouped, GeometricClipped, QuantizedClipped, Soft
 from offdrift.objectives.covariance import CovClipped, CovPenalized
-from offdrift.objectives.entropy_groups import EntropyGrouped
 from offdrift.objectives.ewma import ProximalEwma
 from offdrift.objectives.flipped import Flipped
 from offdrift.objectives.preference import Preference
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic, Regression
-from offdrift.objectives.second_moment import SecondMomentClipped
+from offdrift.objectives.second_moment import GroupClipped, SecondMomentClipped, VariancePenalized
 from offdrift.objectives.turns import TurnNormalized
-from offdrift.objectives.variance import GroupClipped, VariancePenalized
 from tests.laws.definitions import Matrix, Sequence, diagonal, members, ratio, ratio_push, unit_ratio
 
 Step = list[Sequence]

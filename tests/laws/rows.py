@@ -1,17 +1,15 @@
 """What the laws hold for: every row of the method table, and objectives with settings that no row has."""
 
 from offdrift.methods import METHODS, Method
-from offdrift.objectives.clipped import GeometricClipped, QuantizedClipped, Soft
+from offdrift.objectives.clipped import EntropyGrouped, GeometricClipped, QuantizedClipped, Soft
 from offdrift.objectives.covariance import CovClipped, CovPenalized
-from offdrift.objectives.entropy_groups import EntropyGrouped
 from offdrift.objectives.flipped import Flipped
 from offdrift.objectives.preference import Preference
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic, Regression
-from offdrift.objectives.second_moment import SecondMomentClipped
+from offdrift.objectives.second_moment import GroupClipped, SecondMomentClipped, VariancePenalized
 from offdrift.objectives.turns import TurnNormalized
-from offdrift.objectives.variance import GroupClipped, VariancePenalized
 
 OBJECTIVES = {
     "clip_cov, a tenth": CovClipped(fraction=0.1, cov_low=0.0, cov_high=5.0),

@@ -13,9 +13,8 @@ from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
 from offdrift.objectives.clipped import GeometricClipped, QuantizedClipped
 from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
-from offdrift.objectives.second_moment import SecondMomentClipped
+from offdrift.objectives.second_moment import SecondMomentClipped, VariancePenalized
 from offdrift.objectives.turns import TurnNormalized
-from offdrift.objectives.variance import VariancePenalized
 from tests.laws.batches import Batch, draw, packed, run
 from tests.laws.definitions import Matrix, Sequence, diagonal, gradient, ratio_push, sequences_of
 from tests.laws.formulas import PUSH, covariances, outward, pushes

@@ -121,15 +121,33 @@ def test_every_recipe_value_that_a_system_names_exists():
         'optim.length_guard.switch_to="bypass_pg_geo_rs"',
         "optim.length_guard={}",
         "optim.perturb={}",
+        "replay.freeze_gates=true",
+        "replay.freeze_router_bias=true",
+        'replay.routes="old"',
+        'replay.routes="rollout"',
+        'replay.routes="rollout"',
+        "replay.support=false",
         "rollout.dtype=float16",
+        "rollout.top_p=0.95",
     ]
-    recipe = load_recipe("recipes/tiny.toml", changes=[*named, "buffer.capacity=64"])
+    alone = ("draws", "lag", "old_policy", "optim", "buffer", "rollout")
+    recipe = load_recipe(
+        "recipes/tiny.toml", changes=[*(w for w in named if w.startswith(alone)), "buffer.capacity=64"]
+    )
+    assert (recipe.rollout.top_p, recipe.replay.support) == (0.95, True)
     assert (recipe.lag.queue, recipe.rollout.dtype, recipe.optim.dtype) == (1, "float16", "float16")
     assert (recipe.old_policy.source, recipe.buffer.pick) == ("sampling", "freshness")
     assert recipe.optim.length_guard.switch_to == "bypass_pg_geo_rs"
     assert recipe.optim.align is not None
     assert recipe.optim.perturb is not None
     assert (recipe.draws.max_samples, recipe.optim.advantage) == (16, "rl_zvp")
+    replay = {w for w in named if w.startswith("replay")} - {'replay.routes="rollout"', "replay.support=false"}
+    changes = [*replay, "method=decoupled_token_is", "lag.sync_every=2"]
+    recipe = load_recipe("recipes/tiny-moe.toml", changes=changes)
+    assert (recipe.replay.routes, recipe.replay.freeze_gates, recipe.replay.freeze_router_bias) == ("old", True, True)
+    assert load_recipe("recipes/tiny-moe.toml", changes=['replay.routes="rollout"']).replay.records
+    changes = ["replay.support=false", "rollout.top_p=0.95"]
+    assert not load_recipe("recipes/tiny-moe.toml", changes=changes).replay.support
 
 
 def test_systems_have_every_fact_that_lists_and_filters_read():
@@ -149,4 +167,4 @@ def test_systems_have_every_fact_that_lists_and_filters_read():
     only_methods |= {"command"}
     assert set(method) - set(system) == only_methods
     assert system["kind"] == "system"
-    assert "nothing here pretends to do it" in system["where"]
+    assert "not part of a loss" in system["where"]

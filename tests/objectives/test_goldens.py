@@ -7,7 +7,7 @@ from offdrift.objectives.flipped import Flipped
 from offdrift.objectives.prefix import PrefixMinClipped
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic
-from offdrift.objectives.variance import VariancePenalized
+from offdrift.objectives.second_moment import VariancePenalized
 from tests.objectives.checks import check_golden
 from tests.oracles.fixtures import fx_a
 

@@ -8,17 +8,15 @@ import torch
 from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
-from offdrift.objectives.clipped import Clipped, GeometricClipped, QuantizedClipped, Soft
+from offdrift.objectives.clipped import Clipped, EntropyGrouped, GeometricClipped, QuantizedClipped, Soft
 from offdrift.objectives.covariance import CovClipped, CovPenalized
-from offdrift.objectives.entropy_groups import EntropyGrouped
 from offdrift.objectives.ewma import ProximalEwma
 from offdrift.objectives.flipped import Flipped
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic, Regression
-from offdrift.objectives.second_moment import SecondMomentClipped
+from offdrift.objectives.second_moment import GroupClipped, SecondMomentClipped, VariancePenalized
 from offdrift.objectives.turns import TurnNormalized
-from offdrift.objectives.variance import GroupClipped, VariancePenalized
 from tests.oracles.fixtures import double, fx_a
 
 NAN = math.nan

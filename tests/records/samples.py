@@ -112,6 +112,9 @@ def ragged(sequences: int, seed: int = 0, longest: int = 40) -> Logged:
         divergences={"kl_rollout_current": torch.rand(n, generator=g)},
         tokens=torch.randint(0, 50000, (n,), generator=g),
         truncated=torch.arange(sequences) % 2,
+        workers=tuple(f"worker-{i % 3}" for i in range(sequences)),
+        queue_seconds=torch.rand(sequences, generator=g),
+        generation_seconds=torch.rand(sequences, generator=g) * 9,
         prompts=tuple(f"prompt {i // 2}" for i in range(sequences)),
         completions=tuple(f"completion {i} é <b>" for i in range(sequences)),
     )

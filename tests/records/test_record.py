@@ -33,6 +33,9 @@ BY_ROW = {
     "group_ids": [4, 4, 9, 9],
     "old_status": torch.tensor([0, 1, 2, 3]),
     "truncated": torch.tensor([0, 1, 0, 0]),
+    "workers": ["node-1/0", "node-1/1", "node-1/0", ""],
+    "queue_seconds": [0.25, 0.0, NAN, 4.0],
+    "generation_seconds": torch.tensor([2.0, 8.5, 0.5, NAN]),
     "prompts": ["a", "a", "b", "b"],
     "completions": ("w", "x", "", "z <b>"),
 }
@@ -68,6 +71,9 @@ def test_padded_values_come_back_without_what_is_masked(tmp_path: Path) -> None:
     assert str(back.rewards.tolist()) == str(BY_ROW["rewards"])
     assert same_groups(back.group_ids, torch.tensor([4, 4, 9, 9]))
     assert back.truncated.tolist() == [0, 1, 0, 0]
+    assert back.workers == tuple(BY_ROW["workers"])
+    assert str(back.queue_seconds.tolist()) == str(BY_ROW["queue_seconds"])
+    assert str(back.generation_seconds.tolist()) == str(BY_ROW["generation_seconds"].tolist())
     assert (back.prompts, back.completions) == (tuple(BY_ROW["prompts"]), BY_ROW["completions"])
     assert back.unscored == {}
 

@@ -107,6 +107,15 @@ def test_a_batch_waits_no_longer_than_it_may(tmp_path: Path) -> None:
     recorder.close()
 
 
+def test_a_queue_that_is_half_full_is_written_at_once_and_together(tmp_path: Path) -> None:
+    """Nothing else would have it written: neither age nor size, nor the end."""
+    with Recorder(tmp_path, seconds=1e6, queue=6) as recorder:
+        for step in range(3):
+            recorder.add(at(step))
+        until(lambda: recorder.written == 3)
+        assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_batches_with_other_fields_or_names_have_files_of_their_own(tmp_path: Path) -> None:
     bare = replace(at(1), entropy=None)
     with Recorder(tmp_path, framework="verl", seconds=SOON) as recorder:

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import save
 
 from offdrift.divergence.head import Head
-from offdrift.errors import RecordError, ShapeError
+from offdrift.errors import EvidenceError, RecordError, ShapeError
 from offdrift.records import FullVocab, HiddenStates, Provenance, Rollouts, Sampling, TopK, store
 from offdrift.records.batch import Logged
 from offdrift.records.readers import detect
 from offdrift.records.recorder import write_log
-from offdrift.records.rollouts import concatenate, pack_sequences
+from offdrift.records.rollouts import Routes, Support, concatenate, pack_sequences
 from offdrift.records.schema import BY_TOKEN
 from tests.records.samples import one, ragged, same_groups
 
@@ -31,6 +31,10 @@ PROVENANCE = Provenance(
     quantization="fp8",
     sampling=Sampling(max_tokens=5, temperature=0.7, stop_token_ids=(1, 2)),
 )
+
+
+SUPPORT = Support.of(torch.rand(6, 11, generator=torch.Generator().manual_seed(1)) < 0.5)
+"""Of six tokens, over a vocabulary of 11."""
 
 
 def made(evidence: str = "full", sequences: int = 3) -> Rollouts:
@@ -56,9 +60,32 @@ def made(evidence: str = "full", sequences: int = 3) -> Rollouts:
             "short": torch.tensor([0.5, 0.0, 0.25])[:sequences],
         },
         greedy_rewards=torch.tensor([1.0, 0.0, 1.0])[:sequences],
+        support=SUPPORT.select(torch.arange(len(tokens))),
         prompts=("a", "<script>", "c")[:sequences],
         completions=("x\ud800y", "\x00", "naïve 你好")[:sequences],
+        workers=("worker-0", "worker-1", "worker-0")[:sequences],
+        queue_seconds=torch.tensor([0.5, 0.0, 3.25])[:sequences],
+        generation_seconds=torch.tensor([2.0, 0.125, 7.5])[:sequences],
     )
+
+
+def left_out(rollouts: Rollouts) -> torch.Tensor:
+    return rollouts.support.left_out(slice(None), 11)
+
+
+def test_a_support_is_what_it_was_made_of():
+    kept = torch.tensor([[True, False, True], [False, False, True]])
+    support = Support.of(kept)
+    assert (support.ids.tolist(), support.cu_seqlens.tolist()) == ([0, 2, 2], [0, 2, 3])
+    assert support.ids.dtype == torch.int32
+    assert torch.equal(support.left_out(slice(None), 3), ~kept)
+    assert support.left_out(slice(1, 2), 4).tolist() == [[True, True, False, True]]
+    assert support.left_out(slice(2, 2), 3).shape == (0, 3)
+    twice = support.select(torch.tensor([1, 0, 1]))
+    assert (twice.ids.tolist(), twice.cu_seqlens.tolist()) == ([2, 0, 2, 2], [0, 1, 3, 4])
+    for bad in (support, Support(torch.tensor([-1]).int(), torch.tensor([0, 1]))):
+        with pytest.raises(EvidenceError, match=r"support has token (2|-1), the model has 2 tokens"):
+            bad.left_out(slice(None), 2)
 
 
 def same(a: Rollouts, b: Rollouts, *, ulps: int = 0) -> int:
@@ -66,7 +93,7 @@ def same(a: Rollouts, b: Rollouts, *, ulps: int = 0) -> int:
     tensors = [f.name for f in fields(b) if isinstance(getattr(b, f.name), torch.Tensor)]
     for name in tensors:
         torch.testing.assert_close(getattr(a, name), getattr(b, name), check_dtype=False, rtol=0, atol=0)
-    assert (a.finish, a.prompts, a.provenance) == (b.finish, b.prompts, b.provenance)
+    assert (a.finish, a.prompts, a.workers, a.provenance) == (b.finish, b.prompts, b.workers, b.provenance)
     assert type(a.evidence) is type(b.evidence)
     torch.testing.assert_close(a.components or {}, b.components or {}, rtol=0, atol=0)
     if a.evidence is not None:
@@ -74,6 +101,11 @@ def same(a: Rollouts, b: Rollouts, *, ulps: int = 0) -> int:
         torch.testing.assert_close(a.evidence.logp, b.evidence.logp, rtol=rtol, atol=0)
     if isinstance(a.evidence, TopK):
         assert torch.equal(a.evidence.ids.long(), b.evidence.ids.long())
+    if b.support is not None:
+        assert a.support.ids.dtype == b.support.ids.dtype == torch.int32
+        assert torch.equal(a.support.ids, b.support.ids)
+        assert torch.equal(a.support.cu_seqlens, b.support.cu_seqlens)
+    assert (a.support is None) == (b.support is None)
     return len(tensors)
 
 
@@ -81,21 +113,74 @@ def same(a: Rollouts, b: Rollouts, *, ulps: int = 0) -> int:
 def test_what_is_read_is_what_was_written(tmp_path, evidence):
     before = made(evidence)
     after = store.read(store.write(before, tmp_path / "new" / "x.parquet"))
-    assert same(after, before) == 9
+    assert same(after, before) == 11
     assert after.completions == ("x?y", "\x00", "naïve 你好")  # a lone surrogate is no text
 
 
 def test_parts_and_wholes():
     whole = made()
     parts = [whole.select(torch.tensor([i])) for i in (0, 1, 2)]
-    assert same(concatenate(parts), whole) == 9
+    assert same(concatenate(parts), whole) == 11
     back = whole.select(torch.tensor([2, 0]))
     assert back.tokens.tolist() == [8, 9, 10, 5, 6]
     assert (back.greedy_rewards.tolist(), back.components["short"].tolist()) == ([1.0, 1.0], [0.25, 0.5])
+    assert (back.workers, back.queue_seconds.tolist()) == (("worker-0", "worker-0"), [3.25, 0.5])
+    assert back.generation_seconds.tolist() == [7.5, 2.0]
     assert back.prompt_tokens.tolist() == [3, 1, 2]
     assert torch.equal(back.evidence.logp[3:], whole.evidence.logp[:2])
+    rows = torch.tensor([3, 4, 5, 0, 1])
+    assert torch.equal(left_out(back), left_out(whole)[rows])
+    assert concatenate([whole, whole.with_(support=None)]).support is None
     with pytest.raises(ShapeError, match="different provenance"):
         concatenate([whole, whole.with_(provenance=Provenance(**{**PROVENANCE.__dict__, "dtype": "float16"}))])
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.uint8, 1), (torch.int16, 2)])
+def test_routes_are_stored_selected_and_joined(tmp_path: Path, dtype: torch.dtype, width: int) -> None:
+    """Prompts of 2, 0 and 1 tokens, responses of 2, 1 and 3: 3, 0 and 3 positions, of 2 layers with 4 experts each."""
+    experts = torch.arange(48).view(6, 2, 4).to(dtype) + (200 if width == 1 else 300)
+    before = made("none").with_(routes=Routes(experts, torch.tensor([0, 3, 3, 6])))
+    assert before.routes is not None
+    assert before.routes.bytes_per_position == 8 * width
+    path = store.write(before, tmp_path / "x.parquet")
+    after = store.read(path)
+    assert after.routes is not None
+    assert after.routes.experts.dtype == dtype
+    assert torch.equal(after.routes.experts, experts)
+    assert after.routes.cu_seqlens.tolist() == [0, 3, 3, 6]
+    back = after.select(torch.tensor([2, 1, 0])).routes
+    assert back is not None
+    assert torch.equal(back.experts, experts[[3, 4, 5, 0, 1, 2]])
+    parts = concatenate([after.select(torch.tensor([i])) for i in range(3)]).routes
+    assert parts is not None
+    assert torch.equal(parts.experts, experts)
+    assert parts.cu_seqlens.tolist() == [0, 3, 3, 6]
+    assert concatenate([after, after.with_(routes=None)]).routes is None
+    # A file whose routes are those of other sequences.
+    store.write(before.with_(routes=Routes(experts, torch.tensor([0, 2, 3, 6]))), path)
+    with pytest.raises(RecordError, match="do not cover every prompt"):
+        store.read(path)
+
+
+def test_workers_and_times_that_a_part_lacks_are_unknown_of_the_whole(tmp_path: Path) -> None:
+    names = ("workers", "queue_seconds", "generation_seconds")
+    for name in names:
+        without = made().with_(**{name: None})
+        whole = concatenate([made(), without])
+        assert [n for n in names if getattr(whole, n) is None] == [name]
+        assert [n for n in names if getattr(without.select(torch.tensor([1])), n) is None] == [name]
+        after = store.read(store.write(without, tmp_path / f"{name}.parquet"))
+        assert [n for n in names if getattr(after, n) is None] == [name]
+
+
+def test_a_log_of_rollouts_names_their_workers_and_times(tmp_path: Path) -> None:
+    drawn = made("none")
+    log = Logged.of(drawn, step=torch.tensor([3, 3, 4]), logp=drawn.logp_rollout)
+    for path in (store.write(drawn, tmp_path / "rollouts.parquet"), write_log(log, tmp_path / "log.parquet")):
+        back = one(path)
+        assert back.workers == ("worker-0", "worker-1", "worker-0")
+        assert back.queue_seconds.tolist() == [0.5, 0.0, 3.25]
+        assert back.generation_seconds.tolist() == [2.0, 0.125, 7.5]
 
 
 def test_a_killed_writer_leaves_the_old_file(tmp_path, monkeypatch):
@@ -126,6 +211,7 @@ def replaced(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
 
 
 SHORT = pa.array([[-1.0]] * 3, pa.large_list(pa.float32()))
+SHORT_IDS = pa.array([[1]] * 3, pa.large_list(pa.int32()))
 
 BYTES: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "truncated": ("corrupt or incomplete", lambda data: data[: len(data) // 2]),
@@ -136,6 +222,8 @@ TABLES: dict[str, tuple[str, Callable[[pa.Table], pa.Table]]] = {
     "foreign": ("not of this library", lambda t: pa.table({"x": [1]})),
     "lying": ("does not hold what its header says", lambda t: t.drop_columns(["logp_rollout"])),
     "misaligned": ("logp_rollout and tokens have different lengths", lambda t: replaced(t, "logp_rollout", SHORT)),
+    "ids": ("support_ids have other lengths", lambda t: replaced(t, "support_ids", SHORT_IDS)),
+    "counts": ("support_ids have other lengths", lambda t: replaced(t, "support_counts", SHORT_IDS)),
     "header": ("does not hold what its header says", lambda t: t.replace_schema_metadata({store.KEY: b"[1"})),
     "future": ("record format 99", lambda t: with_header(t, {**header_of(t), "format": 99})),
 }
@@ -192,7 +280,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def test_every_bit_of_states_and_head_comes_back(tmp_path, dtype):
     before = hidden(dtype)
     after = store.read(store.write(before, tmp_path / "new" / "x.parquet"))
-    assert same(after.with_(evidence=None), before.with_(evidence=None)) == 9
+    assert same(after.with_(evidence=None), before.with_(evidence=None)) == 11
     a, b = after.evidence, before.evidence
     assert a.states.dtype == a.head.weight.dtype == a.head.bias.dtype == dtype
     for x, y in ((a.states, b.states), (a.head.weight, b.head.weight), (a.head.bias, b.head.bias)):
@@ -355,7 +443,8 @@ def test_files_of_the_first_format_are_still_read(name, kind):
     back = store.read(path)
     assert isinstance(back.evidence, kind)
     # Computed elsewhere: another processor adds up a softmax in another order.
-    assert same(back, made(name).with_(components=None, greedy_rewards=None), ulps=4) == 8
+    later = ("support", "components", "greedy_rewards", "workers", "queue_seconds", "generation_seconds")
+    assert same(back, made(name).with_(**dict.fromkeys(later)), ulps=4) == 8
 
 
 # -- logs in the plain schema ---------------------------------------------------------------------

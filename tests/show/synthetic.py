@@ -11,6 +11,11 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from offdrift.records.batch import Logged
+from offdrift.records.recorder import write_log
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -65,6 +70,67 @@ RECIPE = {
     "lag": {"max_version_lag": 4},
     "arms": {name: {"method": shape.method} for name, shape in ARMS.items()},
 }
+
+
+SCHEDULES = {"none": "sync", "trm_max": "one_step_off", "token_tis": "verl_partial", "trm_tis": "unbounded"}
+
+
+def overlap(run_dir: Path, *, samples: int = 16, seed: int = 0) -> Path:
+    """The same run, its responses drawn beside training: schedules in the recipe, `pipeline/` in the metrics, and a
+    token log of the first two updates, in which a token's KL is 0.01 nat times its lag."""
+    head = json.loads((run_dir / "run.json").read_text("utf-8"))
+    head["recipe"]["pipeline"] = {"schedule": "sync", "rules": {}, "workers": 2}
+    for name, schedule in SCHEDULES.items():
+        head["recipe"]["arms"][name] |= {"schedule": schedule, "rules": {}}
+    (run_dir / "run.json").write_text(json.dumps(head), "utf-8")
+    for ahead, name in enumerate(SCHEDULES):
+        file = run_dir / "arms" / name / "metrics.jsonl"
+        noise = random.Random(f"{name}-{seed}")
+        rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+        for row in rows:
+            counts = [0] * (ahead + 1)
+            for _ in range(samples):
+                counts[min(row["update"], noise.randint(0, ahead))] += 1
+            row |= {
+                "pipeline/worker_idle": 0.6 / (1 + ahead) + 0.1 * noise.random(),
+                "pipeline/trainer_idle": 0.4 / (1 + ahead) + 0.1 * noise.random(),
+                "pipeline/sync_seconds": 0.02,
+                "pipeline/sync_bytes": 3.4e6,
+                "pipeline/stale_frac": 1 - counts[0] / samples,
+                "pipeline/mixed_frac": 0.1 * ahead,
+                "pipeline/wasted_tokens": 10.0 * ahead,
+                "pipeline/dropped_groups": 0.0,
+                "pipeline/redrawn_groups": 0.0,
+                "pipeline/restarted": 0.0,
+                "pipeline/lost_workers": 0.0,
+                "pipeline/stored_groups": 4.0 * ahead,
+                "pipeline/queue_seconds": 0.1,
+                "pipeline/generation_seconds": 0.4,
+                "pipeline/lag_counts": counts,
+                "throughput/seconds": 1.0,
+            }
+        write_lines(file, rows)
+        for update in (0, 1):
+            write_token_log(run_dir / "arms" / name, update, [min(update, i % (ahead + 1)) for i in range(12)])
+    return run_dir
+
+
+def write_token_log(arm: Path, update: int, lags: list[int], *, exact: bool = True) -> Path:
+    """A log of two responses whose tokens have these lags; a log-ratio of 0.1 per update of lag."""
+    lag = torch.tensor(lags)
+    cuts = torch.tensor([0, len(lags) // 3, len(lags)])
+    log = Logged(
+        cu_seqlens=cuts,
+        step=torch.full((2,), update + 1),
+        row=torch.arange(1, 3),
+        response_lengths=cuts.diff(),
+        logp_rollout=torch.full((len(lags),), -1.0),
+        logp=-1.0 + 0.1 * lag,
+        rollout_version=update - lag,
+        version=torch.full((2,), update),
+        divergences={"kl_rollout_current": 0.01 * lag} if exact else {},
+    )
+    return write_log(log, arm / "log" / f"batch-{update:06d}.parquet")
 
 
 def write_lines(path: Path, rows: list[dict]) -> None:

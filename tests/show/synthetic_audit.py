@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 
 from offdrift.methods import METHODS
+from offdrift.plan.compare import plan
+from offdrift.plan.drift import DriftFit, Fit
+from offdrift.plan.phases import Phases
 from offdrift.show.json_access import Fields
 
 PAIRS = ("mismatch", "staleness", "full")
@@ -41,6 +44,13 @@ SNIPPETS = {
     "slime": "--use-tis\n--tis-clip 2.0\n",
     "offdrift": '[arms.token_tis]\nmethod = "token_tis"\n',
 }
+
+
+def planned(text: str) -> dict[str, Any]:
+    """A plan of a few schedules, its name and the source of its drift being a text."""
+    phases = Phases(name=text, batch={"groups": 2, "samples": 2}, run={"updates": 4, "warmup": 1})
+    law = DriftFit(Fit("full/k3", 0.01, 0.02, 1.0, 0.001, (0.0, 4.0)), None, text)
+    return plan(phases, names=("sync", "areal", "unbounded"), bounds=(1, 2), drift=law)
 
 
 def audit(*, steps: int = 160, pairs: tuple[str, ...] = PAIRS, seed: int = 0) -> dict[str, Any]:
@@ -258,6 +268,7 @@ def _facets(pairs: tuple[str, ...], draw: np.random.Generator) -> dict[str, Any]
         "position": [bucket(name(*b), *b, 1.2 - 0.05 * i) for i, b in enumerate(LENGTHS)],
         "advantage": [bucket(n, None, None, f) for n, f in (("negative", 1.4), ("zero", 1.0), ("positive", 0.8))],
         "lag": [bucket(f"{i}", i, i, 1 + 0.3 * i) for i in range(5)],
+        "worker": [bucket(f"worker-{i}", None, None, 4.0 if i == 2 else 1.0) for i in range(4)],
         "token_class": [bucket(n, None, None, f) for n, f in (("very likely (p > 0.9)", 0.4), ("likely (0.5 to 0.9)", 1.3), ("unlikely (0.1 to 0.5)", 2.2), ("rare (p < 0.1)", 3.5))],
     }  # fmt: skip
 

@@ -106,9 +106,9 @@ def test_exact_divergences_are_preferred_and_said() -> None:
 
 def test_every_bucket_is_drawn_under_its_name(content: dict[str, Any]) -> None:
     charts = {c.id: c for c in along(content)}
-    assert set(charts) == {"by-position", "trap", "by-length", "by-lag", "by-advantage", "by-token_class"}  # fmt: skip
+    assert set(charts) == {"by-position", "trap", "by-length", "by-lag", "by-advantage", "by-token_class", "by-worker", "lags"}  # fmt: skip
     for name, chart in charts.items():
-        if name != "trap":
+        if name not in ("trap", "lags"):
             facet = content["facets"][name.removeprefix("by-")]
             assert chart.categories == [b["label"] for b in facet]
             drawn = {s.name: s.y for s in chart.series}

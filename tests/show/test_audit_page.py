@@ -148,3 +148,12 @@ def test_one_open_question_has_no_number() -> None:
     page = render_audit(little() | {"questions": asked})
     assert "<dt>A?</dt>" in page
     assert "To answer it" in page
+
+
+def test_a_frame_says_where_a_turn_begins():
+    entry = {"step": 1, "first": 2, "length": 7, "log_ratio": [0.1] * 5, "tokens": [4, 5, 6, 7, 8], "turns": [0, 3, 5]}
+    page = render_audit({"worst": {"sequences": [entry]}})
+    assert re.findall(r'data-context="([^"]*)">(\d)', page) == [("turn 2", "5"), ("turn 3", "7")]
+    assert "3 turns" in page
+    single = render_audit({"worst": {"sequences": [entry | {"turns": [0]}]}})
+    assert "data-context" not in single.partition("</style>")[2]

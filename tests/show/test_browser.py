@@ -10,13 +10,14 @@ import pytest
 from offdrift.audit.compare import write_comparison
 from offdrift.audit.page import write_audit_page
 from offdrift.check.page import write_check_page
+from offdrift.plan.page import write_plan_page
 from offdrift.show.charts import Chart, Series, write_chart
 from offdrift.show.numbers import kl_level
 from offdrift.train.page import write_report
 from tests.show.browser import Browser, browser, chromium
 from tests.show.hostile import PAYLOADS, hostile, write_hostile_run
-from tests.show.synthetic import write_run
-from tests.show.synthetic_audit import SNIPPETS, audit, check, little
+from tests.show.synthetic import overlap, write_run
+from tests.show.synthetic_audit import SNIPPETS, audit, check, little, planned
 from tests.show.test_figure import PANEL, X
 
 NAMES = ("baseline", "float16 in both engines")
@@ -48,6 +49,7 @@ def pages(folder: Path) -> dict[str, Path]:
     full = audit(steps=40)
     return {
         "report": write_report(write_run(folder / "report", updates=16)),
+        "pipeline report": write_report(overlap(write_run(folder / "pipeline report", updates=16))),
         "hostile report": write_report(write_hostile_run(folder / "hostile report")),
         "figure": write_chart(folder / "figure.html", [PANEL, PANEL], title="Two panels"),
         "hostile figure": write_chart(folder / "bad.html", [BAD, PANEL], title=PAYLOADS[0], caption=PAYLOADS[1]),
@@ -56,14 +58,16 @@ def pages(folder: Path) -> dict[str, Path]:
         "empty": write_audit_page({}, folder / "empty"),
         "check": write_check_page(check(), folder / "check"),
         "compare": write_comparison(full, audit(steps=20, seed=1), NAMES, folder / "compare.html"),
+        "plan": write_plan_page(planned("plain"), folder / "plan.html"),
+        "hostile plan": write_plan_page(planned(ALL), folder / "hostile plan.html"),
         "hostile audit": write_audit_page(hostile(full, ALL), folder / "hostile"),
         "hostile check": write_check_page(hostile(check(), ALL), folder / "hostile"),
         "hostile compare": write_comparison(hostile(full, ALL), hostile(little(), ALL), (ALL, f"b{ALL}"), folder / "hostile.html"),
     }  # fmt: skip
 
 
-CHARTS = {"report": 10, "figure": 2, "audit": 20, "little": 3, "empty": 0, "check": 1, "compare": 14, "hostile report": 1,
-          "hostile figure": 2, "hostile audit": 20, "hostile check": 1, "hostile compare": 7}  # fmt: skip
+CHARTS = {"plan": 3, "hostile plan": 3, "report": 10, "pipeline report": 15, "figure": 2, "audit": 22, "little": 3, "empty": 0, "check": 1, "compare": 14, "hostile report": 1,
+          "hostile figure": 2, "hostile audit": 22, "hostile check": 1, "hostile compare": 7}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHARTS)
@@ -95,6 +99,23 @@ def test_the_first_screen_holds_the_verdict_the_numbers_and_the_fix(chrome: Brow
     bottoms = chrome.run("['.verdict', '.tiles', '.fix', '.copy', '[role=tabpanel]'].map(s => document.querySelector(s).getBoundingClientRect().bottom)")  # fmt: skip
     assert bottoms == sorted(bottoms, key=lambda b: b > 800), "all within 800 pixels"
     assert max(bottoms) < 800
+
+
+def test_an_arm_is_hidden_in_both_groups_of_charts_by_either_button(chrome: Browser, pages: dict[str, Path]) -> None:
+    chrome.open(pages["pipeline report"])
+    first, second = chrome.run("[...document.querySelectorAll('.legend')].map(l => l.getBoundingClientRect().top > 0)")
+    assert first == second
+    chrome.click("section:nth-of-type(3) .legend button:nth-child(2)")
+    pressed = (
+        "[...document.querySelectorAll('.legend button[data-group=\"1\"]')].map(b => b.getAttribute('aria-pressed'))"
+    )
+    assert chrome.run(pressed) == ["false", "false"]
+    shown = "['reward', 'drift_by_lag'].map(id => document.getElementById(`chart-${id}`).data.map(t => t.visible !== false && t.name === 'trm_max').includes(true))"  # fmt: skip
+    assert chrome.run(shown) == [False, False]
+    chrome.click(".legend button:nth-child(2)")
+    assert chrome.run(pressed) == ["true", "true"]
+    assert chrome.run(shown) == [True, True]
+    assert chrome.console() == []
 
 
 COLUMN = "[...document.querySelectorAll('#methods-table tbody tr')].map(r => r.children[{}].dataset.sort)"

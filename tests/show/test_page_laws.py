@@ -11,6 +11,7 @@ import pytest
 from offdrift.audit.compare import write_comparison
 from offdrift.audit.page import write_audit_page
 from offdrift.check.page import write_check_page
+from offdrift.plan.page import write_plan_page
 from offdrift.show.charts import Chart, Series, figure_page
 from offdrift.show.html import write_document
 from offdrift.show.json_access import visible, visible_token
@@ -18,10 +19,10 @@ from offdrift.train.page import write_report
 from tests.show.hostile import PAYLOADS, SHOWN, hostile, write_hostile_run
 from tests.show.parsed import Parsed, parse
 from tests.show.synthetic import write_run
-from tests.show.synthetic_audit import audit, check, little
+from tests.show.synthetic_audit import audit, check, little, planned
 
 ALL = "".join(PAYLOADS)
-NAMES = ("report", "audit", "check", "compare", "figure")
+NAMES = ("report", "audit", "check", "compare", "figure", "plan")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Parsed, P
         "compare": (
             write_comparison(plain, plain, ("a", "b"), folder / "a.html"),
             write_comparison(bad, bad, (f"a{ALL}", f"b{ALL}"), folder / "b.html"),
+        ),
+        "plan": (
+            write_plan_page(planned("plain"), folder / "p.html"),
+            write_plan_page(planned(ALL), folder / "q.html"),
         ),
         "figure": (figure("plain", folder / "plain.html"), figure(ALL, folder / "bad.html")),
     }
@@ -95,6 +100,7 @@ WRITERS = {
     "report.html": lambda folder: write_report(write_run(folder, updates=2)),
     "audit/report.html": lambda folder: write_audit_page(little(), folder / "audit"),
     "check/check.html": lambda folder: write_check_page({}, folder / "check"),
+    "p.html": lambda folder: write_plan_page(planned("plain"), folder / "p.html"),
     "c.html": lambda folder: write_comparison(little(), {}, ("a", "b"), folder / "c.html"),
 }
 

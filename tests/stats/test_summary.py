@@ -67,6 +67,17 @@ def test_weight_metrics(weight, expected):
         assert got[f"weight/{name}"] == pytest.approx(value, abs=1e-6), name
 
 
+def test_the_spread_of_weights_near_one_is_not_lost_to_rounding():
+    """Of 1000 float32 weights, 1 + 1e-4 and 1 - 1e-4 in turn."""
+    drift = 1e-4 * torch.tensor([1.0, -1.0]).repeat(500)
+    logp = torch.full((1000,), -1.0)
+    lp = LogProbs.pack(
+        logp, (logp + drift).requires_grad_(), logp + drift, segments=Segments.from_lengths(torch.tensor([1000]))
+    )
+    corrected = Correction(weights=(Weight(on="mismatch", cap=2.0),))(lp, torch.ones(1000))
+    assert summarize(DriftStats.of(lp, corrected))["weight/std"] == pytest.approx(1e-4, rel=1e-2)
+
+
 def test_gate_metrics_count_sequences_and_tokens():
     got = metrics(Correction((Gate(statistic="k2", on="mismatch", unit="seq_max", high=0.1),)))
     assert got["gate/drop_frac_seq"] == 0.5
@@ -129,6 +140,6 @@ def test_every_weight_zero_has_no_effective_sample():
 @pytest.mark.parametrize("name", METRICS)
 def test_every_metric_has_a_unit_a_formula_and_a_direction(name):
     row = METRICS[name]
-    assert row.unit in ("nat", "1", "task", "task^2", "token", "step")
+    assert row.unit in ("nat", "1", "task", "task^2", "token", "step", "s", "byte")
     assert row.formula
     assert row.larger_is in ("worse", "better", "neither")

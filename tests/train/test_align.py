@@ -12,7 +12,7 @@ from torch import nn
 from offdrift.errors import RecipeError
 from offdrift.methods.schedules import gac_projection
 from offdrift.train.align import Alignment, gradient_dot
-from offdrift.train.parts import Align
+from offdrift.train.optim import Align
 from tests.train.conftest import small_recipe
 from tests.train.test_learning_rate import run_of
 

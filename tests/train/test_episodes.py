@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import re
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -25,49 +26,22 @@ from offdrift.methods import method
 from offdrift.records import store
 from offdrift.records.readers import detect, pieces, read
 from offdrift.records.rollouts import Sampling, Turns, concatenate
+from offdrift.train import context
 from offdrift.train.batch import Batch
 from offdrift.train.context import set_up
-from offdrift.train.environments import ENVIRONMENTS, Answer, Calculator, Environment, Guess, calculated
+from offdrift.train.environments import ENVIRONMENTS, Adventure, Answer, Calculator, Environment, Guess, calculated
 from offdrift.train.episodes import demonstrated, play, stop_length
 from offdrift.train.loop import train
-from offdrift.train.models import CHARACTERS, answer_ids, load_model, tiny_tokenizer
+from offdrift.train.models import answer_ids, load_model, tiny_tokenizer
 from offdrift.train.page import write_report
 from offdrift.train.problems import Problem
 from offdrift.train.run_folder import RunFolder
 from offdrift.train.step import ScoredPiece
 from offdrift.train.warmstart import IGNORED, _batch, _Plan
-from tests.train.conftest import short_arms, small_recipe
+from tests.engines.models import CACHE_MIB, need_vllm
+from tests.train.conftest import STOPS, Echo, check_episodes, check_run_in_turns, short_arms, small_recipe
 
 CUT = (1,)
-STOPS = (*"=+-*", *(x + y for x in CHARACTERS for y in "abc/"))
-"""Texts of one token, which the engine stops at, and of two, which it does not know."""
-
-
-@dataclass(frozen=True)
-class Echo:
-    """Answers "ok" with the number of the turn and the prompt, twice."""
-
-    name: str = "echo"
-    stops: tuple[str, ...] = STOPS
-
-    def sample(self, n: int, *, seed: int, split: str = "train") -> list[Problem]:
-        shift = 500 if split == "eval" else 0
-        return [Problem(f"{(seed * 31 + i + shift) % 977}", "0", ("1=", "2=", "3=")) for i in range(n)]
-
-    def start(self, problem: Problem) -> Echoing:
-        return Echoing(problem.prompt)
-
-
-@dataclass
-class Echoing:
-    prompt: str
-    turns: list[str] = field(default_factory=list)
-
-    def answer(self, text: str) -> Answer:
-        """A turn earns the share of its characters that are digits."""
-        self.turns.append(text)
-        digits = sum(c.isdigit() for c in text) / max(1, len(text))
-        return Answer(f"ok{len(self.turns)}{self.prompt}", digits / 3, done=len(self.turns) == 3)
 
 
 @pytest.fixture
@@ -107,17 +81,10 @@ def transcripts(rollouts, tokenizer):
 
 def test_an_episode_is_prompt_turns_and_answers_in_their_order(model):
     rollouts = played(model)
-    tokenizer, turns = model[1], rollouts.segments.turns
-    lengths = [0] * 12
-    for i, text in enumerate(transcripts(rollouts, tokenizer)):
-        own = iter([tokenizer.decode(ids) for ids, s in zip(responses_of(rollouts), turn_owner(rollouts)) if s == i])
-        expected = rollouts.prompts[i]
-        for k, turn in enumerate(own):
-            expected += (f"ok{k}{rollouts.prompts[i]}" if k else "") + turn
-            lengths[i] = k + 1
-        assert text == expected
-    assert len(turns) == sum(lengths)
-    assert len(set(lengths)) > 1, "episodes of different lengths were to be compared"
+    check_episodes(rollouts, model[1])
+    lengths = torch.bincount(torch.tensor(turn_owner(rollouts)), minlength=12)
+    assert len(rollouts.segments.turns) == lengths.sum()
+    assert len(lengths.unique()) > 1, "episodes of different lengths were to be compared"
     assert len(rollouts.tokens) == int(rollouts.lengths.sum()) < int(rollouts.lengths_with_context.sum())
 
 
@@ -141,10 +108,10 @@ def test_a_turn_ends_at_its_stop_text_and_one_that_is_cut_off_ends_the_episode(m
     assert set(played(model, turns=2).finish) == {"length"}, "nobody said that these were over"
 
 
-@pytest.mark.parametrize("evidence", ["full", 5, "hidden"])
-def test_turn_by_turn_gives_the_log_probs_of_the_whole_episode_at_once(model, evidence):
+@pytest.mark.parametrize(("evidence", "top_k"), [("full", 0), (5, 0), ("hidden", 0), ("full", 20)])
+def test_turn_by_turn_gives_the_log_probs_of_the_whole_episode_at_once(model, evidence, top_k):
     """The engine read every turn's prompt anew; one forward pass over all reads the same."""
-    rollouts = played(model, evidence=evidence, temperature=1.3)
+    rollouts = played(model, evidence=evidence, temperature=1.3, top_k=top_k)
     with torch.no_grad():
         whole = score(model[0].eval(), rollouts, temperature=1.3)
     assert len(whole.logp) == len(rollouts.tokens) > 70
@@ -236,19 +203,26 @@ def test_prompts_of_turns_are_all_that_stands_before_them():
 # -- environments ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("environment", [Calculator(), Guess()], ids=lambda e: e.name)
+@pytest.mark.parametrize("environment", ENVIRONMENTS.values(), ids=lambda e: e.name)
 def test_demonstrations_win_and_splits_are_apart(environment):
     problems = environment.sample(200, seed=3)
     assert problems == environment.sample(300, seed=3)[:200]
-    held_out = {p.prompt for p in environment.sample(50, seed=4, split="eval")}
+    assert problems != environment.sample(200, seed=4)
+    held_out = {p.prompt for p in environment.sample(128, seed=4, split="eval")}
+    assert len(held_out) == 128
     assert held_out.isdisjoint(p.prompt for p in problems)
     for problem in problems:
         episode = environment.start(problem)
         answers = [episode.answer(text) for text in problem.demonstration]
         assert [a.done for a in answers] == [False] * (len(answers) - 1) + [True]
         assert sum(a.reward for a in answers) == 1
-        assert len(answers) <= 5
+        assert len(answers) <= (8 if environment.name == "adventure" else 5)
         assert problem.answer not in problem.prompt or environment.name == "guess"
+
+
+def test_more_problems_than_there_are_are_refused():
+    with pytest.raises(RecipeError, match=r"'adventure' gave 268 of 300 different eval problems.*log\.eval_prompts"):
+        Adventure().sample(300, seed=0, split="eval")
 
 
 @pytest.mark.parametrize(
@@ -273,6 +247,64 @@ def test_a_guess_is_answered_and_what_is_no_number_ends_the_game():
     answers = [Guess().start(Problem("", "30")).answer(t) for t in ("29", "31", "30", "what", "9" * 5000)]
     assert [a.text for a in answers] == ["higher\n", "lower\n", "", "", ""]
     assert [a.reward for a in answers] == [0, 0, 1, 0, 0]
+
+
+COMMANDS = ("go north", "go south", "go east", "go west", "take key", "open door")
+
+
+def fewest_commands(problem: Problem) -> int:
+    """Of all games of a problem, by trying every command in every state."""
+    games, states = [Adventure().start(problem)], set()
+    for count in range(1, 40):
+        reached = []
+        for game in games:
+            for command in COMMANDS:
+                after = copy.copy(game)
+                if after.answer(command).reward == 1:
+                    return count
+                if (after.room, after.key) not in states:
+                    states.add((after.room, after.key))
+                    reached.append(after)
+        games = reached
+    raise AssertionError("no way to the reward")
+
+
+def test_adventures_are_shown_by_the_shortest_games():
+    problems = Adventure().sample(1000, seed=6)
+    lengths = [len(p.demonstration) for p in problems]
+    assert lengths == [fewest_commands(p) for p in problems]
+    assert min(lengths) == 4
+    assert max(lengths) == 8
+
+
+def test_an_adventure_answers_every_command_in_every_state():
+    game = Adventure().start(Problem("room a1, key b1, door b2:", ""))
+    script = [
+        ("go west", "wall"), ("go south", "wall"), ("take key", "no key here"), ("open door", "no door here"),
+        ("go east", "room b1: key"), ("Take  KEY.\n", "taken"), ("take key", "no key here"), ("go north", "room b2: door"),
+        ("go south", "room b1"), ("go east", "room c1"), ("go east", "room d1"), ("go east", "wall"),
+        ("go north", "room d2"), ("go north", "room d3"), ("go north", "room d4"), ("go north", "wall"),
+        ("open door", "no door here"), ("go west", "room c4"), ("go west", "room b4"), ("go south", "room b3"),
+        ("go south", "room b2: door"),
+    ]  # fmt: skip
+    for command, expected in script:
+        assert game.answer(command) == Answer(f"{expected}\n"), command
+    assert game.answer("open door") == Answer(reward=1.0, done=True)
+    early = Adventure().start(Problem("room a1, key b1, door a2:", ""))
+    assert [early.answer(x).text for x in ("go north", "open door")] == ["room a2: door\n", "locked\n"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "\n", "go", "go up", "go northeast", "go north go north", "go north " * 10**6, "go north" + " " * 99 + "go west", "open door; open door",
+     "room b1", "__import__('os')", "g\u043e north", "\ud800", "\0", "[1+2]", "take key b1"],
+    ids=lambda text: repr(text[:20]),
+)  # fmt: skip
+def test_an_adventure_answers_what_is_no_command(text):
+    game = Adventure().start(Problem("room b2, key b2, door a4:", ""))
+    before = copy.copy(game)
+    assert game.answer(text) == Answer("what?\n")
+    assert game == before
 
 
 def test_a_stop_text_is_found_where_it_is_complete():
@@ -344,7 +376,7 @@ def test_turn_level_methods_read_the_turns_of_episodes(model, name):
         by_sequence, _ = loss_of(rollouts.with_(turns=None), name, logp)
         assert torch.equal(by_turn, by_sequence) == same
     with torch.no_grad():
-        piece = ScoredPiece(model[0], Batch(episodes, torch.ones(len(episodes.tokens))), 0)
+        piece = ScoredPiece(model[0], Batch(episodes, torch.ones(len(episodes.tokens))), 0, until=ExitStack())
     assert torch.equal(piece.logprobs.segments.turns.cu_seqlens, episodes.segments.turns.cu_seqlens)
     # In closed form: the tokens of a turn share what their turn's mean log-ratio, and no other's, decides.
     logp = drifted(episodes)
@@ -418,6 +450,17 @@ def test_a_run_in_turns_is_logged_shown_and_resumed_bit_for_bit(echo, tmp_path):
     assert functools.reduce(Tally.merge, map(Tally.of, batches)).as_dict()["overall"][
         "response/turns_mean"
     ] == pytest.approx(turns / 32)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_vllm_plays_episodes_and_takes_new_weights_between_them(echo, tmp_path, monkeypatch):
+    need_vllm()
+    # A small cache of keys and values: 2 GB hold the test.
+    monkeypatch.setattr(context, "make_engine", functools.partial(context.make_engine, kv_cache_mib=CACHE_MIB))
+    recipe = turns_recipe(batches=3, lag={"sync_every": 2}, optim={"lr": 1e-3}, rollout__engine="vllm", rollout__dtype="float32")  # fmt: skip
+    train(recipe, tmp_path / "run")
+    check_run_in_turns(tmp_path / "run/arms/turn_ppo", *load_model("tiny-qwen3", seed=recipe.seed), engine="vllm")
 
 
 def test_the_trainer_states_the_horizon_of_episodes(echo, tmp_path):

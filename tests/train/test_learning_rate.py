@@ -11,7 +11,7 @@ from offdrift.errors import RecipeError
 from offdrift.methods.schedules import LengthSurge, SurgeState
 from offdrift.train import step
 from offdrift.train.loop import train
-from offdrift.train.recipe import LengthGuard, Optim
+from offdrift.train.optim import LengthGuard, Optim
 from tests.train.conftest import short_arms, small_recipe
 
 ARMS = {"none": {"method": "none"}}

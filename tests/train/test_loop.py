@@ -27,7 +27,7 @@ from offdrift.train.stored import read_run
 from tests.train.conftest import short_arms, small_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-TIMING = ("throughput/seconds", "throughput/tokens_per_s")
+TIMING = tuple(f"throughput/{name}" for name in ("seconds", "tokens_per_s", "draw_seconds", "publish_seconds"))
 
 
 def rows(run: Path, arm: str = "trm_max", file: str = "metrics") -> list[dict[str, Any]]:

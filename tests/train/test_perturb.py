@@ -16,7 +16,7 @@ from offdrift.errors import RecipeError
 from offdrift.methods import METHODS, override
 from offdrift.stats import summarize
 from offdrift.train import perturb as module
-from offdrift.train.parts import Perturb
+from offdrift.train.optim import Perturb
 from offdrift.train.perturb import Perturbation, decoder_layers, perturbed
 from tests.train.test_learning_rate import run_of
 from tests.train.test_step import drawing as drawing

@@ -9,25 +9,26 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
 
 from offdrift.advantages import advantages
 from offdrift.methods import METHODS
-from offdrift.records.rollouts import concatenate
+from offdrift.records.rollouts import Rollouts, concatenate
 from offdrift.records.store import read
 from offdrift.stats import summarize
 from offdrift.train import recipe
 from offdrift.train.batch import Batch
 from offdrift.train.critic import Critic, ValueHead, critic_step
+from offdrift.train.environments import ENVIRONMENTS
 from offdrift.train.loop import train
-from offdrift.train.models import load_model
+from offdrift.train.models import load_model, tiny_tokenizer
 from offdrift.train.old_policy import score_batch
 from offdrift.train.step import train_step
-from tests.train.conftest import short_arms, small_recipe
+from tests.train.conftest import Echo, check_episodes, short_arms, small_recipe
 from tests.train.test_loop import rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -67,6 +68,17 @@ ARMS = {
     "vcpo": {"method": "vcpo"},
     "online_dpo": {"method": "online_dpo"},
 }
+TURN_ARMS = {
+    "turn_ppo": {
+        "method": "turn_ppo",
+        "override": {"objective.on": "full", "objective.eps_low": 0.01, "objective.eps_high": 0.01},
+    },
+    "segment_tis": {
+        "method": "segment_tis",
+        "gates_of": "trm_max",
+        "override": {"gate.high": 5e-4, "weight.cap": 1.01},
+    },
+}
 WHITENED = {"lr": 2e-4, "advantage": "reinforce_plus_plus_baseline"}
 
 
@@ -74,36 +86,68 @@ WHITENED = {"lr": 2e-4, "advantage": "reinforce_plus_plus_baseline"}
 def test_two_processes_take_the_step_that_one_takes_on_the_same_rollouts(tmp_path, monkeypatch):
     """Each process draws and scores half of the batch; normalizers, step-wide statistics, whitening
     and learning-rate scale are of the whole."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
-    run = tmp_path / "two"
     short_arms(monkeypatch)
-    changes = ["--short", f"arms={json.dumps(ARMS)}", f"optim={json.dumps(WHITENED)}", "batches=1"]
-    command = [sys.executable, *launcher, "tests.train.worker", str(run), *changes]
+    changes = {"arms": ARMS, "optim": WHITENED, "batches": 1}
+    run = two_processes(tmp_path / "two", changes)
+    for arm in ARMS:
+        halves = check_step_of_two_processes(run, arm, changes)
+        assert [h.num_sequences for h in halves] == [8, 8]
+    assert 0 < rows(run, "normalized_tis")[0]["gate/acceptance_seq"] < 1
+    assert 0.3 < rows(run, "vcpo")[0]["optim/lr_scale"] < 1.0
+    # Weights of mean 1 are not all below half of it.
+    assert rows(run, "normalized_tis")[0]["weight/cap_frac"] > 0
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_step_that_one_takes_on_the_same_episodes(tmp_path, monkeypatch):
+    """Episodes of the halves have different lengths and numbers of turns."""
+    short_arms(monkeypatch)
+    monkeypatch.setitem(ENVIRONMENTS, "echo", Echo())
+    changes = {"task": "echo", "arms": TURN_ARMS, "optim": WHITENED, "batches": 1}
+    changes |= {"rollout__max_turns": 3, "rollout__max_tokens": 12, "rollout__quantization": "int8"}
+    run = two_processes(tmp_path / "two", changes)
+    for arm in TURN_ARMS:
+        halves = check_step_of_two_processes(run, arm, changes)
+        for half in halves:
+            check_episodes(half, tiny_tokenizer())
+            assert set(half.rollout_version.tolist()) == {0}
+        turns = [len(half.segments.turns) for half in halves]
+        assert 8 < turns[0] != turns[1]
+        assert rows(run, arm)[0]["response/turns_mean"] == pytest.approx(sum(turns) / 16)
+    assert rows(run, "turn_ppo")[0]["objective/clip_frac_active"] > 0
+    assert rows(run, "segment_tis")[0]["weight/cap_frac"] > 0
+    assert 0 < rows(run, "segment_tis")[0]["gate/acceptance_seq"] < 1
+
+
+def two_processes(run: Path, changes: dict[str, Any]) -> Path:
+    """Train in two processes that share every batch."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
+    words = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    command = [sys.executable, *launcher, "tests.train.worker", str(run), "--short", *words]
     done = subprocess.run(
         command, cwd=ROOT, env={**ENVIRONMENT, "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    for arm in ARMS:
-        drawn = run / "arms" / arm / "rollouts"
-        halves = [read(drawn / f"batch-000000-rank{r}.parquet") for r in (0, 1)]
-        assert [h.num_sequences for h in halves] == [8, 8]
-        assert not set(halves[0].group_ids.tolist()) & set(halves[1].group_ids.tolist())
-        expected, weights = one_process_step(concatenate(halves), arm)
-        (row,) = rows(run, arm)
-        shared = expected.keys() & row.keys()
-        assert len(shared) > 40
-        for name in shared:
-            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), (arm, name)
-        moved = load_file(run / "arms" / arm / "model" / "model.safetensors")
-        # Adam's first step is +-lr: where a gradient is rounding noise its sign is noise, too
-        agree = torch.cat([(moved[k] - weights[k]).abs().flatten() < 1e-5 for k in moved])
-        assert agree.numel() > 10_000
-        assert agree.double().mean() > 0.99, arm
-    assert 0 < rows(run, "normalized_tis")[0]["gate/acceptance_seq"] < 1
-    assert 0.3 < rows(run, "vcpo")[0]["optim/lr_scale"] < 1.0
-    # Weights of mean 1 are not all below half of it.
-    assert rows(run, "normalized_tis")[0]["weight/cap_frac"] > 0
+    return run
+
+
+def check_step_of_two_processes(run: Path, arm: str, changes: dict[str, Any]) -> list[Rollouts]:
+    """The first step has the metrics and weights of one process; returns what the two processes drew for it."""
+    halves = [read(run / "arms" / arm / "rollouts" / f"batch-000000-rank{r}.parquet") for r in (0, 1)]
+    assert not set(halves[0].group_ids.tolist()) & set(halves[1].group_ids.tolist())
+    expected, weights = one_process_step(concatenate(halves), arm, changes)
+    (row,) = rows(run, arm)
+    shared = expected.keys() & row.keys()
+    assert len(shared) > 40
+    for name in shared:
+        assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), (arm, name)
+    moved = load_model(str(run / "arms" / arm / "model"), seed=0)[0].state_dict()  # experts are stored one by one
+    # Adam's first step is +-lr: where a gradient is rounding noise its sign is noise, too
+    agree = torch.cat([(moved[k] - weights[k]).abs().flatten() < 1e-5 for k in moved])
+    assert agree.numel() > 10_000
+    assert agree.double().mean() > 0.99, arm
+    return halves
 
 
 @pytest.mark.slow
@@ -113,14 +157,7 @@ def test_a_critic_of_two_processes_takes_the_steps_of_one(tmp_path, monkeypatch,
     short_arms(monkeypatch)
     settings, steps = {"shared": True} if shared else {"lr": 1e-3}, {"advantage": "gae", "lr": 1e-3, "epochs": 2}
     arms = {"ppo": {"method": "none"}}
-    words = [f"arms={json.dumps(arms)}", f"critic={json.dumps(settings)}", f"optim={json.dumps(steps)}", "batches=1"]
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
-    command = [sys.executable, *launcher, "tests.train.worker", str(tmp_path), "--short", *words]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**ENVIRONMENT, "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    two_processes(tmp_path, {"arms": arms, "critic": settings, "optim": steps, "batches": 1})
     drawn = tmp_path / "arms/ppo/rollouts"
     rollouts = concatenate([read(drawn / f"batch-000000-rank{r}.parquet") for r in (0, 1)])
     model, _ = load_model("tiny-qwen3", seed=0)
@@ -169,13 +206,17 @@ def test_two_processes_project_perturb_and_adapt_alike(tmp_path):
         assert min(first[1:]) > 1
 
 
-def one_process_step(rollouts, arm: str):
+def one_process_step(rollouts: Rollouts, arm: str, changes: dict[str, Any]):
     """What the first step of that run must be, computed here on both halves together."""
-    model, _ = load_model("tiny-qwen3", seed=0)
+    whole = small_recipe(**changes)
+    model, _ = load_model(whole.model, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.9, 0.95), weight_decay=0.0)
     how = WHITENED["advantage"]
-    batch = Batch(rollouts, advantages(rollouts.rewards, rollouts.segments, how=how))
-    row = small_recipe(arms=ARMS).arms[arm].build()
+    replays = whole.replay_of(arm).routes == "rollout"
+    batch = Batch(rollouts, advantages(rollouts.rewards, rollouts.segments, how=how), replays=replays)
+    row = whole.arms[arm].build()
+    if row.scores_old:
+        batch = replace(batch, old=score_batch(model, rollouts, token_budget=64))
     if row.needs_reference:
         batch = replace(batch, logp_ref=score_batch(model, rollouts, token_budget=64).logp)
     update = train_step(Accelerator(cpu=True), model, optimizer, batch, row, token_budget=16384, max_grad_norm=1.0)  # fmt: skip

@@ -54,6 +54,10 @@ def test_the_tiny_recipe_compares_the_four_arms_under_drift():
             "rollout.tail_log_ratio_cap=0.5",
             'cap = 0.5 is about the tail of top-k evidence, but rollout.evidence = "full"',
         ),
+        ("rollout.top_p=0", "rollout.top_p = 0: input should be greater than 0"),
+        ("rollout.min_p=1", "rollout.min_p = 1: input should be less than 1"),
+        ("rollout.top_k=-1", "rollout.top_k = -1: input should be greater than or equal to 0"),
+        ("replay.support=false", "replay.support = false does nothing: the rollouts are not filtered"),
         ("optim.minibatches=1000", "more than the 256 sequences of a batch"),
         ("name=../up", "name = '../up': string should match"),
         ('arms={"../up" = {method = "none"}}', "should match pattern"),
@@ -88,6 +92,19 @@ def test_values_on_the_command_line_are_toml_or_words():
     rollout = recipe.rollout
     assert (recipe.lag.sync_every, rollout.dtype, rollout.evidence, rollout.tail_log_ratio_cap) == (3, "float16", 20, 1)
     assert load_recipe(TINY, changes=["rollout.evidence=hidden"]).rollout.evidence == "hidden"
+
+
+def test_a_replay_that_cannot_act_is_refused_with_the_way_out():
+    served = ["rollout.engine=openai", "rollout.url=http://x/v1", "rollout.quantization=none", "rollout.top_p=0.9"]
+    with pytest.raises(
+        RecipeError, match=r'replay.support = true .* rollout.engine = "openai".*replay.support = false'
+    ):
+        load_recipe(TINY, changes=served)
+    assert not load_recipe(TINY, changes=[*served, "replay.support=false"]).replay.support
+    hidden = ["rollout.evidence=hidden", "rollout.min_p=0.1"]
+    assert load_recipe(TINY, changes=hidden).replay.support
+    with pytest.raises(RecipeError, match=r'replay.support = false: rollout.evidence = "hidden".*use "full"'):
+        load_recipe(TINY, changes=[*hidden, "replay.support=false"])
 
 
 def test_one_method_by_name_replaces_the_arms():

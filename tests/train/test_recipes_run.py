@@ -13,6 +13,7 @@ import pytest
 
 from offdrift.records import FullVocab, TopK
 from offdrift.records.store import read
+from tests.engines.models import CACHE_MIB
 
 ROOT = Path(__file__).parents[2]
 IN_CI = bool(os.environ.get("CI"))
@@ -25,9 +26,19 @@ def needs(package: str):
     return pytest.mark.skipif(missing and not IN_CI, reason=f"{package} is not installed")
 
 
-def run(recipe: str, folder: Path, arms: str, *changes: str) -> dict:
+PROGRAM = f"""
+import functools
+from offdrift.train import context
+context.make_engine = functools.partial(context.make_engine, kv_cache_mib={CACHE_MIB})
+from offdrift.cli import main
+main()
+"""
+"""`offdrift` with a small cache of keys and values: 2 GB hold the test."""
+
+
+def run(recipe: str, folder: Path, arms: str, *changes: str, start: tuple[str, str] = ("-m", "offdrift")) -> dict:
     words = [w for c in (*SHORT, *changes) for w in ("--set", c)]
-    command = [sys.executable, "-m", "offdrift", "train", f"recipes/{recipe}.toml", "--out", str(folder), "--arms", arms, *words]  # fmt: skip
+    command = [sys.executable, *start, "train", f"recipes/{recipe}.toml", "--out", str(folder), "--arms", arms, *words]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400)  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "verifying weight synchronization with perturbed weights" in done.stderr
@@ -43,7 +54,7 @@ def run(recipe: str, folder: Path, arms: str, *changes: str) -> dict:
     ids=["moe", "dense"],
 )
 def test_real_vllm_draws_the_tokens_and_takes_every_update(tmp_path, recipe, changes):
-    head = run(recipe, tmp_path / "run", "none,trm_max", *changes)
+    head = run(recipe, tmp_path / "run", "none,trm_max", *changes, start=("-c", PROGRAM))
     assert {row["updates"] for row in head["table"]} == {2}
     batch = read(tmp_path / "run" / "arms" / "trm_max" / "rollouts" / "batch-000001.parquet")
     assert batch.provenance.engine == "vllm"

@@ -70,8 +70,8 @@ def drawing():
     sampling = Sampling(max_tokens=9, stop_token_ids=tuple(range(10)))
     rewards = torch.randn(12, generator=torch.Generator().manual_seed(0))
 
-    def draw(evidence: str):
-        rollouts = engine.generate(prompts, sampling, seed=1, evidence=evidence)
+    def draw(evidence: str, **filters):
+        rollouts = engine.generate(prompts, replace(sampling, **filters), seed=1, evidence=evidence)
         return rollouts.with_(rewards=rewards, group_ids=torch.arange(12) // 4)
 
     return model, draw
@@ -83,6 +83,16 @@ def world(drawing):
     model, draw = drawing
     rollouts = draw("full")
     assert len(set(rollouts.lengths.tolist())) > 3
+    return model, Batch(rollouts, advantages(rollouts.rewards, rollouts.segments))
+
+
+@pytest.fixture(scope="module")
+def filtered(drawing):
+    """The same drawn by top-p."""
+    model, draw = drawing
+    rollouts = draw("full", top_p=0.7)
+    assert len(set(rollouts.lengths.tolist())) > 3
+    assert 3 < rollouts.support.cu_seqlens.diff().double().mean() < 50
     return model, Batch(rollouts, advantages(rollouts.rewards, rollouts.segments))
 
 
@@ -111,11 +121,13 @@ LOOKS_AHEAD = ["normalized_tis", "m2po", "clip_cov", "kl_cov", "st_ppo", "oapl",
 
 
 @pytest.mark.parametrize(
-    ("name", "token_budget"),
-    [(n, b) for n in ("none", "token_tis", "seq_tis", "trm_max", "trm_avg_k3") for b in (1, 30, 64)]
-    + [(n, 30) for n in LOOKS_AHEAD],
+    ("name", "token_budget", "drawn"),
+    [(n, b, "world") for n in ("none", "token_tis", "seq_tis", "trm_max", "trm_avg_k3") for b in (1, 30, 64)]
+    + [(n, 30, "world") for n in LOOKS_AHEAD]
+    + [(n, 30, "filtered") for n in ("seq_tis", "trm_max", "decoupled_ppo", "kl_cov")],
 )
-def test_accumulation_by_token_budget_gives_the_gradient_of_one_big_batch(world, name, token_budget):
+def test_accumulation_by_token_budget_gives_the_gradient_of_one_big_batch(request, name, token_budget, drawn):
+    world = request.getfixturevalue(drawn)
     whole, once = step(world, name, token_budget=10_000)
     cut, many = step(world, name, token_budget=token_budget)
     assert len(list(chunks(world[1].rollouts, token_budget=token_budget))) > 1
@@ -130,6 +142,45 @@ def test_accumulation_by_token_budget_gives_the_gradient_of_one_big_batch(world,
     assert name not in GATES or 0 < got["gate/acceptance_seq"] < 1
     for key in expected:
         assert got[key] == pytest.approx(expected[key], rel=2e-3, abs=1e-5, nan_ok=True), key
+
+
+STREAMED = ["none", "seq_tis", "trm_max", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "decoupled_token_is"]
+"""Every aggregate, gates, weights and clips of every unit, with and without an old policy."""
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_parts_that_come_one_by_one_give_the_gradient_of_the_joined_batch(world, name):
+    """Parts of unequal size, a prompt whole in each."""
+    at_once, streamed = copy.deepcopy(world[0]), copy.deepcopy(world[0])
+    row, batch = override(METHODS[name], CHANGES.get(name, {})), world[1]
+    if row.needs_old:
+        old = score_batch(streamed, batch.rollouts, token_budget=64)
+        moved = old.logp - 0.2 * torch.rand(len(old.logp), generator=torch.Generator().manual_seed(1))
+        batch = replace(batch, old=replace(old, logp=moved))
+    parts = [batch.select(torch.arange(a, b)) for a, b in ((0, 4), (4, 12))]
+    assert Batch.joined(parts).advantages.equal(batch.advantages)
+    options = {"token_budget": 30, "view": True, "region": TrustRegion(horizon=9, delta=0.05)}
+    whole = taken(at_once, batch, row, **options)
+    came = []
+    update = taken(streamed, (came.append(part) or part for part in parts), row, **options)
+    assert len(came) == 2
+    compared = 0
+    for a, b, start in zip(at_once.parameters(), streamed.parameters(), world[0].parameters()):
+        torch.testing.assert_close(a - start, b - start, rtol=1e-3, atol=2e-6)
+        compared += a.numel()
+    assert compared > 200_000
+    expected, got = summarize(whole.stats), summarize(update.stats)
+    assert got.keys() == expected.keys()
+    for key in expected:
+        assert got[key] == pytest.approx(expected[key], rel=2e-3, abs=1e-5, nan_ok=True), key
+    torch.testing.assert_close(update.tokens.logp, whole.tokens.logp)
+    assert update.tokens.keep.equal(whole.tokens.keep)
+    assert update.evidence is not None
+
+
+def test_a_method_that_looks_at_the_whole_step_refuses_parts(world):
+    with pytest.raises(EngineError, match="join them"):
+        taken(copy.deepcopy(world[0]), iter([world[1]]), METHODS["normalized_tis"])
 
 
 def test_every_sequence_is_scored_exactly_once(world):
@@ -187,9 +238,10 @@ def test_old_log_probs_are_the_models_own_with_entropy_squares_and_divergences(w
     assert part.divergences["kl_rollout_old"].hi.tolist() == old.divergences["kl_rollout_old"].hi[[2, 0]].tolist()
 
 
-def test_hidden_states_assess_and_step_as_full_rows_do_however_the_batch_is_cut(world, drawing):
-    model, batch = world
-    full, hidden = batch.rollouts, drawing[1]("hidden")
+@pytest.mark.parametrize(("drawn", "filters"), [("world", {}), ("filtered", {"top_p": 0.7})])
+def test_hidden_states_assess_and_step_as_full_rows_do_however_the_batch_is_cut(request, drawing, drawn, filters):
+    world = model, batch = request.getfixturevalue(drawn)
+    full, hidden = batch.rollouts, drawing[1]("hidden", **filters)
     assert torch.equal(full.tokens, hidden.tokens)
     expected = score_batch(model, full, token_budget=1000, exact=True).divergences
     found = score_batch(model, hidden, token_budget=30, exact=True).divergences

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from offdrift.train import loop
+from offdrift.train.environments import ENVIRONMENTS
 from offdrift.train.loop import train
 from offdrift.train.tasks import TASKS
-from tests.train.conftest import Digits, short_arms, small_recipe
+from tests.train.conftest import Digits, Echo, short_arms, small_recipe
 
 
 def main(folder: str, *words: str) -> None:
-    TASKS["digits"] = Digits()
+    TASKS["digits"], ENVIRONMENTS["echo"] = Digits(), Echo()
     changes = {k: json.loads(v) for k, v in (w.split("=", 1) for w in words if "=" in w)}
 
     if "--short" in words:

@@ -132,6 +132,11 @@ class Estimator:
     baseline: Literal["response", "token"] = "response"
     """Whether one number is taken off all tokens of a response, or one of its own off each."""
 
+    @property
+    def whole_batch(self) -> bool:
+        """Whether it takes statistics over all groups of a batch, so that groups cannot be treated one by one."""
+        return LARGE in self.provided
+
 
 GRPO = "arXiv:2402.03300, section 4.1"
 OTB = "arXiv:2602.07078"

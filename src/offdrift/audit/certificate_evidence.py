@@ -32,8 +32,9 @@ TOKENS = 2**21
 
 NOTHING = "the log holds no rollouts that could be evidence"
 SELECTED = (
-    "prompts or group sizes were chosen by the rewards of the responses (selected), so they are no independent sample; "
-    "judge a policy by rollouts that nothing was left out of"
+    "prompts or group sizes were chosen by the rewards of the responses, or by how long they took, as in an "
+    "asynchronous run that takes first what has finished first (selected), so they are no independent sample; judge a "
+    "policy by rollouts that nothing was left out of"
 )
 INCOMPLETE = (
     "some responses lack log-probs, rewards or versions that others have, so the rest is no random sample; "

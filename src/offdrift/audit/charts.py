@@ -1,4 +1,4 @@
-"""The charts of an audit: over its steps, along length, position, sign, lag and token class, and of its ratios."""
+"""The charts of an audit: over its steps, along position, length, lag and other properties, and of its ratios."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ FACET_CHARTS = (
     ("lag", "KL by policy lag", "updates", "points"),
     ("advantage", "KL by sign of the advantage", "", "bars"),
     ("token_class", "KL by token class", "", "bars"),
+    ("worker", "KL by rollout worker", "", "bars"),
 )
 """Charts of the KL by bucket: axis, title, what stands below it, and how it is drawn."""
 
@@ -94,9 +95,10 @@ def explorable(audit: Fields) -> dict[str, tuple[list[float | None], list[float 
 
 
 def along(audit: Fields) -> list[Chart]:
-    """KL by position, length, lag, sign of the advantage and token class; acceptance by length."""
+    """KL by every axis of the facets and by worker; acceptance by length, and tokens by lag."""
     charts = [_facet_chart(audit, *c) for c in FACET_CHARTS]
     charts.insert(1, _length_trap(audit))
+    charts.append(_lag_histogram(audit))
     return [c for c in charts if c.series]
 
 
@@ -201,6 +203,21 @@ def _facet_chart(audit: Fields, name: str, title: str, x_title: str, kind: str) 
     unit, x_title = "nat, log scale" if log else "nat", _lengths(audit) if name == "length" else x_title
     meaning = f"Mean KL of the tokens of each bucket, as over time. {_pairs_in_words(series)}"
     return Chart(title, unit, series, f"by-{name}", meaning, log=log, x_title=x_title)
+
+
+def _lag_histogram(audit: Fields) -> Chart:
+    """How many tokens were how old; none where all are of one age."""
+    table = rows(at(audit, "facets", "lag"))
+    tokens = column(table, "tokens")
+    total = sum(n or 0.0 for n in tokens)
+    shares = [None if n is None else n / total for n in tokens] if len(table) > 1 and total else []
+    mixed = number(at(audit, "overall", "version_lag/mixed_frac"))
+    meaning = "Share of the tokens by the updates between the weights that drew them and those that they trained."
+    if mixed is not None:
+        meaning += f" {percent(mixed)} of the responses have tokens of several versions."
+    texts = [f"{percent(share)}  ({n or 0:,.0f} tokens)" for share, n in zip(shares, tokens)]
+    series = [Series("tokens", labels(table), shares, color="arm-6", kind="bars", texts=texts)] if shares else []
+    return Chart("Tokens by policy lag", "share", series, "lags", meaning, share=True, x_title="updates")
 
 
 def _length_trap(audit: Fields) -> Chart:

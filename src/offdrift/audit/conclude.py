@@ -18,7 +18,7 @@ from offdrift.audit.partial import Job, Part
 from offdrift.errors import RecordError
 from offdrift.judge import Context, Rules, diagnose, escalate, load_rules, verdict
 from offdrift.judge.kl_choice import kl_of
-from offdrift.judge.ladder import Action, correlation_broken
+from offdrift.judge.verdict import Action, correlation_broken
 from offdrift.records.atomic import plain, write_json
 
 FORMAT = 1
@@ -57,7 +57,9 @@ def conclude(
     tally = part.tally.as_dict()
     missing = coverage(part, files=len(source.files) + len(source.skipped), size=source.bytes)
     overall = {**tally["overall"], **metrics(missing)}
-    facets = {axis: [_numbers(row) for row in rows] for axis, rows in tally["facets"].items()}
+    facets = {
+        axis: [{**_numbers(row), "label": row["label"]} for row in rows] for axis, rows in tally["facets"].items()
+    }
     context = context or Context(framework=source.framework)
     context = replace(context, overall=overall, facets=facets)
     findings = diagnose([_numbers(step) for step in tally["steps"]], context=context, rules=rules)
@@ -184,7 +186,8 @@ def suggest(
     if kl < t["kl_large"] and chi2 < t["chi2_moderate"] and not broken:
         decorrelated = pearson < t["pearson_clean"] and not prob_diff <= t["prob_diff_visible"]
         clean = kl < t["kl_clean"] and not decorrelated and not abs(ppl - 1) > t["ppl_near"]
-        kind = "there is no meaningful drift" if clean else "drift is mild and correction optional"
+        what = "mismatch between the engines" if on == "mismatch" else "drift"
+        kind = f"there is no meaningful {what}" if clean else f"{what} is mild and correcting it optional"
         return _suggestion("none", nothing, f"{kind}: {size}")
     tried = {row["name"]: row for row in rows if row["why_not"] is None}
     alone, weighted = tried.get(reject + BAND), tried.get(both + BAND)
@@ -259,15 +262,21 @@ def run_context(
     options = {"method": method, "temperature": temperature, "mixture_of_experts": mixture_of_experts}
     run = _run(path)
     recipe = run.get("recipe", {})
+    rollout = recipe.get("rollout", {})
     arms: dict[str, Any] = recipe.get("arms", {})
     named = [arm for name, arm in arms.items() if name in Path(path).absolute().parts]
     arm = named[0] if named else next(iter(arms.values())) if len(arms) == 1 else {}
     stored = {
         "method": arm.get("method"),
-        "temperature": recipe.get("rollout", {}).get("temperature"),
+        "temperature": rollout.get("temperature"),
         "mixture_of_experts": run.get("model", {}).get("experts"),
     }
-    return Context(framework=framework, **{k: stored[k] if x is None else x for k, x in options.items()})
+    filtered = rollout.get("top_k", 0) > 0 or rollout.get("top_p", 1) < 1 or rollout.get("min_p", 0) > 0
+    return Context(
+        framework=framework,
+        filter_replayed=bool((arm.get("replay") or recipe.get("replay", {})).get("support")) if filtered else None,
+        **{k: stored[k] if x is None else x for k, x in options.items()},
+    )
 
 
 def arms_of_run(path: str) -> int:

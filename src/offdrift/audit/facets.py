@@ -1,15 +1,16 @@
-"""`Facets`: metrics by length, position, sign of the advantage, policy lag and token class.
+"""`Facets`: metrics by length, position, sign of the advantage, policy lag and token class, and by rollout worker.
 
 A token falls into one cell of the product of all axes, so that every sum is scattered once and then added up along
-each axis. Only the tables by axis are kept: parts whose logs hold different fields add up.
+each axis. Only the tables by axis are kept: parts whose logs hold different fields add up. Workers, whose names are
+known from the log alone, are no such axis: the sums of their sequences are added up.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -83,12 +84,12 @@ class Cells:
         absent = {"advantage": batch.advantages is None, "lag": batch.lag is None}
         return Cells(tuple(name for name in AXES if not absent.get(name)))
 
-    @cached_property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """Buckets along each axis."""
         return tuple(len(AXES[name]) for name in self.axes)
 
-    @cached_property
+    @functools.cached_property
     def stride(self) -> dict[str, int]:
         """How far apart neighbors along each axis are."""
         return {name: math.prod(self.shape[i + 1 :]) for i, name in enumerate(self.axes)}
@@ -150,7 +151,7 @@ class Cells:
         octets = met.view(np.uint8).reshape(-1, 8)
         return np.unpackbits(octets, axis=1, bitorder="little").sum(0, dtype=np.float64)
 
-    @cached_property
+    @functools.cached_property
     def bits(self) -> Int[np.ndarray, " cells"]:
         """A bit for each bucket of each axis: those that a cell is in."""
         cells, first = np.zeros(self.shape, dtype="<i8"), 0
@@ -236,14 +237,17 @@ class Facets:
     sums: Mapping[str, np.ndarray] = field(default_factory=dict)
     maxima: Mapping[str, np.ndarray] = field(default_factory=dict)
     logs: Mapping[str, np.ndarray] = field(default_factory=dict)
+    workers: Mapping[str, Facets] = field(default_factory=dict)
+    """Of the sequences of each rollout worker, one bucket under `worker/column`: see `_by_worker`."""
 
     @staticmethod
     def of(batch: Logged) -> tuple[Facets, dict[str, PerSequence]]:
         """Summarize one batch, also by sequence for each of its ratios to the rollout policy."""
         if batch.logp_rollout is None or not batch.num_tokens:
-            return Facets(_by_length(batch, {})), {}
+            return Facets(_by_length(batch, {}), workers=_by_worker(batch, {})), {}
         sums, maxima, logs, per_sequence = _summed(batch)
-        return Facets({**_by_length(batch, per_sequence), **sums}, maxima, logs), per_sequence
+        sums = {**_by_length(batch, per_sequence), **sums}
+        return Facets(sums, maxima, logs, _by_worker(batch, per_sequence)), per_sequence
 
     def merge(self, other: Facets) -> Facets:
         """The sums of both."""
@@ -251,18 +255,22 @@ class Facets:
             joined(np.add, self.sums, other.sums),
             joined(np.maximum, self.maxima, other.maxima),
             joined(np.logaddexp, self.logs, other.logs),
+            fewest(joined(Facets.merge, self.workers, other.workers)),
         )
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         """One table by axis: a row for each bucket with anything in it, by length for every bucket."""
         tables = {}
         for name, axis in AXES.items():
-            rows = (self._row(name, i) for i in range(len(axis)))
+            rows = (self._row(name, axis, i) for i in range(len(axis)))
             tables[name] = [r for r in rows if name == "length" or r["sequences"]]
+        tables["worker"] = [
+            own._row("worker", Axis((name,), (None,), (None,)), 0) for name, own in sorted(self.workers.items())
+        ]
         return tables
 
-    def _row(self, name: str, i: int) -> dict[str, Any]:
-        axis, prefix = AXES[name], f"{name}/"
+    def _row(self, name: str, axis: Axis, i: int) -> dict[str, Any]:
+        prefix = f"{name}/"
         numbers, largest, logs = (
             {k.removeprefix(prefix): float(x[i]) for k, x in tables.items() if k.startswith(prefix)}
             for tables in (self.sums, self.maxima, self.logs)
@@ -280,17 +288,35 @@ class Facets:
             on = key.removesuffix("/abs_max")
             n, excess = numbers[f"{on}/n"], numbers[f"{on}/excess"]
             numbers[f"{on}/w"] = n + excess
-            numbers[f"{on}/w2"] = n + 2 * excess + numbers[f"{on}/excess_sq"]
+            if name != "worker":
+                numbers[f"{on}/w2"] = n + 2 * excess + numbers[f"{on}/excess_sq"]
             numbers[f"{on}/k3"] = excess - numbers[f"{on}/l_limited"]
             numbers[f"{on}/l_max"] = numbers[f"{on}/-l_min"] = worst
+            if (error := _error_of_k3(numbers, on)) is not None:
+                row[f"{on}/k3_se"] = error
         numbers |= logs
-        names = [f"{on}/{m}" for on in ratios for m in (*TOKEN_METRICS, *SEQUENCE_METRICS)]
-        for metric in (*names, *DIVERGENCES, "reward/mean"):
+        names = [f"{on}/{m}" for on in ratios for m in (*TOKEN_METRICS, *SEQUENCE_METRICS, "ratio_mean_z")]
+        for metric in (*names, *DIVERGENCES, "reward/mean", "version_lag/mean"):
             try:
                 row[metric] = METRICS[metric].value(numbers)
             except (KeyError, ZeroDivisionError, ValueError):  # not of this axis; an empty bucket
                 continue
         return row
+
+
+def _error_of_k3(numbers: Mapping[str, float], on: str) -> float | None:
+    """Standard error of the mean k3 over tokens, clustered by sequence, from sums over sequences with tokens.
+
+    sqrt(b / (b - 1) sum_i (S_i - k3 T_i)^2) / n,   S_i the sum of k3 over sequence i, T_i its tokens
+
+    None for fewer than two sequences, and where the sums were not taken.
+    """
+    n, b = numbers[f"{on}/n"], numbers.get(f"{on}/b", 0.0)
+    if b < 2 or f"{on}/k3_sq" not in numbers:
+        return None
+    mean = numbers[f"{on}/k3"] / n
+    square = numbers[f"{on}/k3_sq"] - 2 * mean * numbers[f"{on}/k3_length"] + mean**2 * numbers[f"{on}/length_sq"]
+    return math.sqrt(b / (b - 1) * max(square, 0.0)) / n
 
 
 def joined(how: Callable[[Any, Any], Any], mine: Mapping[Any, Any], others: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -316,6 +342,66 @@ def _by_length(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> dict[s
         for gate, accepted in s.accepted().items():
             sums[f"length/{on}/accepted_{gate}"] = count(accepted)
     return sums
+
+
+WORKERS = 256
+"""Workers with a row of their own, the first by name."""
+LONGEST_NAME = 80
+"""Characters of a worker's name: longer ones that begin alike are one."""
+OTHERS, UNNAMED = "(other workers)", "(no name)"
+"""Rows of the workers beyond, and of the responses whose worker the log does not name."""
+
+
+def worker_name(name: str) -> str:
+    """What a log calls a worker, as a row is called."""
+    return name[:LONGEST_NAME] or UNNAMED
+
+
+def fewest(workers: Mapping[str, Facets]) -> dict[str, Facets]:
+    """The first `WORKERS` by name; those beyond are one. However parts are merged, the same are left."""
+    names = sorted(workers.keys() - {OTHERS})
+    beyond = [workers[name] for name in (*names[WORKERS:], *([OTHERS] if OTHERS in workers else []))]
+    kept = {name: workers[name] for name in names[:WORKERS]}
+    return kept | ({OTHERS: functools.reduce(Facets.merge, beyond)} if beyond else {})
+
+
+def _by_worker(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> dict[str, Facets]:
+    """What the sequences of each rollout worker add up to; the worker that ended a response has all of it.
+
+    k3 is the sum of e^l - 1, l limited at 20 nats, less that of l: as in `PerSequence`.
+    """
+    if batch.workers is None:
+        return {}
+    names, index = np.unique([*map(worker_name, batch.workers)], return_inverse=True)
+    worker, lengths = torch.from_numpy(index), batch.cu_seqlens.diff().double()
+
+    def added(x: Tensor) -> np.ndarray:
+        return torch.bincount(worker, x.double(), len(names)).numpy()
+
+    sums = {"sequences": added(torch.ones(len(index))), "tokens": added(lengths)}
+    if batch.rewards is not None:
+        finite = batch.rewards.isfinite()
+        sums |= {"reward": added(batch.rewards.where(finite, 0.0)), "reward/n": added(finite)}
+    if batch.lag is not None:
+        sums |= {"version_lag": added(batch.segments.sum(batch.lag.double())), "version_lag/n": added(lengths)}
+    for name, x in batch.divergences.items():
+        sums |= {f"divergence/{name}": added(batch.segments.sum(x.double())), f"divergence/{name}/n": added(lengths)}
+    maxima = {}
+    for on, s in per_sequence.items():
+        k3, tokens = s.excess - s.total, s.lengths.double()
+        columns = {
+            "n": tokens, "b": tokens > 0, "excess": s.excess, "excess2": s.excess.square(), "l_limited": s.total,
+            "k3_sq": k3.square(), "k3_length": k3 * tokens, "length_sq": tokens.square(),
+            **{f"accepted_{gate}": accepted for gate, accepted in s.accepted().items()},
+        }  # fmt: skip
+        sums |= {f"{on}/{name}": added(x) for name, x in columns.items()}
+        largest = torch.zeros(len(names), dtype=s.worst.dtype).scatter_reduce_(0, worker, s.worst, "amax")
+        maxima[f"{on}/abs_max"] = largest.double().numpy()
+    own: dict[str, Facets] = {}
+    for i, name in enumerate(names):
+        added_up, largest = ({f"worker/{k}": x[[i]] for k, x in table.items()} for table in (sums, maxima))
+        own[str(name)] = Facets(added_up, largest)
+    return fewest(own)
 
 
 def _summed(batch: Logged) -> tuple[Tables, Tables, Tables, dict[str, PerSequence]]:

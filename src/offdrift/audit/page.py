@@ -33,7 +33,10 @@ FACETS = {
     "advantage": "by sign of the advantage",
     "lag": "by policy lag",
     "token_class": "by token class",
+    "worker": "by rollout worker",
 }
+OF_FACETS = ("version_lag/mean", "worst_frac")
+"""What the tables by bucket show beside drift, where it is known."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Heat:
     ids: bool
     """Whether the cells are token ids (or places), not texts."""
     first: int
+    turns: Mapping[int, int]
+    """Number of the turn that a cell begins, by the cell's place; empty if the response is one turn."""
     hidden: int
     """Tokens of the response that are not shown."""
     numbers: tuple[tuple[float | None, float | None, float | None], ...]
@@ -101,8 +106,10 @@ def _heat(row: Fields) -> Heat:
         ("length", "{:,.0f} tokens", None),
     )
     values = ((words, write, number(row.get(key))) for key, words, write in facts)
+    turns = numbers(row.get("turns"))
+    own_facts = [words.format(write(v) if write else v) for words, write, v in values if v is not None]
     return Heat(
-        facts=tuple(words.format(write(v) if write else v) for words, write, v in values if v is not None),
+        facts=(*own_facts, *([f"{len(turns)} turns"] if len(turns) > 1 else [])),
         where=f"{file}:{line}" if file and line else file or (f"row {line}" if line else ""),
         on=text(row.get("on")),
         prompt=clipped(text(row.get("prompt"))),
@@ -110,6 +117,7 @@ def _heat(row: Fields) -> Heat:
         cells=tuple(zip(names, classes)),
         ids=not any(isinstance(t, str) for t in tokens),
         first=first,
+        turns={int(start) - first: i for i, start in enumerate(turns, 1) if start is not None and len(turns) > 1},
         hidden=max(0, int(length or 0) - count),
         numbers=triples,
     )
@@ -156,6 +164,7 @@ def render_audit(audit: Mapping[str, Any]) -> str:
         "suggestion": mapping(audit.get("suggestion")),
         "settings": list(flatten(mapping(at(audit, "suggestion", "settings")))),
         "sequences": sequences,
+        "in_turns": any(s.turns for s in sequences),
         "has_kl": any(kl is not None for s in sequences for *_, kl in s.numbers),
         "ratio_scale": [*below, ("k0", "0"), *above],
         "kl_scale": [("k0", "less"), *((f"k{i}", label) for i, label in enumerate(kl_labels(), start=1))],
@@ -190,7 +199,7 @@ def facet_tables(audit: Fields) -> list[dict[str, Any]]:
         table = table[inhabited(table)]
         if not table:
             continue
-        metrics = best_numbers(table)
+        metrics = [*best_numbers(table), *(name for name in OF_FACETS if any(name in row for row in table))]
         cells = [
             [f"{number(row.get(k)) or 0:,.0f}" for k in ("sequences", "tokens")]
             + [short(number(row.get(m))) for m in metrics]

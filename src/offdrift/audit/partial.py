@@ -20,8 +20,7 @@ import torch
 from offdrift.audit.certificate_evidence import Proof
 from offdrift.audit.counterfactual import Counterfactual, sampled
 from offdrift.audit.facets import Facets
-from offdrift.audit.tally import Point, Tally, Timeline
-from offdrift.audit.worst import Worst
+from offdrift.audit.tally import Point, Tally, Timeline, Worst
 from offdrift.errors import RecordError
 from offdrift.records.readers import BadRow, Detected, Piece, read
 from offdrift.stats import DriftStats, Histogram

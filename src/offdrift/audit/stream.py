@@ -2,12 +2,17 @@
 
 Each piece's part is on disk before it counts, so an audit that was interrupted, or is given more files, reads only what
 it has not read. A part belongs to a file's name, size and date: a file that changed is read again.
+
+Workers are processes of this machine (`in_processes`) or of a Ray cluster (`on_ray`), every node of which must be able
+to open the files by the names given here. Parts come back to this process, which merges them in order, so the result is
+that of one process, to the last bit. No other file imports ray.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
@@ -16,11 +21,13 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from offdrift.audit.partial import BAD_ROWS_KEPT, Job, Part, Unread, work
-from offdrift.errors import RecordError
+from offdrift.engines.isolation import start_local_ray
+from offdrift.errors import EngineError, RecordError
 from offdrift.records.atomic import write_atomically
 from offdrift.records.readers import Piece, fingerprint
 
@@ -112,3 +119,62 @@ def _begin_worker() -> None:
 
 def _work(piece: Piece, job: Job) -> bytes:
     return work(piece, job).to_bytes()
+
+
+def on_ray(address: str) -> Run:
+    """Pieces as tasks of the Ray cluster at "auto", "host:port" or "ray://host:port"; "local" starts one and ends it.
+
+    Raises: `EngineError` if Ray is missing, or no cluster answers at the address.
+    """
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise EngineError(
+            f"--ray needs Ray ({error}); install it with `pip install offdrift[ray]`, or use --workers"
+        ) from error
+
+    def run(job: Job, pieces: list[Piece]) -> Iterator[bytes]:
+        """The parts in the order of the pieces; a part that is early waits here for its turn."""
+        if not pieces:
+            return
+        ours = not ray.is_initialized()
+        if ours:
+            try:
+                if address == "local":
+                    start_local_ray()
+                else:
+                    ray.init(address=address, log_to_driver=False)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise EngineError(
+                    f"no Ray cluster answers at --ray {address} ({error}); start one with `ray start --head`, "
+                    "or give --ray local"
+                ) from error
+        try:
+            ray.data.DataContext.get_current().enable_progress_bars = False
+            logging.getLogger("ray.data").setLevel(logging.ERROR)  # the command shows progress itself
+            shared = ray.put(job)
+            rows = ray.data.from_items(
+                [{"index": i, **asdict(piece)} for i, piece in enumerate(pieces)],
+                override_num_blocks=len(pieces),  # a block is a task: one piece each
+            )
+            early: dict[int, bytes] = {}
+            turn = 0
+            for row in rows.map(lambda row: _part(row, shared)).iter_rows():
+                early[row["index"]] = row["part"]
+                while turn in early:
+                    yield early.pop(turn)
+                    turn += 1
+        finally:
+            if ours:
+                ray.shutdown()
+
+    return run
+
+
+def _part(row: dict[str, Any], job: Any) -> dict[str, Any]:
+    import ray
+
+    torch.set_num_threads(1)
+    piece = Piece(**{name: value for name, value in row.items() if name != "index"})
+    return {"index": row["index"], "part": work(piece, ray.get(job)).to_bytes()}

@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offdrift.audit.coverage import unread_frac
+from offdrift.audit.facets import Facets
 from offdrift.audit.partial import Unread
 from offdrift.audit.tally import Tally, ageless, still
 from offdrift.errors import RecordError
@@ -32,6 +34,8 @@ from offdrift.show.numbers import short
 
 LINES = (".jsonl", ".json", ".ndjson")
 CHUNK = 1 << 20
+RECENT = 20
+"""Steps over which workers are compared: one step holds few responses of each."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class Row:
     source: str
     """An arm of a run, or "log"."""
     numbers: Mapping[str, float | int]
+    workers: Sequence[Mapping[str, Any]] = ()
+    """The facet by rollout worker of the last `RECENT` steps; empty where the log names none."""
 
 
 @dataclass
@@ -98,6 +104,8 @@ class Log:
         self.rows_of: dict[str, int] = {}
         """Sequences that count in `rows`, of each whole file."""
         self.last_step = -1
+        self.recent: deque[Facets] = deque(maxlen=RECENT)
+        """By worker alone, of the last steps that were given."""
         self.grew: dict[int, float] = {}
         """When a whole file last added to an open step."""
         self.changed = self.clock()
@@ -174,13 +182,15 @@ class Log:
             self.grew.pop(step, None)
             self.last_step = step
             (row,) = tally.as_dict()["steps"]
+            self.recent.append(Facets(workers=tally.facets.workers))
+            workers = functools.reduce(Facets.merge, self.recent).rows()["worker"]
             versions = tally.versions
             if self.versions is not None and versions == self.versions and still(versions):
                 row = ageless(row)
             self.versions = self.versions or versions
             numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
             unread = unread_frac(Unread(self.bad_rows), self.rows)
-            yield Row("log", {**numbers, "data/unread_frac": unread})
+            yield Row("log", {**numbers, "data/unread_frac": unread}, workers)
 
 
 def sources(path: Path, *, columns: Mapping[str, str] | None = None) -> list[Metrics | Log]:

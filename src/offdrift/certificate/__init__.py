@@ -10,7 +10,7 @@ from offdrift.certificate.bounds import unified as unified
 from offdrift.certificate.confidence import Looks as Looks
 from offdrift.certificate.confidence import betting as betting
 from offdrift.certificate.confidence import clopper_pearson as clopper_pearson
+from offdrift.certificate.guarantees import Certificate as Certificate
 from offdrift.certificate.premises import Premises as Premises
 from offdrift.certificate.premises import premises as premises
 from offdrift.certificate.regions import TrustRegion as TrustRegion
-from offdrift.certificate.verdict import Certificate as Certificate

@@ -29,12 +29,11 @@ import numpy as np
 from offdrift.certificate.batch import KL, TV, BatchEvidence, HostEvidence
 from offdrift.certificate.bounds import CONSTANTS, ROWS, Bound, all_bounds, check_constants, tightest
 from offdrift.certificate.confidence import Estimate, Looks, check_alpha
-from offdrift.certificate.guarantees import Guarantee, masked_guarantee
+from offdrift.certificate.guarantees import Certificate as Certificate
+from offdrift.certificate.guarantees import Guarantee, Status, masked_guarantee
 from offdrift.certificate.inequalities import pinsker
 from offdrift.certificate.regions import TrustRegion, sample_ratio_error
 from offdrift.certificate.samples import OF_REWARDS, estimates, normal_intervals, power_curve, unit_rewards, unseen
-from offdrift.certificate.verdict import Certificate as Certificate
-from offdrift.certificate.verdict import Status
 from offdrift.divergence.evidence import Grade
 from offdrift.errors import BadValueError, check_choice
 

@@ -1,4 +1,6 @@
-"""What is guaranteed about the true return: surrogate - error - price, and under which precondition.
+"""`Certificate`: what a batch guarantees about the true return, and when; as numbers and as a sentence.
+
+A `Guarantee` is one lower bound, surrogate - error - price:
 
     J(pi) - J(mu) >= surrogate - error - price
 
@@ -16,11 +18,17 @@ Reference: Li et al., arXiv:2512.23075v5, Theorem 4.2, Proposition G.1. The ineq
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Unpack
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, Literal, Unpack
 
-from offdrift.certificate.bounds import check_constants, unified
+import numpy as np
+from jaxtyping import Float
+
+from offdrift.certificate.bounds import Bound, check_constants, unified
+from offdrift.certificate.confidence import Estimate, Looks
 from offdrift.certificate.premises import Limits
+from offdrift.certificate.regions import TrustRegion
 from offdrift.errors import BadValueError
 
 
@@ -146,3 +154,242 @@ def three_policy(*, advantage: float, gamma: float, tv_mismatch: float, tv_stale
     factor = 2 * advantage * gamma / (1 - gamma) ** 2
     drift = min(1.0, tv_mismatch + tv_staleness)
     return Guarantee("three-policy", "surrogate", factor * drift, 0.0, ())
+
+
+Status = Literal["falsified", "not falsified", "known", "unknown"]
+
+ALWAYS = (
+    "prompts are independent draws of one distribution, answered by one rollout policy whose log-probs were recorded",
+    "the current policy did not learn from these prompts",
+)
+"""What every confidence statement takes for granted, besides `Looks.provided`."""
+
+ABOUT = "J = E[R], the mean reward of a response"
+"""What every certificate is about; aggregation and normalization of the trained objective may raise another return."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """What a batch says about J(pi) - J(mu). Rewards, J, surrogates and bounds in units of reward.
+
+    All intervals of `estimates` and the limit `unseen` hold together with probability 1 - alpha;
+    each carries its own share. All certificates that `looks` names hold together with probability
+    1 - alpha_total.
+    """
+
+    region: TrustRegion
+    constants: str
+    alpha: float
+    """Largest probability that a statement of this certificate is wrong: its share of `alpha_total`."""
+    alpha_total: float
+    """Largest probability that a statement of any certificate of `looks` is wrong."""
+    looks: Looks
+    """Which certificates share `alpha_total`."""
+    sequences: int
+    prompts: int
+    """Independent draws."""
+    grades: Mapping[str, str]
+    """Evidence grade of each divergence; the weakest, if tokens differ."""
+    premises: Mapping[str, Status]
+    """Whether KL <= delta ("kl") and, if a limit was given, TV <= eps ("tv") held in the batch.
+    A batch can falsify them; "known" is what the caller vouched for; "unknown" is without evidence."""
+    delta_seen: tuple[float, float]
+    """Ends of the largest token KL of the batch, nats: a sampled maximum, not a global one."""
+    eps_seen: tuple[float, float]
+    """Ends of the largest token TV."""
+    mean_tv: Float[np.ndarray, " horizon"]
+    """Dbar_t of the batch per position, upper ends, limited by the region; 0 after the end."""
+    kl_seq: float
+    """Mean KL of whole sequences, upper end, nats."""
+    unseen: float | None
+    """A fresh prompt's sequences include one outside the region with at most this probability."""
+    estimates: Mapping[str, Estimate]
+    """Rigorous intervals; ends that nothing bounds are those of the variable's range."""
+    asymptotic: Mapping[str, Estimate]
+    """Normal intervals of the same means: asymptotic, not a guarantee. No verdict uses them."""
+    bound: Bound | None
+    """B*: the unified bound at the upper ends of its inputs; None where its premises fell or
+    nothing is known."""
+    guarantees: tuple[Guarantee, ...]
+    """Lower bounds on J(pi) - J(mu) that this batch supports."""
+    fresh: bool
+    """Whether the batch was drawn independently of the current policy, and nothing was chosen by its rewards."""
+    assumes: frozenset[str] = frozenset()
+    """What the evidence itself takes for granted."""
+    refuted: int = 0
+    """Sequences that contradict `assumes`: if any, no upper end is used."""
+    unscored: int = 0
+    """Sequences with a token that the engine did not score. Its ratio counts as 0, so that means of
+    ratios are lower ends; `asymptotic` is empty."""
+
+    @property
+    def precondition(self) -> Status:
+        """The worst of `premises`."""
+        order = ("falsified", "unknown", "not falsified", "known")
+        return min(self.premises.values(), key=order.index, default="known")  # type: ignore[return-value]
+
+    @property
+    def unfounded(self) -> frozenset[str]:
+        """Estimates that nothing stands behind: their ends are the region's own limits, not bounds.
+
+        Sums that the region limits say nothing where its premises fell or were never measured.
+        """
+        measured = all(self.grades[name] != "sampled" for name in self.premises)
+        stands = self.precondition in ("not falsified", "known") and not self.refuted
+        prefix = (
+            frozenset() if measured and not self.refuted else frozenset({"prefix_kl", "prefix_error", "prefix_shift"})
+        )
+        return prefix if stands else prefix | {"kl_seq", "shift"}
+
+    @property
+    def best(self) -> Guarantee | None:
+        """The guarantee with the largest gain; None without rewards."""
+        return max(self.guarantees, key=self.gain_of, default=None)
+
+    def gain_of(self, guarantee: Guarantee) -> float:
+        """The lower end of J(pi) - J(mu) by one of the guarantees."""
+        return guarantee.gain(self.estimates[guarantee.surrogate].low)
+
+    @property
+    def gain_low(self) -> float:
+        """J(pi) - J(mu) is at least this, with probability 1 - alpha_total, see `looks`; -inf if nothing covers."""
+        best = self.best
+        return -math.inf if best is None or not self.fresh else self.gain_of(best)
+
+    @property
+    def certified(self) -> bool:
+        """Whether improvement is certified."""
+        return self.gain_low > 0
+
+    @property
+    def margin(self) -> float | None:
+        """L' - B* with the sample mean of L': the paper's margin, an estimate."""
+        if self.bound is None or "surrogate" not in self.estimates:
+            return None
+        return self.estimates["surrogate"].mean - self.bound.value
+
+    @property
+    def advice(self) -> str | None:
+        """What to record instead, where top-k evidence leaves open whether a token met the KL limit."""
+        low, high = self.delta_seen
+        if self.grades["kl"] in ("exact", "sampled") or not low <= self.region.delta < high:
+            return None
+        return (
+            f"the top-k record leaves the largest KL of a token anywhere from {low:.3g} to {high:.3g} nat, "
+            f"so that KL <= {self.region.delta:g} can not be seen to hold: what lies outside the top k could be "
+            'anywhere. Record the whole vocabulary or hidden states (evidence "full" or "hidden"), a larger k, '
+            "or state a tail_log_ratio_cap"
+        )
+
+    @property
+    def holds_for(self) -> str:
+        """What the confidence is about, and what this certificate spends of it, if not all."""
+        if self.alpha == self.alpha_total:
+            return self.looks.covers
+        return f"{self.looks.covers}, which spends {self.alpha:.2g} of {self.alpha_total:g}"
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: what is guaranteed, or why nothing is."""
+        best = self.best
+        if best is None:
+            return "no certificate: the batch has no rewards"
+        if not self.fresh:
+            return (
+                "no certificate: the current policy learned from these very prompts, so that no "
+                "interval covers; draw new ones"
+            )
+        confidence = f"with probability {1 - self.alpha_total:g} ({self.holds_for}; {best.name})"
+        assumed = [] if best.surrogate == "gain" else sorted(self.assumes)
+        provided = "; ".join([*best.provided, *assumed, *ALWAYS, self.looks.provided])
+        if self.certified:
+            return f"J improves by at least {self.gain_low:.4g} {confidence}, provided: {provided}"
+        reasons = "; ".join(text for _, text in sorted(self._reasons(), reverse=True))
+        return (
+            f"no certificate: {reasons}. W{confidence[1:]} J changes by at least "
+            f"{self.gain_low:.4g}, provided: {provided}"
+        )
+
+    def _reasons(self) -> list[tuple[float, str]]:
+        """Why nothing is certified, with how much each costs."""
+        gain = self.estimates["gain"]
+        reasons = [
+            (
+                gain.mean - gain.low,
+                f"sampling error {gain.mean - gain.low:.3g} over {gain.n} independent prompts, "
+                f"where J changed by an estimated {gain.mean:+.3g}",
+            )
+        ]
+        limits = {"kl": f"KL <= {self.region.delta:g}", "tv": f"TV <= {self.region.eps or 0:g}"}
+        for name, status in self.premises.items():
+            if status in ("falsified", "unknown"):
+                reasons.append((math.inf, f"{limits[name]} is {status}"))
+        if self.refuted:
+            words = " and ".join(sorted(self.assumes))
+            reasons.append((math.inf, f"{self.refuted} sequences contradict {words}"))
+        if self.unscored:
+            words = "sequences have a token that the engine did not score, which counts as ratio 0"
+            reasons.append((math.inf, f"{self.unscored} of {self.sequences} {words}"))
+        if self.advice is not None:
+            reasons.append((math.inf, self.advice))
+        if self.bound is not None:
+            surrogate = self.estimates["surrogate"].mean
+            text = f"B* = {self.bound.value:.3g} ({self.bound.name}) against L' = {surrogate:+.3g}"
+            reasons.append((self.bound.value, text))
+        return reasons
+
+    def as_metrics(self) -> dict[str, float | str | None]:
+        """Numbers for a log, by name; None where something is not known."""
+        means = {k: e.mean for k, e in self.estimates.items()}
+        falsified = {"falsified": 1.0, "unknown": None}.get(self.precondition, 0.0)
+        delta_hat = None if self.grades["kl"] == "sampled" else self.delta_seen[1]
+        eps_hat = None if self.grades["tv"] == "sampled" else self.eps_seen[1]
+        metrics = {
+            "bound": None if self.bound is None else self.bound.value,
+            "row": None if self.bound is None else self.bound.name,
+            "margin": self.margin,
+            "falsified": falsified,
+            "delta_hat": delta_hat,
+            "eps_hat": eps_hat,
+            "kl_seq": self.kl_seq,
+            "acceptance": means["acceptance"],
+            "surrogate": means.get("surrogate"),
+            "surrogate_low": None if "surrogate" not in means else self.estimates["surrogate"].low,
+            "surrogate_masked": means.get("surrogate_masked"),
+            "gain": means.get("gain"),
+            "gain_low": self.gain_low,
+            "certified": float(self.certified),
+            "route": None if self.best is None else self.best.name,
+            "unseen": self.unseen,
+            "alpha": self.alpha,
+            "look": self.looks.at,
+        }
+        return {f"certificate/{name}": _plain(x) for name, x in metrics.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON; infinite and missing numbers are None."""
+        proven = {k: None if k in self.unfounded else e for k, e in self.estimates.items()}
+        other = {"look": self.looks.at, "of": self.looks.of, "anytime": self.looks.anytime, "about": ABOUT}
+        other |= {"estimates": proven, "guarantees": [{**vars(g), "gain": self.gain_of(g)} for g in self.guarantees]}
+        return _plain({name: other[name] if name in other else getattr(self, name) for name in FIELDS.split()})
+
+
+FIELDS = (
+    "verdict certified gain_low alpha alpha_total holds_for look of anytime about constants region sequences prompts "
+    "fresh grades assumes refuted unscored premises delta_seen eps_seen kl_seq unseen advice mean_tv estimates "
+    "asymptotic bound margin guarantees"
+)
+"""Keys of `Certificate.as_dict`, in its order."""
+
+
+def _plain(x: Any) -> Any:
+    """The same as JSON has it: None for numbers that are not finite, dicts for dataclasses, lists for the rest."""
+    if is_dataclass(x):
+        x = vars(x)
+    if isinstance(x, Mapping):
+        return {k: _plain(v) for k, v in x.items()}
+    if isinstance(x, np.ndarray):
+        x = x.tolist()
+    if isinstance(x, list | tuple | frozenset):
+        return [_plain(v) for v in (sorted(x) if isinstance(x, frozenset) else x)]
+    return None if isinstance(x, float) and not math.isfinite(x) else x

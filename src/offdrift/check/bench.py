@@ -300,11 +300,10 @@ class Bench(AbstractContextManager):
     ) -> tuple[EvidenceKind, ...]:
         """Kinds of evidence that make divergences exact, by preference."""
         entries = len(prompts) * sampling.max_tokens * self.vocab_size
-        filtered = sampling.top_k > 0 or sampling.top_p < 1
         if spec.kind == "openai":
             few = (min(LIKELIEST, self.vocab_size), "sampled")
             return ("full", *few) if entries <= FULL_ENTRIES["openai"] else few
-        return ("full",) if filtered or entries <= FULL_ENTRIES[spec.kind] else ("hidden", "full")
+        return ("full",) if sampling.filtered or entries <= FULL_ENTRIES[spec.kind] else ("hidden", "full")
 
 
 def _size(rollouts: Rollouts) -> int:

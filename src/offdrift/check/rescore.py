@@ -82,6 +82,7 @@ def rescored(model: nn.Module, rollouts: Rollouts, *, details: bool = False) -> 
     rows: list[Tensor] = []
     for piece in chunks(rollouts, token_budget=budget):
         part = rollouts.select(piece)
+        support, part = part.support, part.with_(support=None)
         scores = score(model, part, temperature=part.provenance.sampling.temperature)
         # The recorded policy over the vocabulary, log-probs or logits, some tokens at a time.
         evidence, temperature = part.evidence, part.provenance.sampling.temperature
@@ -91,7 +92,7 @@ def rescored(model: nn.Module, rollouts: Rollouts, *, details: bool = False) -> 
             cuts = (slice(start, start + step) for start in range(0, len(evidence.logp), step))
             recorded = ((at, evidence.logp[at]) for at in cuts)
         elif isinstance(evidence, HiddenStates):
-            recorded = logits_in_pieces(evidence.to(device), temperature=temperature)
+            recorded = logits_in_pieces(evidence.to(device), temperature=temperature, support=support)
         compared = [
             _compared(mu.to(device), scores.logits[at], part.tokens[at].to(device), details) for at, mu in recorded
         ]
@@ -161,7 +162,7 @@ def tail_caps(
         sum over the tail of mu log(mu / pi) - mu + pi  <=  L tanh(L/2) s + (L / tanh(L) - 1) (r - s)
 
     r and s are the tail masses of mu and pi. The right side is the upper end of a capped interval
-    (`divergence.tail.most_under_cap`), which grows with L, so L follows by bisection.
+    (`divergence.interval.most_under_cap`), which grows with L, so L follows by bisection.
 
     Returns: nats; 0 where the tail is empty, +inf where no cap helps. Float32.
     """

@@ -17,7 +17,20 @@ from typer import Typer
 from offdrift.cli.exit_codes import ExitCode
 from offdrift.errors import OffdriftError
 
-COMMANDS = ("check", "train", "watch", "audit", "compare", "report", "certify", "methods", "bound", "lab")
+COMMANDS = (
+    "check",
+    "plan",
+    "train",
+    "watch",
+    "audit",
+    "compare",
+    "report",
+    "certify",
+    "methods",
+    "schedules",
+    "bound",
+    "lab",
+)
 """In the order of the help page."""
 
 

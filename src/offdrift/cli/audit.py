@@ -104,7 +104,7 @@ def audit(
     plan = pieces(source)
     job = Job(source, sample_rate=min(1.0, sample_mib * 2**20 / max(source.bytes, 1)))
     if ray is not None:
-        from offdrift.audit.cluster import on_ray
+        from offdrift.audit.stream import on_ray
 
         run = on_ray(ray)
     else:

@@ -99,7 +99,7 @@ def certify(
     from offdrift.certificate import Looks, TrustRegion
     from offdrift.certificate.certify import certify as certificate_of
     from offdrift.certificate.certify import power as power_of
-    from offdrift.certificate.verdict import ABOUT
+    from offdrift.certificate.guarantees import ABOUT
     from offdrift.prove.certify import Judged, certificate_view, judge, longest_response, newest_policy, rollout_files
     from offdrift.train.models import load_model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -69,7 +70,9 @@ def watch(
                 mixture_of_experts=moe,
             )
             watchers[row.source] = Watcher(context=about, rules=table)
-        fired = watchers[row.source].update(row.numbers)
+        watcher = watchers[row.source]
+        watcher.context = replace(watcher.context, facets={"worker": row.workers})
+        fired = watcher.update(row.numbers)
         if live is not None:
             live.show(row.source, row.numbers, [f.as_dict() for f in fired])
         else:

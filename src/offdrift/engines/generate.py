@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
 from offdrift.engines.output_head import check_states
@@ -22,11 +22,17 @@ from offdrift.records.rollouts import (
     HiddenStates,
     Provenance,
     Rollouts,
+    Routes,
     Sampling,
+    Support,
     cumulative,
+    joined_evidence,
     pack_sequences,
 )
 from offdrift.segments import Segments
+
+if TYPE_CHECKING:
+    from offdrift.engines.stream import Stream
 
 MIN_TEMPERATURE = 0.01
 """Below it vLLM clamps in silence and float32 softmax overflows; greedy is `top_k=1`."""
@@ -71,6 +77,9 @@ class Draws:
     lengths: Int[Tensor, " b"]
     logp: Float[Tensor, " n"]
     evidence: Evidence | None
+    support: Support | None = None
+    experts: Integer[Tensor, "p layers k"] | None = None
+    """Of `Routes`, where they are recorded."""
 
 
 def check_request(
@@ -108,6 +117,8 @@ def check_request(
         raise EngineError(f"sampling.top_p = {sampling.top_p}, must be in (0, 1]; 1 keeps all")
     if sampling.top_k < 0:
         raise EngineError(f"sampling.top_k = {sampling.top_k}, must be 0 (keeps all) or more")
+    if not 0 <= sampling.min_p < 1:
+        raise EngineError(f"sampling.min_p = {sampling.min_p}, must be in [0, 1); 0 keeps all")
     if sampling.max_tokens < 1:
         raise EngineError(f"sampling.max_tokens = {sampling.max_tokens}, must be at least 1")
     for stop in sampling.stop_token_ids:
@@ -115,12 +126,6 @@ def check_request(
             raise EngineError(f"sampling.stop_token_ids has {stop}, the vocabulary has {vocab_size} tokens")
     if isinstance(evidence, str) and evidence not in ("full", "hidden", "sampled"):
         raise EngineError(f'evidence is "full", "hidden", "sampled" or a number of tokens, got {evidence!r}')
-    if evidence == "hidden" and (sampling.top_k > 0 or sampling.top_p < 1):
-        raise EngineError(
-            'evidence = "hidden" describes the whole distribution, but sampling.top_k = '
-            f"{sampling.top_k} and sampling.top_p = {sampling.top_p} draw from a part of it; sample "
-            'without filters (top_k = 0, top_p = 1), or record evidence = "full"'
-        )
     if isinstance(evidence, int) and not 0 < evidence <= vocab_size:
         raise EngineError(
             f"evidence = {evidence} top log-probs, but the vocabulary has {vocab_size} tokens; "
@@ -138,8 +143,10 @@ def check_request(
         )
 
 
-def rollouts_from(draws: Sequence[Draws], prompts: Tokens, *, version: int, provenance: Provenance) -> Rollouts:
-    """One batch from the draws of consecutive chunks of `prompts`, all of one trainer `version`.
+def rollouts_from(
+    draws: Sequence[Draws], prompts: Tokens, *, version: int | Int[Tensor, " n"], provenance: Provenance
+) -> Rollouts:
+    """One batch from the draws of consecutive chunks of `prompts`, of one trainer `version` or one per token.
 
     Equal prompts share a group. A response ended with "stop" if its last token is a stop token.
 
@@ -159,20 +166,25 @@ def rollouts_from(draws: Sequence[Draws], prompts: Tokens, *, version: int, prov
             "check the weights it was given, or use a wider dtype"
         )
     ended = torch.isin(tokens[cuts[1:] - 1], torch.tensor(provenance.sampling.stop_token_ids))
+    evidence = [d.evidence for d in draws if d.evidence is not None]
     first_seen: dict[tuple[int, ...], int] = {}
     groups = [first_seen.setdefault(tuple(p), len(first_seen)) for p in prompts]
     prompt_tokens, prompt_cuts = pack_sequences(prompts)
+    experts = [d.experts for d in draws if d.experts is not None]
+    computed = cuts + prompt_cuts - torch.arange(len(cuts))
     return Rollouts(
         tokens=tokens,
         logp_rollout=logp,
         cu_seqlens=cuts,
-        rollout_version=torch.full_like(tokens, version),
+        rollout_version=torch.as_tensor(version).expand(len(tokens)).contiguous(),
         prompt_tokens=prompt_tokens,
         prompt_cu_seqlens=prompt_cuts,
         group_ids=torch.tensor(groups),
         finish=tuple("stop" if e else "length" for e in ended.tolist()),
         provenance=provenance,
-        evidence=_joined_evidence([d.evidence for d in draws]),
+        evidence=joined_evidence(evidence) if evidence else None,
+        routes=Routes(_joined(experts), computed) if experts else None,
+        support=Support.joined([d.support for d in draws]),
     )
 
 
@@ -202,16 +214,8 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _joined_evidence(parts: list[Any]) -> Evidence | None:
-    """One evidence from those of all parts, which are of one kind."""
-    if parts[0] is None:
-        return None
-    names = [f.name for f in fields(parts[0]) if isinstance(getattr(parts[0], f.name), Tensor)]
-    return replace(parts[0], **{name: _joined([getattr(p, name) for p in parts]) for name in names})
-
-
 class Drawing(ABC):
-    """`generate` and `rescore` of an engine (check, draw, pack), whose subclass has `_draws` and `_source`."""
+    """`generate`, `rescore` and `load_weights` of an engine, around what its backend does."""
 
     name: str
     version: int
@@ -219,6 +223,10 @@ class Drawing(ABC):
     quantization: str | None
     vocab_size: int
     evidence_limit_mib: int
+    record_routes: bool = False
+    """Whether rollouts carry the experts that tokens were sent to."""
+    stream: Stream | None = None
+    """The stream that is open on this engine."""
     _state_bytes: int  # of one hidden state
 
     def generate(
@@ -251,7 +259,31 @@ class Drawing(ABC):
             rollout_version=rescored.rollout_version,
             provenance=rescored.provenance,
             evidence=rescored.evidence,
+            routes=rescored.routes,
+            support=rescored.support,
         )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Take all of the trainer's `named_parameters`; see `Engine`.
+
+        Raises: `EngineError` if they are not the weights of this model, or while responses are in progress, which
+            only the stream's own `load_weights` treats right.
+        """
+        self.need_idle("load_weights", "use the stream's own load_weights")
+        self.take_weights(weights, version=version)
+
+    def need_idle(self, call: str, way_out: str = "") -> None:
+        """Refuse `call` while responses are in progress. Raises: `EngineError` with the way out."""
+        if self.stream is not None and self.stream.active:
+            way_out = way_out or "step the stream until none is active, or cancel them first"
+            raise EngineError(
+                f"{call} is refused: engine {self.name!r} has {self.stream.active} responses in progress on a "
+                f"stream; {way_out}"
+            )
+
+    @abstractmethod
+    def take_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """`load_weights`, whatever is in progress."""
 
     @abstractmethod
     def _draws(self, request: Request) -> list[Draws]:
@@ -263,13 +295,17 @@ class Drawing(ABC):
         """The backend's version, and what the model is called."""
 
     def _rollouts(self, request: Request) -> Rollouts:
-        self._check(request)
+        self.check(request)
         draws = self._draws(request)
-        engine_version, model = self._source
-        provenance = Provenance(self.name, engine_version, model, self.dtype, self.quantization, request.sampling)
+        provenance = self.provenance(request.sampling)
         return rollouts_from(draws, request.prompts, version=self.version, provenance=provenance)
 
-    def _check(self, request: Request) -> None:
+    def provenance(self, sampling: Sampling) -> Provenance:
+        """What a record says of this engine's draws."""
+        return Provenance(self.name, *self._source, self.dtype, self.quantization, sampling)
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that this engine should not answer; see `check_request`."""
         check_request(
             *request[:3],
             vocab_size=self.vocab_size,
@@ -277,10 +313,13 @@ class Drawing(ABC):
             limit_mib=self.evidence_limit_mib,
         )
 
-    def _checked(self, draws: Draws, sampling: Sampling) -> Draws:
+    def checked(self, draws: Draws, sampling: Sampling) -> Draws:
         """The same, once its hidden states have reproduced the log-probs beside them."""
         assert isinstance(draws.evidence, HiddenStates)
-        check_states(draws.evidence, draws.tokens, draws.logp, temperature=sampling.temperature, engine=self.name)
+        temperature = sampling.temperature
+        check_states(
+            draws.evidence, draws.tokens, draws.logp, temperature=temperature, engine=self.name, support=draws.support
+        )
         return draws
 
 

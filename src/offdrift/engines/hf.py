@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
 import transformers
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -25,10 +26,11 @@ from transformers.utils import logging
 from offdrift.divergence.head import Head
 from offdrift.engines.generate import Drawing, Draws, Request, pieces
 from offdrift.engines.hf_decode import Recorder, decode, uniform_numbers
+from offdrift.engines.hf_stream import TransformersStream
 from offdrift.engines.output_head import head_input, head_of, kept, recast
-from offdrift.engines.routing import routes_of
+from offdrift.engines.routing import routers_of_mixture, routes_of, watched
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import Rollouts
+from offdrift.records.rollouts import EvidenceKind, Rollouts, Routes, Sampling
 
 
 class TransformersEngine(Drawing):
@@ -46,9 +48,10 @@ class TransformersEngine(Drawing):
         as_in_training: leave the copy in train mode with gradient checkpointing on, as a trainer has
             it. Such a model draws from another distribution than it scores; for experiments.
         evidence_limit_mib: memory that recorded evidence may take, MiB.
+        record_routes: also record the experts that every token was sent to (`Rollouts.routes`).
         version: trainer version of the given weights, optimizer steps.
 
-    Raises: `EngineError` if the model cannot generate.
+    Raises: `EngineError` if the model cannot generate, or has no routers to record.
 
     Example:
         >>> from offdrift.records.rollouts import Sampling
@@ -72,6 +75,7 @@ class TransformersEngine(Drawing):
         attn_implementation: str | None = None,
         as_in_training: bool = False,
         evidence_limit_mib: int = 1024,
+        record_routes: bool = False,
         name: str = "transformers",
         version: int = 0,
     ) -> None:
@@ -87,7 +91,9 @@ class TransformersEngine(Drawing):
             )
         self.name, self.version, self.batch_size = name, version, batch_size
         self.dtype, self.quantization = dtype, quantization
-        self.evidence_limit_mib = evidence_limit_mib
+        self.evidence_limit_mib, self.record_routes = evidence_limit_mib, record_routes
+        if record_routes:
+            routers_of_mixture(model)
         self.vocab_size: int = model.config.get_text_config().vocab_size
         width = getattr(model.get_output_embeddings(), "in_features", None)
         width = width or model.config.get_text_config().hidden_size
@@ -113,11 +119,15 @@ class TransformersEngine(Drawing):
             raise EngineError(f"engine {self.name!r} is closed; construct another one")
         return self._model
 
-    def routes(self, rollouts: Rollouts) -> Int[Tensor, "p layers k"]:
+    def routes(self, rollouts: Rollouts) -> Routes:
         """Experts that this copy chooses when it reads these tokens; see `engines.routing`."""
         return routes_of(self.model, rollouts)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+    def open_stream(self, sampling: Sampling, *, evidence: EvidenceKind = "sampled") -> TransformersStream:
+        """Responses in progress on this engine; see `engines.stream`."""
+        return TransformersStream(self, sampling, evidence)
+
+    def take_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Take all of the trainer's `named_parameters`, cast and rounded; see `Engine`.
 
         Raises: `EngineError` if a weight is unknown, has another shape, or is missing.
@@ -148,8 +158,15 @@ class TransformersEngine(Drawing):
             )
         self.version = version
 
+    def head(self) -> Head:
+        """A copy of the output head, one for all batches of a version."""
+        self._head = self._head or kept(head_of(self.model))
+        return self._head
+
     def close(self) -> None:
         """Free the copy of the model. Idempotent."""
+        if self.stream is not None:
+            self.stream.close()
         self._model = None
 
     def _draws(self, request: Request) -> list[Draws]:
@@ -164,12 +181,18 @@ class TransformersEngine(Drawing):
             logging.set_verbosity(level)
 
     def _draw(self, request: Request, uniforms: Tensor) -> Draws:
-        if request.evidence != "hidden":
-            return decode(self.model, request, Recorder(request.evidence), uniforms)
-        self._head = self._head or kept(head_of(self.model))
-        with head_input(self.model) as consumed:
-            draws = decode(self.model, request, Recorder("hidden", self._head, consumed), uniforms)
-        return self._checked(draws, request.sampling)
+        hidden = request.evidence == "hidden"
+        heads = head_input(self.model) if hidden else nullcontext()
+        with heads as consumed, watched(self.model) if self.record_routes else nullcontext() as choices:
+            recorder = Recorder(
+                request.evidence,
+                self.head() if hidden else None,
+                consumed,
+                filtered=request.sampling.filtered,
+                choices=choices,
+            )
+            draws = decode(self.model, request, recorder, uniforms)
+        return self.checked(draws, request.sampling) if hidden else draws
 
     @property
     def _source(self) -> tuple[str, str]:

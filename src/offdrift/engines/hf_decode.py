@@ -1,6 +1,7 @@
 """Decoding with a transformers model: one forward pass per token, over what is still being written.
 
-- A prompt that several responses continue is read once; its keys and values are copied to each of them.
+- A text that several responses continue is read once. Its row of the batch branches when they draw different tokens,
+  on an accelerator when the prompt ends, since the host would have to wait for every token.
 - A response that has ended leaves the batch, so that no step computes what nobody reads.
 - Keys and values are written in place, into room that doubles when it is full.
 - Every response draws from uniform numbers of its own, so its tokens depend on what else is in the batch
@@ -13,15 +14,32 @@ import inspect
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    DynamicCache,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.cache_utils import DynamicLayer
 
 from offdrift.divergence.head import Head
 from offdrift.engines.generate import Draws, Request, Tokens
 from offdrift.engines.output_head import HeadInput
-from offdrift.records.rollouts import Evidence, EvidenceKind, FullVocab, HiddenStates, Sampling, TopK
+from offdrift.engines.routing import Choices
+from offdrift.records.rollouts import (
+    Evidence,
+    EvidenceKind,
+    FullVocab,
+    HiddenStates,
+    Sampling,
+    Support,
+    TopK,
+    cumulative,
+)
 
 PAD = 0
 """Padding id. Lengths say which tokens are real, so any id will do."""
@@ -30,19 +48,21 @@ KEPT_SHARE = 0.75
 """Ended responses leave the batch once at most this share of it is still being written."""
 
 CHECK_EVERY = {"cpu": 1}
-"""Steps between looks at which responses have ended; on an accelerator each look waits for the device."""
+"""Steps between looks at what was drawn; on an accelerator each look waits for the device."""
 CHECK_EVERY_ELSEWHERE = 16
 
 
 class InPlaceLayer(DynamicLayer):
     """Keys and values of a layer, written in place into room that doubles as responses grow.
 
-    Memory: at most twice what is kept, and never more than `capacity` tokens per response.
+    Memory: at most twice what is kept, and never more than `capacity` tokens per response; of `rows` responses at
+    least, once there are more than were read first.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, rows: int = 0) -> None:
         super().__init__()
-        self.capacity, self.length = capacity, 0
+        self.capacity, self.rows = capacity, rows
+        self.count, self.length = 0, 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -54,37 +74,61 @@ class InPlaceLayer(DynamicLayer):
         """All keys and values so far, the new ones behind the others."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        begin, self.length = self.length, self.length + key_states.shape[-2]
+        count, begin, self.length = len(key_states), self.length, self.length + key_states.shape[-2]
         if self.length > self._room[0].shape[2]:
-            places = max(self.length, min(2 * self.length, self.capacity))
-            for i, room in enumerate(self._room):
-                self._room[i] = room.new_empty(*room.shape[:2], places, room.shape[3])
-                self._room[i][:, :, :begin] = room[:, :, :begin]
+            self._make_room(len(self._room[0]), max(self.length, min(2 * self.length, self.capacity)), begin)
         for room, new in zip(self._room, (key_states, value_states), strict=True):
-            room[:, :, begin : self.length] = new
-        self.keys, self.values = (room[:, :, : self.length] for room in self._room)
-        return self.keys, self.values
+            room[:count, :, begin : self.length] = new
+        return self._views(count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """The cache of these rows, in this order; a row may be named several times."""
+        """The cache of these rows, in this order; a row may be named several times. Rows that stay are not copied."""
         if not self.is_initialized:
             return
+        count = len(beam_idx)
+        if count < self.count:
+            self._room = [room.index_select(0, beam_idx) for room in self._room]
+        else:
+            if count > len(self._room[0]):
+                self._make_room(max(count, self.rows), self._room[0].shape[2], self.length)
+            moved = (beam_idx != torch.arange(count, device=beam_idx.device)).nonzero().squeeze(1)
+            source = beam_idx[moved]
+            for room in self._room:
+                room.index_copy_(0, moved, room.index_select(0, source))
+        self._views(count)
+
+    def _make_room(self, rows: int, places: int, filled: int) -> None:
         for i, room in enumerate(self._room):
-            rows = room.new_empty(len(beam_idx), *room.shape[1:])
-            rows[:, :, : self.length] = room[beam_idx, :, : self.length]
-            self._room[i] = rows
-        self.keys, self.values = (room[:, :, : self.length] for room in self._room)
+            self._room[i] = room.new_empty(rows, room.shape[1], places, room.shape[3])
+            self._room[i][: len(room), :, :filled] = room[:, :, :filled]
+
+    def _views(self, count: int) -> tuple[Tensor, Tensor]:
+        self.count = count
+        self.keys, self.values = (room[:count, :, : self.length] for room in self._room)
+        return self.keys, self.values
 
 
 class Recorder:
     """What is known of every drawn token, step by step: its log-prob and the evidence asked for.
 
     Full evidence keeps a row of the vocabulary per token, top-k evidence its k largest entries, hidden evidence what
-    the head consumed.
+    the head consumed. Where `filtered`, what the filters left over is kept besides; with `choices`, the experts that
+    every text was sent to.
     """
 
-    def __init__(self, evidence: EvidenceKind, head: Head | None = None, consumed: HeadInput | None = None) -> None:
+    def __init__(
+        self,
+        evidence: EvidenceKind,
+        head: Head | None = None,
+        consumed: HeadInput | None = None,
+        *,
+        filtered: bool = False,
+        choices: Choices | None = None,
+    ) -> None:
         self.evidence, self.head, self.consumed = evidence, head, consumed
+        self.filtered, self.choices = filtered, choices
+        self.support: list[Support] = []  # per step, of its texts
+        self.prompts: tuple[Tensor, Tensor] | None = None
         self.steps: list[dict[str, Tensor]] = []
 
     def state(self) -> Float[Tensor, "a d"] | None:
@@ -92,9 +136,20 @@ class Recorder:
         last = None if self.consumed is None else self.consumed.last
         return None if last is None else last[:, -1].clone()
 
-    def add(self, logp: Float[Tensor, "a v"], drawn: Int[Tensor, " a"], rows: Int[Tensor, " a"], state: Tensor | None):
-        """One step: the tempered and filtered log-probs of the responses `rows`, and the tokens drawn from them."""
-        step = {"rows": rows, "tokens": drawn, "logp": logp.gather(1, drawn[:, None]).squeeze(1)}
+    def add(
+        self,
+        logp: Float[Tensor, "n v"],
+        drawn: Int[Tensor, " a"],
+        rows: Int[Tensor, " a"],
+        state: Tensor | None,
+        text: Int[Tensor, " a"] | None = None,
+    ) -> None:
+        """One step: the tempered and filtered log-probs of `n` texts, and the tokens drawn for the responses `rows`.
+
+        Response `rows[i]` continues `text[i]`; without `text`, each response a text of its own, in order.
+        """
+        text = torch.arange(len(rows), device=rows.device) if text is None else text
+        step = {"rows": rows, "tokens": drawn, "text": text, "logp": logp[text, drawn]}
         if self.evidence == "full":
             step["evidence"] = logp
         elif isinstance(self.evidence, int):
@@ -102,7 +157,23 @@ class Recorder:
             step |= {"evidence": top.values, "ids": top.indices.int()}
         elif state is not None:
             step["evidence"] = state
+        if self.choices is not None:
+            step["experts"] = self._experts(len(logp))[:, -1]
+        if self.filtered:
+            self.support.append(Support.of(logp > -torch.inf))
         self.steps.append(step)
+
+    def read(self, mask: Int[Tensor, "texts width"], text: Int[Tensor, " b"]) -> None:
+        """Prompts have been read: texts flush right in `mask`, and the one that each response continues."""
+        if self.choices is not None:
+            before = mask[text, :-1].bool()
+            self.prompts = self._experts(len(mask))[text, :-1][before], before.sum(1)
+
+    def _experts(self, texts: int) -> Integer[Tensor, "texts t layers k"]:
+        """Experts at every place of the texts that the model has just read."""
+        assert self.choices is not None
+        experts = self.choices.experts
+        return experts.view(texts, -1, *experts.shape[1:])
 
     def draws(self, lengths: Int[Tensor, " b"]) -> Draws:
         """What was drawn, packed: of every response its first `lengths` tokens."""
@@ -111,24 +182,52 @@ class Recorder:
         order = (rows * len(self.steps) + number).argsort()
         order = order[(number < lengths[rows])[order]]
 
-        def packed(name: str) -> Tensor:
-            return torch.cat([step[name] for step in self.steps])[order].cpu()
+        def packed(name: str, order: Tensor = order) -> Tensor:
+            return torch.cat([step[name] for step in self.steps]).index_select(0, order).cpu()
 
+        def texts(counts: list[int]) -> Tensor:
+            """The text that each token continues, among those of all steps, of which a step has so many."""
+            before = cumulative(torch.tensor(counts))[:-1].tolist()
+            return torch.cat([step["text"] + n for step, n in zip(self.steps, before, strict=True)])[order]
+
+        def shared(name: str) -> Tensor:
+            return packed(name, texts([len(step[name]) for step in self.steps]))
+
+        support = Support.joined(self.support)
+        if support is not None:
+            support = support.select(texts([len(s.cu_seqlens) - 1 for s in self.support])).cpu()
         evidence: Evidence | None = None
         if isinstance(self.evidence, int):
-            evidence = TopK(packed("ids"), packed("evidence"))
+            evidence = TopK(shared("ids"), shared("evidence"))
         elif self.head is not None:
-            evidence = HiddenStates(packed("evidence"), self.head)
+            evidence = HiddenStates(shared("evidence"), self.head)
         elif self.evidence == "full":
-            evidence = FullVocab(packed("evidence"))
-        return Draws(packed("tokens"), lengths.cpu(), packed("logp"), evidence)
+            evidence = FullVocab(shared("evidence"))
+        experts = None
+        if self.prompts is not None:
+            # A step has the experts of the place that its token is drawn from: in all, those of every place but the
+            # last, of which prompts are all but their last.
+            own, counts = self.prompts
+            sequence = [torch.arange(len(lengths)).repeat_interleave(n.cpu()) for n in (counts, lengths)]
+            order_of_places = torch.cat(sequence).argsort(stable=True)
+            experts = torch.cat([own.cpu(), shared("experts")])[order_of_places]
+        return Draws(packed("tokens"), lengths.cpu(), packed("logp"), evidence, support, experts)
 
 
 @torch.no_grad()
 def decode(model: PreTrainedModel, request: Request, recorder: Recorder, uniforms: Float[Tensor, "b t"]) -> Draws:
     """One response per prompt: tokens drawn at `uniforms`, or those of `request.forced` (teacher forcing)."""
+    lengths = _decode(model, request, recorder, uniforms)
+    return recorder.draws(lengths)  # outside of inference mode, whose tensors can't enter a loss
+
+
+@torch.inference_mode()
+def _decode(
+    model: PreTrainedModel, request: Request, recorder: Recorder, uniforms: Float[Tensor, "b t"]
+) -> Int[Tensor, " b"]:
+    """Record every step; how many tokens of each response count."""
     device, sampling, forced = model.device, request.sampling, request.forced
-    count, filters = len(request.prompts), _filters(sampling)
+    count, filters = len(request.prompts), filters_of(sampling)
     lengths = torch.full((count,), sampling.max_tokens, device=device)
     stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
     uniforms, given = uniforms.to(device), None
@@ -137,25 +236,23 @@ def decode(model: PreTrainedModel, request: Request, recorder: Recorder, uniform
         stops = stops[:0]
     steps = int(lengths.max())
     check_every = CHECK_EVERY.get(device.type, CHECK_EVERY_ELSEWHERE)
-    # Each prompt once; the response i continues prompt `source[i]`.
+    # Each text once; the response `rows[i]` continues `text[i]`.
     number: dict[tuple[int, ...], int] = {}
-    source = torch.tensor([number.setdefault(tuple(p), len(number)) for p in request.prompts], device=device)
+    text = torch.tensor([number.setdefault(tuple(p), len(number)) for p in request.prompts], device=device)
     ids, mask = left_padded(list(number), device)
-    cache = _cache(model, ids.shape[1] + steps)
-    forward = _Forward(model, cache)
+    width, rows = ids.shape[1], torch.arange(count, device=device)
+    cache = cache_of(model, width + steps, count)
+    forward = Forward(model, cache)
     scores = forward(ids, mask, mask.cumsum(1) - 1)
-    state = recorder.state()
-    if len(number) < count:
-        cache.reorder_cache(source)  # type: ignore[arg-type]
-        scores, mask, state = scores[source], mask[source], None if state is None else state[source]
-    rows = torch.arange(count, device=device)
+    recorder.read(mask, text)
+    places, mask = mask.sum(1, keepdim=True), torch.cat([mask, mask.new_ones(len(mask), steps)], 1)
     for step in range(steps):
         scores = scores.float()
         for apply in filters:
             scores = apply(None, scores)
         logp = scores.log_softmax(-1)
-        drawn = given[rows, step] if given is not None else inverted(logp, uniforms[rows, step])
-        recorder.add(logp, drawn, rows, state)
+        drawn = given[rows, step] if given is not None else inverted(logp, uniforms[rows, step], text)
+        recorder.add(logp, drawn, rows, recorder.state(), text)
         ended = torch.isin(drawn, stops)
         lengths[rows] = lengths[rows].where(~ended, lengths[rows].clamp(max=step + 1))
         if step + 1 == steps:
@@ -164,25 +261,63 @@ def decode(model: PreTrainedModel, request: Request, recorder: Recorder, uniform
             alive = (lengths[rows] > step + 1).nonzero().squeeze(1)
             if len(alive) == 0:
                 break
-            if len(alive) <= KEPT_SHARE * len(rows):
-                cache.reorder_cache(alive)  # type: ignore[arg-type]
-                rows, mask, drawn = rows[alive], mask[alive], drawn[alive]
-        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
-        scores = forward(drawn[:, None], mask, mask.sum(1, keepdim=True) - 1)
-        state = recorder.state()
-    return recorder.draws(lengths)
+            if len(alive) < len(rows):
+                rows, text, drawn = rows[alive], text[alive], drawn[alive]
+        moves = None
+        if check_every == 1:
+            moves, text = branched(text, drawn, *logp.shape)
+        elif len(rows) > len(logp) or len(rows) <= KEPT_SHARE * len(logp):
+            moves, text = text, torch.arange(len(rows), device=device)
+        if moves is not None:
+            cache.reorder_cache(moves)  # type: ignore[arg-type]
+            mask, places = mask[moves], places[moves]
+        # A text that nobody continues any more reads padding.
+        ids = drawn.new_full((len(mask), 1), PAD)
+        ids[text, 0] = drawn
+        scores = forward(ids, mask[:, : width + step + 1], places + step)
+    return lengths
 
 
-def inverted(logp: Float[Tensor, "a v"], uniform: Float[Tensor, " a"]) -> Int[Tensor, " a"]:
+def branched(
+    text: Int[Tensor, " a"], drawn: Int[Tensor, " a"], count: int, vocab_size: int
+) -> tuple[Int[Tensor, " n"] | None, Int[Tensor, " a"]]:
+    """What each row of the cache is to be a copy of (None if all stay), and the row that each response continues.
+
+    Of the `count` texts, each is kept by those that drew the least of its next tokens. The others take the rows of
+    texts that nobody continues, then new ones. Once few rows are continued, they close ranks.
+
+    Example:
+        >>> branched(torch.tensor([0, 0, 1]), torch.tensor([5, 7, 5]), 2, 9)
+        (tensor([0, 1, 0]), tensor([0, 2, 1]))
+    """
+    branches, branch = (text * vocab_size + drawn).unique(return_inverse=True)
+    origin = branches // vocab_size
+    if len(origin) <= KEPT_SHARE * count:
+        return origin, branch
+    new = origin.diff(prepend=origin.new_tensor([-1])) == 0
+    if not new.any():
+        return None, text
+    free = torch.ones(count + len(origin), dtype=torch.bool, device=text.device)
+    free[origin] = False
+    row = origin.masked_scatter(new, free.nonzero().squeeze(1))
+    moves = torch.arange(max(count, int(row.max()) + 1), device=text.device)
+    moves[row] = origin
+    return moves, row[branch]
+
+
+def inverted(
+    logp: Float[Tensor, "n v"], uniform: Float[Tensor, " a"], rows: Int[Tensor, " a"] | None = None
+) -> Int[Tensor, " a"]:
     """The first token whose cumulated probability exceeds `uniform` of the whole, in float64.
 
-    Tokens of probability 0 are never drawn.
+    Tokens of probability 0 are never drawn. Number i is drawn from `logp[rows[i]]`; without `rows`, from `logp[i]`.
 
     Example:
         >>> inverted(torch.tensor([[0.5, 0.0, 0.5]]).log().repeat(3, 1), torch.tensor([0.0, 0.49, 0.5]).double())
         tensor([0, 0, 2])
     """
     mass = logp.double().exp().cumsum(-1)
+    mass = mass if rows is None else mass[rows]
     whole = mass[:, -1]
     # Rounded up to the whole, a product would lie behind the last token.
     height = torch.minimum(uniform * whole, whole.nextafter(torch.zeros_like(whole)))
@@ -195,7 +330,7 @@ def uniform_numbers(count: int, steps: int, seed: int) -> Float[Tensor, "b t"]:
     return torch.rand(count, steps, generator=g, dtype=torch.float64)
 
 
-class _Forward:
+class Forward:
     """Logits of the last place."""
 
     def __init__(self, model: PreTrainedModel, cache: DynamicCache) -> None:
@@ -217,11 +352,13 @@ class _Forward:
         return output.logits[:, -1]
 
 
-def _filters(sampling: Sampling) -> list[Callable[..., Tensor]]:
-    """Temperature, top-k and top-p, in this order, where they change anything."""
+def filters_of(sampling: Sampling) -> list[Callable[..., Tensor]]:
+    """Temperature, min-p, top-k and top-p, in this order (vLLM's), where they change anything."""
     filters: list[Callable[..., Tensor]] = []
     if sampling.temperature != 1:
         filters.append(TemperatureLogitsWarper(float(sampling.temperature)))
+    if sampling.min_p > 0:
+        filters.append(MinPLogitsWarper(sampling.min_p))
     if sampling.top_k:
         filters.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
@@ -229,10 +366,10 @@ def _filters(sampling: Sampling) -> list[Callable[..., Tensor]]:
     return filters
 
 
-def _cache(model: PreTrainedModel, capacity: int) -> DynamicCache:
-    """The cache that the model's configuration asks for, with room for `capacity` tokens where it keeps all."""
+def cache_of(model: PreTrainedModel, capacity: int, rows: int = 0) -> DynamicCache:
+    """The cache that the model's configuration asks for; room for `capacity` tokens of `rows` where it keeps all."""
     cache = DynamicCache(config=model.config)
-    cache.layers = [InPlaceLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [InPlaceLayer(capacity, rows) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 

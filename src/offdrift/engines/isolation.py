@@ -1,14 +1,21 @@
-"""Isolate the trainer from a backend in its process that seeds the world, replaces functions or compiles unasked."""
+"""Backends kept to themselves: in this process, from the trainer; on the network, from everybody else.
+
+An engine may seed the world, replace functions or compile unasked. Ray listens on every address of the machine.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
+
+LOOPBACK = "127.0.0.1"
 
 
 @contextmanager
@@ -36,3 +43,32 @@ def host_kept(*, compiling: bool = False) -> Iterator[None]:
         torch.set_rng_state(torch_state)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
+
+
+def start_local_ray(**options: Any) -> None:
+    """Start Ray with this process as its driver; all of its servers listen on loopback only.
+
+    By itself Ray listens on every address of the machine, whatever address it is given.
+
+    Args:
+        options: of `ray.init`, such as `num_cpus`.
+
+    Raises: `ImportError` without Ray; what `ray.init` raises.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    from ray._private import ray_constants as constants
+
+    # Ray replaces 127.0.0.1 by the machine's address where it allows clusters of several machines. It has read the
+    # variable when it was imported, and the processes that it starts read it now.
+    name = constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    before = os.environ.get(name), constants.ENABLE_RAY_CLUSTER
+    os.environ[name], constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, _node_ip_address=LOOPBACK, **options)
+    finally:
+        variable, constants.ENABLE_RAY_CLUSTER = before
+        if variable is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = variable

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offdrift.divergence.head import Head
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import HiddenStates
+from offdrift.records.rollouts import HiddenStates, Support
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -146,22 +146,30 @@ def kept(head: Head) -> Head:
 
 
 def logits_in_pieces(
-    evidence: HiddenStates, *, temperature: float = 1.0
+    evidence: HiddenStates, *, temperature: float = 1.0, support: Support | None = None
 ) -> Iterator[tuple[slice, Float[Tensor, "c v"]]]:
     """The rollout policy's tempered logits, float32 or better, some tokens at a time, and which.
 
-    At most `CHUNK` logits are computed at once, or one token's. Gradient: none.
+    -inf where a token is not in `support`. At most `CHUNK` logits are computed at once, or one token's. Gradient: none.
     """
     states, head, v = evidence.states, evidence.head, len(evidence.head.weight)
     rows = max(1, CHUNK.get(states.device.type, CHUNK_ELSEWHERE) // v)
     for start in range(0, max(1, len(states)), rows):
         piece = slice(start, min(start + rows, len(states)))
-        yield piece, head.scores(states[piece], slice(0, v)).div_(temperature)
+        logits = head.scores(states[piece], slice(0, v)).div_(temperature)
+        if support is not None:
+            logits.masked_fill_(support.left_out(piece, v, device=logits.device), -torch.inf)
+        yield piece, logits
 
 
 @torch.no_grad()
 def deviations(
-    evidence: HiddenStates, tokens: Int[Tensor, " n"], logp_rollout: Float[Tensor, " n"], *, temperature: float = 1.0
+    evidence: HiddenStates,
+    tokens: Int[Tensor, " n"],
+    logp_rollout: Float[Tensor, " n"],
+    *,
+    temperature: float = 1.0,
+    support: Support | None = None,
 ) -> Float[Tensor, " n"]:
     """How far recorded states and their head are from the log-probs recorded with them.
 
@@ -173,7 +181,7 @@ def deviations(
     Returns: nats per token. Gradient: none.
     """
     result = torch.empty(len(tokens), dtype=torch.float32)
-    for piece, logits in logits_in_pieces(evidence, temperature=temperature):
+    for piece, logits in logits_in_pieces(evidence, temperature=temperature, support=support):
         logp = logits.log_softmax(-1).gather(1, tokens[piece, None].long()).squeeze(1)
         result[piece] = (logp - logp_rollout[piece]).abs()
     return result
@@ -186,6 +194,7 @@ def check_states(
     *,
     temperature: float,
     engine: str,
+    support: Support | None = None,
 ) -> None:
     """Refuse states that do not belong to their tokens, or a head that is not the one that sampled.
 
@@ -193,7 +202,8 @@ def check_states(
     """
     some = torch.linspace(0, len(tokens) - 1, min(CHECKED, len(tokens))).long()
     part = HiddenStates(evidence.states[some], evidence.head)
-    mean = float(deviations(part, tokens[some], logp_rollout[some], temperature=temperature).mean())
+    kept = None if support is None else support.select(some)
+    mean = float(deviations(part, tokens[some], logp_rollout[some], temperature=temperature, support=kept).mean())
     # Also refuses NaN.
     if not mean <= GROSS:
         raise EngineError(

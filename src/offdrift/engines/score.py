@@ -56,9 +56,11 @@ def score(
 
     Args:
         model: a causal language model with the `transformers` call signature.
-        rollouts: prompts and responses; only tokens and cuts are read.
-        temperature: the sampling temperature, so that both policies are tempered alike. Top-k and
-            top-p filters are not replayed: mass they removed counts as drift.
+        rollouts: prompts and responses; only tokens, cuts and the sampler's support are read.
+        temperature: the sampling temperature, so that both policies are tempered alike. The tokens that the
+            sampler's filters left over are replayed where the rollouts record them (`Rollouts.support`): all others
+            have logit -inf, hence no probability and no gradient. Without that record, mass that a filter removed
+            counts as drift.
         keep_graph: leave the logits attached, for penalties on whole distributions.
         half: bfloat16 or float16, in which the model multiplies matrices (`torch.autocast`); weights, norms, residual
             stream and what follows the logits stay as they are. Absent: everything at the weights' precision.
@@ -84,6 +86,8 @@ def score(
             use_cache=False,
         ).logits
     logits = at_least_float32(rows_btv[inputs.rows, inputs.columns]) / temperature  # [n, v]
+    if (support := rollouts.support) is not None:
+        logits.masked_fill_(support.left_out(slice(None), logits.shape[1], device=logits.device), -torch.inf)
     tokens = rollouts.tokens.to(device=logits.device, dtype=torch.int64)
     log_total = logits.logsumexp(-1)
     logp = logits.gather(-1, tokens[:, None]).squeeze(-1) - log_total
@@ -173,7 +177,7 @@ def divergences(
     """Divergences of the current policy from the recorded rollout policy, by name.
 
     Full-vocabulary evidence and hidden states give exact values, top-k evidence certified intervals,
-    and no evidence gives none.
+    and no evidence gives none. Where the rollouts record the sampler's support, both policies live on it.
 
     Args:
         logits: `Score.logits` of the same tokens.
@@ -190,6 +194,7 @@ def divergences(
             rollouts.tokens.to(logits.device).long(),
             rollouts.logp_rollout.to(logits.device),
             logits,
+            one_support=rollouts.support is not None,
             tail_log_ratio_cap=tail_log_ratio_cap,
         )
         return {kl.name: kl, tv.name: tv}
@@ -200,7 +205,8 @@ def divergences(
         # The engine's logits are computed again, at its precision and a few tokens at a time;
         # `hidden_divergences` does without either side's.
         temperature = rollouts.provenance.sampling.temperature
-        size, pieces = len(evidence.head.weight), logits_in_pieces(evidence.to(logits.device), temperature=temperature)
+        size = len(evidence.head.weight)
+        pieces = logits_in_pieces(evidence.to(logits.device), temperature=temperature, support=rollouts.support)
     else:
         return {}
     if size != logits.shape[1]:

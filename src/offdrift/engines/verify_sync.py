@@ -244,9 +244,8 @@ class _Probe:
 
     def compared(self) -> tuple[Rollouts, Tensor]:
         """What the engine samples now, and the trainer's log-probs of it."""
-        plain = replace(
-            self.sampling, max_tokens=min(self.sampling.max_tokens, PROBE_TOKENS), top_k=0, top_p=1.0, stop_token_ids=()
-        )
+        tokens = min(self.sampling.max_tokens, PROBE_TOKENS)
+        plain = replace(self.sampling.unfiltered, max_tokens=tokens, stop_token_ids=())
         rollouts = self.engine.generate(self.prompts, plain, seed=self.seed)
         return rollouts, self.scored(rollouts)
 

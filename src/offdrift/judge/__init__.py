@@ -4,10 +4,10 @@ from offdrift.judge.findings import Context as Context
 from offdrift.judge.findings import Evidence as Evidence
 from offdrift.judge.findings import Finding as Finding
 from offdrift.judge.findings import num_experts as num_experts
-from offdrift.judge.ladder import escalate as escalate
 from offdrift.judge.readings import READINGS as READINGS
 from offdrift.judge.rules import Rules as Rules
 from offdrift.judge.rules import load_rules as load_rules
+from offdrift.judge.verdict import escalate as escalate
 from offdrift.judge.verdict import verdict as verdict
 from offdrift.judge.watcher import Watcher as Watcher
 from offdrift.judge.watcher import diagnose as diagnose

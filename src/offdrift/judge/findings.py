@@ -34,10 +34,14 @@ class Context:
     """The row of `METHODS` that the run trains with: says which gates and weights are configured."""
     temperature: float | None = None
     """Sampling temperature of the rollouts."""
+    filter_replayed: bool | None = None
+    """Whether the trainer's policies live on the tokens that the sampler's filters left over; None: unknown, or
+    nothing was filtered."""
     overall: Row = field(default_factory=dict)
     """Metrics over all tokens of the run."""
     facets: Mapping[str, Sequence[Row]] = field(default_factory=dict)
-    """Metrics by bucket of a property ("length", "lag", ...): rows with "low", its smallest value."""
+    """Metrics by bucket of a property ("length", "lag", "worker", ...): rows with "label", and "low", its smallest
+    value."""
 
 
 def num_experts(model: Any) -> int:

@@ -1,8 +1,12 @@
-"""`verdict`: all findings in one word and one or two sentences."""
+"""`verdict`: all findings in one word and one or two sentences. `escalate`: what to do next.
+
+The escalation ladder is rejection sampling, then rejection with token TIS, then a systems fix.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from offdrift.judge.findings import URGENCY, Finding, Row, number
 from offdrift.judge.kl_choice import kl_metrics
@@ -53,3 +57,92 @@ def _agreement(numbers: Row, limit: float) -> str:
         if texts := [text.format(x) for text, x in best if x is not None]:
             return ": " + ", ".join(texts)
     return " shows in this log"
+
+
+Action = Literal["rejection", "rejection and token TIS", "systems fix"]
+
+
+class Escalation(NamedTuple):
+    """What to do next, and the number that decides it."""
+
+    action: Action
+    because: str
+
+
+def escalate(
+    chi2_token: float | int,
+    rs_masked: float | int,
+    *,
+    ess_after_rs: float | int | None = None,
+    pearson: float | int | None = None,
+    prob_diff_max: float | int | None = None,
+    kl: float | int | None = None,
+    limits: Mapping[str, float] | None = None,
+) -> Escalation:
+    """The survey's escalation. Rejection runs first in every row: tails are removed, then weighted.
+
+        systems fix               rs_masked > 25 %, ESS after RS < 0.3, Pearson < 0.95, chi2_token > 4
+        rejection and token TIS   2 < chi2_token <= 4, or 10 % <= rs_masked <= 25 %
+        rejection                 otherwise
+
+    The source leaves chi2_token = 2 and > 4 open; here they are rejection alone and a systems fix.
+    What is None or NaN is unknown and decides nothing.
+
+    Args:
+        chi2_token: of the ratio that is corrected.
+        rs_masked: share of the batch that rejection alone removes.
+        ess_after_rs: effective share of what is left.
+        pearson: correlation of the probabilities of the two policies.
+        prob_diff_max: largest difference of a token's probabilities. Where it is small, a low
+            correlation only says that all tokens are about equally likely, and does not count.
+        kl: between the two policies, nats per token. Where it is large, a low correlation counts.
+        limits: thresholds by name, if not the built-in ones.
+
+    Example:
+        >>> escalate(2.5, 0.05)
+        Escalation(action='rejection and token TIS', because='token chi2 is 2.5, above 2')
+
+    Reference: survey, "When to escalate".
+    """
+    t = load_rules().limits if limits is None else limits
+    action: Action = "rejection"
+    because = f"token chi2 is {chi2_token:.3g} and rejection would mask only {rs_masked:.1%} of the batch"
+    if correlation_broken(pearson, prob_diff_max=prob_diff_max, kl=kl, limits=t):
+        action = "systems fix"
+        because = f"the policies' probabilities correlate at {pearson:.3g}, below {t['pearson_broken']:g}"
+    elif rs_masked > t["rs_hard"]:
+        action = "systems fix"
+        because = f"rejection would mask {rs_masked:.1%} of the batch, above {t['rs_hard']:.0%}"
+    elif ess_after_rs is not None and ess_after_rs < t["ess_wasted"]:
+        action = "systems fix"
+        because = (
+            f"the effective sample size after rejection is {ess_after_rs:.1%} of what is kept, "
+            f"below {t['ess_wasted']:.0%}"
+        )
+    elif chi2_token > t["chi2_last"]:
+        action, because = "systems fix", f"token chi2 is {chi2_token:.3g}, above {t['chi2_last']:g}"
+    elif chi2_token > t["chi2_toxic"]:
+        action, because = "rejection and token TIS", f"token chi2 is {chi2_token:.3g}, above {t['chi2_toxic']:g}"
+    elif rs_masked >= t["rs_soft"]:
+        action = "rejection and token TIS"
+        because = f"rejection alone would mask {rs_masked:.1%} of the batch, at least {t['rs_soft']:.0%}"
+    return Escalation(action, because)
+
+
+def correlation_broken(
+    pearson: float | int | None,
+    *,
+    prob_diff_max: float | int | None,
+    kl: float | int | None,
+    limits: Mapping[str, float],
+) -> bool:
+    """Whether the correlation of two policies' probabilities says that no correction helps.
+
+    It is a correlation over the probabilities that occur: where all of them are near 1, differences
+    of no weight spoil it. It counts unless some probability is known not to differ visibly, and the
+    policies are not known to differ in KL.
+    """
+    if pearson is None or not pearson < limits["pearson_broken"]:
+        return False
+    alike = prob_diff_max is not None and prob_diff_max <= limits["prob_diff_visible"]
+    return not alike or (kl is not None and kl > limits["kl_clean"])

@@ -8,7 +8,7 @@ from typing import get_args
 
 from offdrift.judge.findings import Confidence, Context, Finding, Row
 from offdrift.judge.readings import READINGS
-from offdrift.judge.readings.lag import at_same_weights
+from offdrift.judge.readings.history import at_same_weights
 from offdrift.judge.readings.view import Reading, View, Window, read
 from offdrift.judge.rules import Rule, Rules, load_rules
 

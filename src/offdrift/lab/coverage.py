@@ -22,9 +22,9 @@ from torch import Tensor
 from offdrift.certificate.batch import KL, TV, BatchEvidence
 from offdrift.certificate.certify import certify
 from offdrift.certificate.confidence import Estimate, Looks, clopper_pearson
+from offdrift.certificate.guarantees import Certificate
 from offdrift.certificate.regions import TrustRegion
 from offdrift.certificate.samples import variables
-from offdrift.certificate.verdict import Certificate
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import BadValueError
 from offdrift.lab.policy import TabularPolicy, divergences, perturbed, random_policies, returns, token_kl, token_tv

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from offdrift.correction import Gate, Weight
-from offdrift.methods.anchor import Interpolated
-from offdrift.methods.method import Method, row
+from offdrift.methods.method import Interpolated, Method, row
 from offdrift.methods.weighted import TOKEN_BIAS
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
 from offdrift.objectives.clipped import QuantizedClipped, Soft
@@ -13,8 +12,7 @@ from offdrift.objectives.ewma import ProximalEwma
 from offdrift.objectives.flipped import Flipped
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic
-from offdrift.objectives.second_moment import SecondMomentClipped
-from offdrift.objectives.variance import GroupClipped, VariancePenalized
+from offdrift.objectives.second_moment import GroupClipped, SecondMomentClipped, VariancePenalized
 
 LEAK = "a negative advantage with a large ratio is not clipped, and clipping bounds no divergence"
 

@@ -199,9 +199,7 @@ RECIPE_ROWS: dict[str, Method] = {
     "deepseek_v32": replace(
         sequences.ROWS["opsm"],
         penalty=KLPenalty(estimator="k3_corrected", coef=1e-3),
-        summary=(
-            "GRPO with OPSM and the importance-corrected k3 penalty; replay the sampling mask and routing in the engine"
-        ),
+        summary="GRPO with OPSM and the importance-corrected k3 penalty; with replay.routes=rollout",
         mechanism="sign-conditioned admission test, corrected KL",
         target="production stack",
         fails="without the replayed sampling mask, top-p mass counts as drift; coefficient and delta are not published",
@@ -211,7 +209,7 @@ RECIPE_ROWS: dict[str, Method] = {
         weighted.ROWS["icepop"],
         aggregate="seq_mean_token_mean",
         advantage="grpo",
-        summary="GRPO with IcePop's band [0.5, 5] and a mean over each response",
+        summary="GRPO with IcePop's band [0.5, 5] and a mean over each response; with replay.freeze_router_bias=true",
         target="trillion-parameter MoE",
         reference="Ring-1T, arXiv:2510.18855, section 2.3",
     ),
@@ -302,8 +300,8 @@ def method(name: str) -> Method:
 class System:
     """A technique that acts in an engine, a kernel, a scheduler or an optimizer, and that no loss can contain.
 
-    It shrinks the drift that methods correct, or bounds it. Nothing of it runs here: its row in systems.toml says what
-    it does, who would have to do it, what this library has for it, and which numbers show that it works.
+    It shrinks the drift that methods correct, or bounds it. Its row in systems.toml says what it does, who has to do it
+    (with the recipe's line, where this trainer does), and which numbers show that it works.
 
     Example:
         >>> from offdrift.methods.table import SYSTEMS

@@ -133,7 +133,8 @@ def judge(
             if provenance.selected:
                 raise RecordError(
                     f"{file}: prompts or group sizes were chosen by the rewards of the responses ([draws] in the "
-                    "recipe), so they are no independent sample; draw rollouts without it"
+                    "recipe), or by how long they took, as in an asynchronous run that takes first what has finished "
+                    "first; so they are no independent sample. Draw rollouts without either"
                 )
             if len(versions) > 1 or before not in (None, (provenance, versions)):
                 defect = "holds several weight versions" if len(versions) > 1 else "differs from the files before"

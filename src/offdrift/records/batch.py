@@ -53,6 +53,9 @@ class Logged(LogValues):
             tokens=rollouts.tokens,
             turn_ids=None if rollouts.turns is None else rollouts.turns.ids,
             truncated=torch.tensor([int(f == "length") for f in rollouts.finish]),
+            workers=rollouts.workers,
+            queue_seconds=rollouts.queue_seconds,
+            generation_seconds=rollouts.generation_seconds,
             **columns,
         )
 

@@ -14,11 +14,11 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Integer, Shaped
 from torch import Tensor
 
 from offdrift.divergence.head import Head
-from offdrift.errors import ShapeError
+from offdrift.errors import EvidenceError, ShapeError
 from offdrift.segments import Segments
 
 EvidenceKind = Literal["full", "hidden", "sampled"] | int
@@ -45,8 +45,20 @@ class Sampling:
     """Keep the k likeliest tokens; 0 keeps all."""
     top_p: float = 1.0
     """Keep the smallest set of tokens with at least this mass; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep the tokens with at least this share of the likeliest one's probability; 0 keeps all."""
     stop_token_ids: tuple[int, ...] = ()
     """Sampling one of these ends the sequence; the token itself is part of the response."""
+
+    @property
+    def filtered(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def unfiltered(self) -> Sampling:
+        """The same without top-k, top-p and min-p."""
+        return replace(self, top_k=0, top_p=1.0, min_p=0.0)
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,14 @@ class Provenance:
     logprobs: Literal["processed", "raw"] = "processed"
     """"processed": log-probs of the tempered, filtered distribution the token was drawn from."""
     selected: bool = False
-    """Whether prompts or group sizes were chosen by rewards: the batch is then no independent sample of either."""
+    """Whether prompts or group sizes were chosen by rewards, or by how long responses took, as in an asynchronous run
+    that takes first what has finished first: the batch is then no independent sample of either."""
+    cache: Literal["recompute", "keep"] | None = None
+    """What became of the keys and values of responses in progress when weights changed; None: weights did not.
+
+    "recompute": computed anew, so that every token is drawn by the weights of its version. "keep": kept, so that
+    tokens behind a change are drawn by a policy that no version has.
+    """
 
 
 @dataclass(frozen=True)
@@ -85,7 +104,7 @@ class HiddenStates:
     """What the engine's output head consumed at every response token. Grade: exact.
 
     `d` numbers per token stand for the whole vocabulary: log mu is the log-softmax of the head's logits over the
-    sampling temperature. Only unfiltered sampling can be described so.
+    sampling temperature, on the tokens of `Rollouts.support` where the sampler filtered.
     """
 
     states: Float[Tensor, "n d"]
@@ -100,6 +119,63 @@ class HiddenStates:
 
 
 Evidence = FullVocab | TopK | HiddenStates
+
+
+@dataclass(frozen=True)
+class Support:
+    """The tokens that the sampler's filters (top-k, top-p, min-p) left over, at every response token.
+
+    The rollout policy has probability 0 everywhere else. A trainer whose policies live on the same tokens has ratios
+    of 1 at equal weights; one that filters by itself does not (docs/sampling-mask.md).
+
+    Reference: Keep Sampling Mask, DeepSeek-V3.2, arXiv:2512.02556, section 3.1.
+    """
+
+    ids: Int[Tensor, " k"]
+    """int32, ascending within each token: 4 bytes per token that was kept."""
+    cu_seqlens: Int[Tensor, " cuts"]
+    """Where the ids of each response token begin and end."""
+
+    @staticmethod
+    def of(kept: Bool[Tensor, "n v"]) -> Support:
+        """From the truth about every token of the vocabulary."""
+        return Support(kept.nonzero()[:, 1].int(), cumulative(kept.sum(1)))
+
+    @staticmethod
+    def joined(parts: Sequence[Support | None]) -> Support | None:
+        """Of the tokens of all parts; None unless every part has one."""
+        whole = [p for p in parts if p is not None]
+        if not whole or len(whole) < len(parts):
+            return None
+        return Support(torch.cat([p.ids for p in whole]), cumulative(torch.cat([p.cu_seqlens.diff() for p in whole])))
+
+    def select(self, rows: Int[Tensor, " r"]) -> Support:
+        """Of some of the tokens."""
+        segments = Segments(self.cu_seqlens)
+        return Support(self.ids[segments.rows(rows)], cumulative(segments.lengths[rows]))
+
+    def cpu(self) -> Support:
+        """In host memory."""
+        return Support(self.ids.cpu(), self.cu_seqlens.cpu())
+
+    def left_out(self, rows: slice, vocab_size: int, *, device: torch.device | str = "cpu") -> Bool[Tensor, "r v"]:
+        """Which tokens of the vocabulary the sampler could not draw, at consecutive response tokens.
+
+        Raises: `EvidenceError` if a recorded token is not in the vocabulary.
+        """
+        start, stop, _ = rows.indices(len(self.cu_seqlens) - 1)
+        cuts = self.cu_seqlens[start : stop + 1]
+        ids = self.ids[int(cuts[0]) : int(cuts[-1])].long()
+        bad = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(bad):
+            raise EvidenceError(
+                f"the rollouts' support has token {int(bad[0])}, the model has {vocab_size} tokens; both must share "
+                "one vocabulary"
+            )
+        row = torch.repeat_interleave(torch.arange(stop - start), cuts.diff())
+        left_out = torch.ones(stop - start, vocab_size, dtype=torch.bool, device=device)
+        left_out[row.to(device), ids.to(device)] = False
+        return left_out
 
 
 @dataclass(frozen=True)
@@ -155,6 +231,46 @@ class Turns:
 
 
 @dataclass(frozen=True)
+class Routes:
+    """Experts that a mixture-of-experts model sent its tokens to, at every position that it computed.
+
+    `p` positions: of each sequence its prompt and its response but the last token, which nothing is predicted from.
+    None is missing: who cannot say all of them has no routes. Layers without a router are not counted.
+    """
+
+    experts: Integer[Tensor, "p layers k"]
+    """The k chosen of each layer, in no order; one byte each up to 256 experts, else two (`expert_dtype`)."""
+    cu_seqlens: Int[Tensor, " cuts"]
+    """Where the positions of each sequence begin and end."""
+    gates: Float[Tensor, "p layers k"] | None = None
+    """Weights that the router gave them, where a trainer noted them to freeze them; never stored."""
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Size of what an engine records, layers x k x (1 or 2) bytes."""
+        return self.experts[0].numel() * self.experts.itemsize if len(self.experts) else 0
+
+    def select(self, sequences: Int[Tensor, " s"]) -> Routes:
+        """The routes of the given sequences, in the given order."""
+        segments = Segments(self.cu_seqlens)
+        rows = segments.rows(sequences)
+        gates = None if self.gates is None else self.gates[rows]
+        return Routes(self.experts[rows], cumulative(segments.lengths[sequences]), gates)
+
+    @staticmethod
+    def joined(parts: Sequence[Routes]) -> Routes:
+        """The routes of all parts' sequences."""
+        cuts = cumulative(torch.cat([part.cu_seqlens.diff() for part in parts]))
+        gates = [part.gates for part in parts if part.gates is not None]
+        return Routes(torch.cat([part.experts for part in parts]), cuts, torch.cat(gates) if gates else None)
+
+
+def expert_dtype(experts: int) -> torch.dtype:
+    """What a choice among so many experts is stored as. (Torch cannot index with, or by, its uint16.)"""
+    return torch.uint8 if experts <= 256 else torch.int16
+
+
+@dataclass(frozen=True)
 class Rollouts:
     """A batch of sampled sequences on the packed layout.
 
@@ -172,15 +288,26 @@ class Rollouts:
     finish: tuple[Literal["stop", "length"], ...]
     provenance: Provenance
     evidence: Evidence | None = None
+    support: Support | None = None
+    """What the sampler's filters left over, where it filtered and the engine recorded it; the trainer's policies are
+    then scored on it, too."""
     rewards: Float[Tensor, " b"] | None = None
     components: Mapping[str, Float[Tensor, " b"]] | None = None
     """Named parts of the reward, where the task has them."""
     greedy_rewards: Float[Tensor, " b"] | None = None
     """Reward of a greedy response to the same prompt by the same weights, where one was drawn (ReMax's baseline)."""
+    workers: tuple[str, ...] | None = None
+    """Where several rollout workers draw: name of the one that drew the last token of each response."""
+    queue_seconds: Float[Tensor, " b"] | None = None
+    """Seconds from the submission of the response's group until a worker began its first token."""
+    generation_seconds: Float[Tensor, " b"] | None = None
+    """Seconds from the beginning of its first token to the end of the response."""
     prompts: tuple[str, ...] | None = field(default=None, repr=False)
     completions: tuple[str, ...] | None = field(default=None, repr=False)
     turns: Turns | None = field(default=None, repr=False)
     """Where sequences are episodes of several turns; None: one turn each."""
+    routes: Routes | None = field(default=None, repr=False)
+    """Experts that the engine sent the tokens to, where it was asked to record them."""
 
     @property
     def num_sequences(self) -> int:
@@ -229,7 +356,9 @@ class Rollouts:
         return replace(
             self,
             evidence=None if self.evidence is None else evidence_at(self.evidence, rows),
+            support=None if self.support is None else self.support.select(rows),
             turns=None if self.turns is None else self.turns.select(rows, sequences),
+            routes=None if self.routes is None else self.routes.select(sequences),
             cu_seqlens=cumulative(self.lengths[sequences]),
             prompt_tokens=self.prompt_tokens[Segments(self.prompt_cu_seqlens).rows(sequences)],
             prompt_cu_seqlens=cumulative(self.prompt_cu_seqlens.diff()[sequences]),
@@ -271,19 +400,40 @@ def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
             streams = {n: torch.cat([getattr(v, n) for v in values]) for n in ("ids", "context_tokens", "context_ids")}
             cuts = cumulative(torch.cat([v.context_cu_seqlens.diff() for v in values]))
             return Turns(**streams, context_cu_seqlens=cuts)
+        if isinstance(values[0], Routes):
+            return Routes.joined(values)
+        if isinstance(values[0], Support):
+            return Support.joined(values)
         if isinstance(values[0], Mapping):
             return {k: torch.cat([v[k] for v in values]) for k in values[0]}
         if isinstance(values[0], Evidence):
-            if not all(_same_head(values[0], v) for v in values[1:]):
-                raise ShapeError(
-                    "cannot concatenate hidden states that belong to different output heads (batches drawn "
-                    "at different versions); keep them as separate batches"
-                )
-            parts = [_per_token(v) for v in values]
-            return replace(values[0], **{name: torch.cat([p[name] for p in parts]) for name in parts[0]})
+            return joined_evidence(values)
         return sum(values, ()) if isinstance(values[0], tuple) else values[0]
 
     return Rollouts(**{f.name: joined(f.name) for f in fields(Rollouts)})  # type: ignore[arg-type]
+
+
+def joined_evidence(parts: Sequence[Evidence]) -> Evidence:
+    """One evidence of the tokens of all parts; a lone part is not copied.
+
+    Raises: `ShapeError` if the parts differ in kind or width, or are hidden states of different output heads.
+    """
+    first, *others = parts
+    if not others:
+        return first
+    shapes = [(type(p).__name__, *(x.shape[1:] for x in _per_token(p).values())) for p in parts]
+    if len(set(shapes)) > 1:
+        raise ShapeError(
+            f"cannot join evidence of different kinds: {shapes[0][0]} with {tuple(shapes[0][1])} numbers per token and "
+            f"{next(f'{s[0]} with {tuple(s[1])}' for s in shapes if s != shapes[0])}; keep them as separate batches"
+        )
+    if not all(_same_head(first, p) for p in others):
+        raise ShapeError(
+            "cannot join hidden states of different output heads (drawn at different versions); keep them as "
+            'separate batches, or record evidence = "full" or a number of top log-probs'
+        )
+    values = [_per_token(p) for p in parts]
+    return replace(first, **{name: torch.cat([v[name] for v in values]) for name in values[0]})
 
 
 def evidence_at(evidence: Evidence, rows: Int[Tensor, " k"]) -> Evidence:

@@ -187,11 +187,28 @@ class LogValues:
     selected: Int[Tensor, " b"] | None = _row(
         "sequence",
         "int8",
-        "1 where prompts or group sizes were chosen by rewards, as by dynamic sampling: no independent sample, so that "
-        "no certificate is made",
+        "1 where prompts or group sizes were chosen by rewards, as by dynamic sampling, or by how long responses took, "
+        "as in an asynchronous run that takes first what has finished first: no independent sample, so that no "
+        "certificate is made",
         default="0",
         one_for_all=True,
         repeats=True,
+    )
+    workers: tuple[str, ...] | None = _row(
+        "sequence",
+        "string",
+        "name of the rollout worker that drew the last token of the response",
+        default="one worker drew all",
+        column="worker",
+        repeats=True,
+    )
+    queue_seconds: Float[Tensor, " b"] | None = _row(
+        "sequence",
+        "float32",
+        "seconds from the submission of the response's group until a worker began its first token",
+    )
+    generation_seconds: Float[Tensor, " b"] | None = _row(
+        "sequence", "float32", "seconds from the beginning of the response's first token to its end"
     )
     prompts: tuple[str, ...] | None = _row(
         "sequence",

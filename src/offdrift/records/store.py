@@ -30,19 +30,45 @@ from torch import Tensor
 from offdrift.divergence.head import Head
 from offdrift.errors import RecordError
 from offdrift.records.atomic import write_atomically
-from offdrift.records.rollouts import Evidence, FullVocab, HiddenStates, Provenance, Rollouts, Sampling, TopK, Turns
+from offdrift.records.rollouts import (
+    Evidence,
+    FullVocab,
+    HiddenStates,
+    Provenance,
+    Rollouts,
+    Routes,
+    Sampling,
+    Support,
+    TopK,
+    Turns,
+    cumulative,
+)
 from offdrift.records.schema import ROLLOUTS_KEY
 
-FORMAT = 3
-READABLE = (1, 2, FORMAT)
-"""Format 2 adds hidden states, format 3 turns; whatever else a file of an earlier format holds is the same."""
+FORMAT = 4
+READABLE = (1, 2, 3, FORMAT)
+"""Format 2 adds hidden states, format 3 turns, format 4 supports and routes; whatever else a file of an earlier format
+holds is the same."""
 KEY = ROLLOUTS_KEY
 
 TOKEN_COLUMNS = {"tokens": pa.int32(), "logp_rollout": pa.float32(), "rollout_version": pa.int32()}
 """Per response token. `prompt_tokens` is cut by its own lengths; evidence is `width` per token."""
 
+NUMBERS = {
+    "rewards": "reward",
+    "greedy_rewards": "greedy_reward",
+    "queue_seconds": "queue_seconds",
+    "generation_seconds": "generation_seconds",
+}
+"""Per sequence, where they are known: attribute and column."""
+TEXTS = {"prompts": "prompt", "completions": "completion", "workers": "worker"}
+"""Per sequence, where they are known: attribute and column."""
+
 COMPONENT = "reward/"
 """Before the name of a reward's component in a column's name."""
+
+SUPPORT_LEAF = "support_ids.list.element"
+"""Parquet's path of the ids of supports."""
 
 STATES = {torch.float32: torch.float32, torch.float16: torch.float16, torch.bfloat16: torch.uint16}
 """Dtypes of hidden states, and what their bits are stored as: Arrow has no bfloat16."""
@@ -66,18 +92,24 @@ def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
         columns["turn_ids"] = _list(turns.ids, offsets, pa.int32())
         for name in ("context_tokens", "context_ids"):
             columns[name] = _list(getattr(turns, name), turns.context_cu_seqlens, pa.int32())
+    if (routes := rollouts.routes) is not None:
+        _, layers, k = routes.experts.shape
+        chosen = pa.FixedSizeListArray.from_arrays(pa.array(routes.experts.reshape(-1).numpy()), k)
+        columns["routes"] = _cut(pa.FixedSizeListArray.from_arrays(chosen, layers), routes.cu_seqlens)
+    if (support := rollouts.support) is not None:
+        columns["support_counts"] = _list(support.cu_seqlens.diff(), offsets, pa.int32())
+        columns["support_ids"] = _list(support.ids, support.cu_seqlens[offsets], pa.int32())
     columns["group_id"] = pa.array(rollouts.group_ids.numpy(), pa.int64())
     columns["finish"] = pa.array(rollouts.finish, pa.string())
-    if rollouts.rewards is not None:
-        columns["reward"] = pa.array(rollouts.rewards.numpy(), pa.float32())
-    if rollouts.greedy_rewards is not None:
-        columns["greedy_reward"] = pa.array(rollouts.greedy_rewards.numpy(), pa.float32())
+    for name, column in NUMBERS.items():
+        if (numbers := getattr(rollouts, name)) is not None:
+            columns[column] = pa.array(numbers.numpy(), pa.float32())
     for name, values in (rollouts.components or {}).items():
         columns[COMPONENT + name] = pa.array(values.numpy(), pa.float32())
-    for name, texts in (("prompt", rollouts.prompts), ("completion", rollouts.completions)):
-        if texts is not None:
+    for name, column in TEXTS.items():
+        if (texts := getattr(rollouts, name)) is not None:
             # Model output may hold lone surrogates, which no Parquet string can.
-            columns[name] = pa.array([t.encode("utf-8", "replace").decode() for t in texts], pa.string())
+            columns[column] = pa.array([t.encode("utf-8", "replace").decode() for t in texts], pa.string())
     stated: dict[str, Any] = {"kind": type(evidence).__name__, "width": 0}
     if isinstance(evidence, FullVocab | TopK):
         stated["width"] = width = evidence.logp.shape[1]
@@ -99,9 +131,13 @@ def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
     header = {"format": FORMAT, "provenance": asdict(rollouts.provenance), "evidence": stated}
     table = pa.table(columns).replace_schema_metadata({KEY: json.dumps(header).encode()})
     # Zstandard at level 1 halves token columns; log-probs hardly compress, whatever the level.
-    write_atomically(
-        path, lambda tmp: pq.write_table(table, tmp, compression="zstd", compression_level=1, write_page_checksum=True)
-    )
+    options: dict[str, Any] = {"compression": "zstd", "compression_level": 1, "write_page_checksum": True}
+    if support is not None:
+        # Ascending ids as differences: a third of the size, and below a bit per token of the vocabulary.
+        leaves = [f"{name}.list.element" if isinstance(x, pa.LargeListArray) else name for name, x in columns.items()]
+        options["use_dictionary"] = [leaf for leaf in leaves if leaf != SUPPORT_LEAF]
+        options["column_encoding"] = {SUPPORT_LEAF: "DELTA_BINARY_PACKED"}
+    write_atomically(path, lambda tmp: pq.write_table(table, tmp, **options))
     return path
 
 
@@ -113,28 +149,40 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
     path = Path(path)
     with _table(path) as (table, header):
         table = table.combine_chunks()
-        prompts, completions = (
-            tuple(table.column(name).to_pylist()) if name in table.column_names else None
-            for name in ("prompt", "completion")
-        )
+        known = set(table.column_names)
         tokens, cu_seqlens = _stream(table, "tokens")
         for name in TOKEN_COLUMNS:
             if not torch.equal(_stream(table, name)[1], cu_seqlens):
                 raise ValueError(f"{name} and tokens have different lengths")
         turns = None
-        if "turn_ids" in table.column_names:
+        if "turn_ids" in known:
             ids, of_tokens = _stream(table, "turn_ids")
             context, cuts = _stream(table, "context_tokens")
             before, of_context = _stream(table, "context_ids")
             if not (torch.equal(of_tokens, cu_seqlens) and torch.equal(of_context, cuts)):
                 raise ValueError("turn_ids or context_ids have other lengths than the tokens they are about")
             turns = Turns(ids, context, before, cuts)
+        support = None
+        if "support_ids" in known:
+            counts, of_tokens = _stream(table, "support_counts")
+            ids, cuts = _stream(table, "support_ids")
+            support = Support(ids, cumulative(counts))
+            if not (torch.equal(of_tokens, cu_seqlens) and torch.equal(cuts, support.cu_seqlens[cu_seqlens])):
+                raise ValueError("support_counts or support_ids have other lengths than the tokens they are about")
         prompt_tokens, prompt_cu_seqlens = _stream(table, "prompt_tokens")
+        routes = None
+        if "routes" in known:
+            chunk = table.column("routes").chunk(0)
+            layers, k = chunk.values.type.list_size, chunk.values.values.type.list_size
+            cuts = _tensor(chunk.offsets)
+            if not torch.equal(cuts, cu_seqlens + prompt_cu_seqlens - torch.arange(len(cuts))):
+                raise ValueError("routes do not cover every prompt, and every response but its last token")
+            routes = Routes(_tensor(chunk.values.values.values).reshape(-1, layers, k), cuts)
         components = {n.removeprefix(COMPONENT): n for n in table.column_names if n.startswith(COMPONENT)}
-
-        def per_sequence(column: str) -> Tensor | None:
-            return _tensor(table.column(column).chunk(0)) if column in table.column_names else None
-
+        optional: dict[str, Any] = {
+            **{name: _tensor(table.column(column).chunk(0)) for name, column in NUMBERS.items() if column in known},
+            **{name: tuple(table.column(column).to_pylist()) for name, column in TEXTS.items() if column in known},
+        }
         return Rollouts(
             tokens=tokens,
             logp_rollout=_stream(table, "logp_rollout")[0],
@@ -146,12 +194,11 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
             finish=tuple(table.column("finish").to_pylist()),
             provenance=_provenance(header),
             evidence=_evidence(table, header["evidence"], path),
-            rewards=per_sequence("reward"),
+            support=support,
             components={n: _tensor(table.column(column).chunk(0)) for n, column in components.items()} or None,
-            greedy_rewards=per_sequence("greedy_reward"),
-            prompts=prompts,
-            completions=completions,
             turns=turns,
+            routes=routes,
+            **optional,
         )
 
 

@@ -22,6 +22,8 @@ from offdrift.show.json_access import visible
 Values = Sequence[Any] | np.ndarray
 """One number per point; None, NaN and infinity are gaps. Along x also one text per point."""
 
+COLUMNS = ("x", "y", "low", "high", "texts", "labels")
+"""Fields of a series with a value for each point."""
 KINDS = ("line", "points", "dots", "steps", "bars")
 DASHES = ("solid", "dashdot", "dot", "dash")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "pentagon")
@@ -54,7 +56,7 @@ class Series:
     dash: Literal["solid", "dashdot", "dot", "dash"] = "solid"
     symbol: str = SYMBOLS[0]
     strong: bool = False
-    """Drawn thicker, behind the others: a line that coincides with another still shows."""
+    """Drawn thicker, behind the others: a line that coincides with another still shows; dots are larger."""
     faint: bool = False
     """Drawn thinner, and without its value under the pointer."""
     group: str = ""
@@ -62,13 +64,16 @@ class Series:
     hover: str = ".4g"
     texts: Sequence[str] = ()
     """What is shown of each point instead of its value."""
+    labels: Sequence[str] = ()
+    """What stands beside each point on a page; of "dots"."""
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, KINDS)
         check_choice("dash", self.dash, DASHES)
         if (len(self.low) == 0) != (len(self.high) == 0):
             raise BadValueError(f"series {self.name!r} has one end of a band; give low and high")
-        columns = {"x": self.x, "y": self.y, "low": self.low, "high": self.high, "texts": self.texts}
+        columns = {"x": self.x, "y": self.y, "low": self.low, "high": self.high}
+        columns |= {"texts": self.texts, "labels": self.labels}
         sizes = {name: len(v) for name, v in columns.items() if name == "x" or len(v)}
         if len(set(sizes.values())) > 1 and len(sizes) > 1:
             raise ShapeError(f"series {self.name!r} has points of different counts: {sizes}")
@@ -131,8 +136,8 @@ class Chart:
         """For the script; what stands in the page's text is not repeated."""
         drawn = []
         for series in sorted(self.series, key=lambda s: not s.strong):  # behind the others first
-            fields = {k: v for k, v in vars(series).items() if k not in ("x", "y", "low", "high", "texts")}
-            stored = {**points(self, series), "texts": series.texts}
+            fields = {k: v for k, v in vars(series).items() if k not in COLUMNS}
+            stored = {**points(self, series), "texts": series.texts, "labels": series.labels}
             drawn.append(
                 {k: v for k, v in fields.items() if v not in ("", False)}
                 | {"name": _escaped(series.name)}
@@ -159,7 +164,7 @@ class Columns:
     Example:
         >>> columns = Columns()
         >>> columns.add([0.123456789, None]), columns.add(["a"]), columns.add([0.123456789, None]), columns.stored
-        (0, 1, 0, [[0.123457, None], ['a']])
+        (0, 1, 0, [[0.12346, None], ['a']])
     """
 
     def __init__(self) -> None:
@@ -241,16 +246,16 @@ def _escaped(text: str) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Six significant digits, all that a chart can show; whole numbers, such as steps, stay as they are.
+    """Five significant digits, one more than a chart shows; whole numbers, such as steps, stay as they are.
 
     Example:
         >>> rounded(0.00123456789), rounded(1234567.0), rounded(math.inf), rounded(None)
-        (0.00123457, 1234567.0, None, None)
+        (0.0012346, 1234567.0, None, None)
     """
     if value is None or not math.isfinite(value):
         return None
     if isinstance(value, float):
-        return value if value.is_integer() and abs(value) < 2**53 else float(f"{value:.6g}")
+        return value if value.is_integer() and abs(value) < 2**53 else float(f"{value:.5g}")
     return int(value)
 
 

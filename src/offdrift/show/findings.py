@@ -55,6 +55,7 @@ CAUSES = {
     "gate_too_tight": "a gate that is too tight",
     "not_finite": "numbers that are not finite",
     "not_live": "the training does not move",
+    "rollout_workers": "rollout workers that are lost or idle",
     "not_logged": "something that is not logged",
     "missing_data": "data that is missing",
 }

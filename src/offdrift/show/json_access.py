@@ -7,9 +7,11 @@ deceiving: control characters, marks that reorder their neighbors, and half surr
 
 from __future__ import annotations
 
+import json
 import math
 import unicodedata
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 Fields = Mapping[str, Any]
@@ -66,6 +68,25 @@ def at(fields: Fields, *path: str) -> Any:
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The JSON objects of a line file, and how many lines before the last, which may be half written, were not one."""
+    if not path.is_file():
+        return [], 0
+    # Split on \n alone: str.splitlines would also cut a text at a raw U+2028.
+    lines = [line for line in path.read_text("utf-8", "replace").split("\n") if line.strip()]
+    rows, bad = [], 0
+    for position, line in enumerate(lines):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        elif position < len(lines) - 1:
+            bad += 1
+    return rows, bad
 
 
 def any_number(values: list[float | None]) -> bool:

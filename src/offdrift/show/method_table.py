@@ -276,7 +276,7 @@ def method_page(row: Row) -> RenderableType:
             ("watch", ", ".join(row["watch"])),
             ("correct with", ", ".join(row["related"])),
         ]
-        return Group(title, _section("What it is", [*level, *about]), _section("What it takes", place))
+        return Group(title, section("What it is", [*level, *about]), section("What it takes", place))
     title.append(f"  {row['family']}", style="not bold cyan")
     if row["experimental"]:
         title.append("  EXPERIMENTAL: the formula is unverified", style="bold yellow")
@@ -310,10 +310,10 @@ def method_page(row: Row) -> RenderableType:
     change = f"--set override.{path}={shown(row['settings'][path])}"
     return Group(
         title,
-        _section("Formulas", formulas),
-        _section("What it is", axes),
-        _section("Why, and why not", [*why, ("reference", row["reference"])]),
-        _section("Values, and what --set calls them", settings),
+        section("Formulas", formulas),
+        section("What it is", axes),
+        section("Why, and why not", [*why, ("reference", row["reference"])]),
+        section("Values, and what --set calls them", settings),
         Text.assemble(
             ("\nRun it\n", "bold"), (f"  {row['command']}\n", "green"), "  and, to change a value, ", (change, "green")
         ),
@@ -344,7 +344,7 @@ def shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _section(title: str, lines: list[tuple[str, str]]) -> RenderableType:
+def section(title: str, lines: list[tuple[str, str]]) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True, min_width=LABELS)
     grid.add_column(overflow="fold")

@@ -315,7 +315,8 @@ def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Na
             for on in ("mismatch", "staleness"):
                 mean = -segments.mean(stopped_log_ratio(logprobs, on=on))
                 sums[f"gate/{i}/rejected_{on}"] = mean.where(gone, 0.0).sum()
-    sums["weight/w"], sums["weight/w2"] = weight.sum(), torch.dot(weight, weight)
+    exact = weight.double()  # float32 would lose the spread of weights that are all near 1
+    sums["weight/w"], sums["weight/w2"] = exact.sum(), torch.dot(exact, exact)
     if any(w.guarded() for w in corrected.weighted):
         logs["weight/log_w"], logs["weight/log_w2"] = log_sums(corrected.log_weight())
     else:

@@ -7,8 +7,6 @@ ratios of all sampled tokens: they do not change with the correction that was ch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -16,94 +14,27 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.errors import ShapeError
-from offdrift.numerics import LOG_RATIO_LIMIT
 from offdrift.segments import Segments
 from offdrift.stats.drift import DriftStats
-
-Numbers = dict[str, float]
-"""The host copy of `DriftStats`: sums and maxima by name."""
-
-Formula = Callable[[Numbers], float]
-
-NO_VARIANCE = 1e-12
-"""A variance below this is rounding of the sums it was computed from."""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One row of the table."""
-
-    name: str
-    unit: str
-    formula: str
-    larger_is: Literal["worse", "better", "neither"]
-    value: Formula
-
-
-def mean(name: str, count: str = "n") -> Formula:
-    """sum / count; where the sum brought a count of its own (`x/n` beside `x`), that one."""
-    return lambda s: s[name] / (s[f"{name}/n"] if f"{name}/n" in s else s[count])
-
-
-def std(total: str, square: str, count: str, *, ddof: int) -> Formula:
-    """Standard deviation from a sum and a sum of squares."""
-
-    def value(s: Numbers) -> float:
-        n = s[count]
-        center = s[total] / n
-        return math.sqrt(max(0.0, s[square] / n - center * center) * n / (n - ddof))
-
-    return value
+from offdrift.stats.formulas import (
+    NO_VARIANCE,
+    Formula,
+    Metric,
+    Numbers,
+    chi2,
+    correlation,
+    ess,
+    largest_chi2,
+    margin_quantile,
+    mean,
+    std,
+)
 
 
 def _explained_variance(s: Numbers) -> float:
     """Explained variance of the critic; NaN where returns do not vary."""
     variance = std("critic/return", "critic/return_squared", "n", ddof=0)(s) ** 2
     return 1 - std("critic/error", "critic/error_squared", "n", ddof=0)(s) ** 2 / variance
-
-
-def ess(total: str, square: str, count: str) -> Formula:
-    """(sum w)^2 / (n sum w^2) from the logs of both sums; 0 where every weight is 0."""
-
-    def value(s: Numbers) -> float:
-        n = math.log(s[count])
-        return math.exp(2 * s[total] - s[square] - n) if s[square] > -math.inf else 0.0
-
-    return value
-
-
-def chi2(square: str, count: str) -> Formula:
-    """E[w^2] - 1 from the log of sum w^2; e^40 - 1 stands for everything larger."""
-    return lambda s: math.expm1(min(s[square] - math.log(s[count]), 2 * LOG_RATIO_LIMIT))
-
-
-def largest_chi2(total: str, square: str, count: str) -> Formula:
-    """The largest of three estimates of chi^2 from the logs of sum w and sum w^2.
-
-        E[w^2] - 1,   E[(w - 1)^2],   E[w^2] / E[w]^2 - 1
-
-    They agree where E[w] = 1. Where the sample missed the sequences that carry E[w], the first comes
-    out at -1, as if there were no drift; the second is 1 and the third what the sampled ones say of
-    each other. It is never negative.
-    """
-
-    def value(s: Numbers) -> float:
-        n, most = math.log(s[count]), 2 * LOG_RATIO_LIMIT
-        raw = math.expm1(min(s[square] - n, most))
-        centered = raw - 2 * math.expm1(min(s[total] - n, LOG_RATIO_LIMIT))
-        relative = math.expm1(min(s[square] - 2 * s[total] + n, most))
-        return max(0.0, raw, centered, relative)
-
-    return value
-
-
-def correlation(n: float, x: float, xx: float, y: float, yy: float, xy: float) -> float:
-    """Pearson correlation from sums over n pairs; NaN where one of the two does not vary."""
-    var_x, var_y = xx / n - (x / n) ** 2, yy / n - (y / n) ** 2
-    if n < 2 or min(var_x, var_y) <= NO_VARIANCE:
-        return math.nan
-    cov = xy / n - (x / n) * (y / n)
-    return max(-1.0, min(1.0, cov / math.sqrt(var_x * var_y)))
 
 
 def drift(on: str, second: str, first: str) -> list[Metric]:
@@ -305,7 +236,7 @@ def noise(s: Numbers) -> float:
     """Proxy 3: what proxy 2 exceeds proxy 1 by, per further sequence; NaN for fewer than two sequences.
 
     The two norms are of different spaces, as in the source; over logits alone it would be proxy 2 / N
-    (`judge.readings.trends` says why).
+    (`judge.readings.history` says why).
     """
     n = s["variance_proxy/n"]
     return max(0.0, (power(s) - signal(s)) / (n - 1)) if n > 1 else math.nan
@@ -392,6 +323,37 @@ def _tokens(s: Numbers) -> float:
     return s["n"] + s.get("unscored", 0.0)
 
 
+BESIDE: dict[str, tuple[str, Literal["worse", "better", "neither"], str]] = {
+    "worker_idle": ("1", "worse", "share of the workers' time in which they neither drew nor loaded weights"),
+    "trainer_idle": ("1", "worse", "share of the time in which the trainer waited for groups"),
+    "sync_seconds": ("s", "worse", "seconds in which workers loaded weights, summed over workers"),
+    "sync_bytes": ("byte", "neither", "size of the weights as they were last published, one copy"),
+    "stale_frac": ("1", "worse", "share of responses with a token of older weights than the update's own"),
+    "mixed_frac": ("1", "neither", "share of responses whose tokens have more than one version"),
+    "wasted_tokens": (
+        "token",
+        "worse",
+        "tokens thrown away: of groups dropped or drawn again, of responses begun again",
+    ),
+    "dropped_groups": ("1", "worse", "groups that became too old, and whose place another prompt took"),
+    "redrawn_groups": ("1", "worse", "groups that became too old, and were drawn again"),
+    "restarted": (
+        "1",
+        "worse",
+        "responses begun again: their worker was lost, and the weights of their tokens are gone",
+    ),
+    "lost_workers": ("1", "worse", "workers that died or hung, and were replaced"),
+    "stored_groups": ("1", "neither", "groups in progress or waiting for the trainer at the end of the update"),
+    "queue_seconds": (
+        "s",
+        "neither",
+        "mean over responses of the time from submission of the group to the first token",
+    ),
+    "generation_seconds": ("s", "neither", "mean over responses of the time from the first token's start to the end"),
+}
+"""Rows of METRICS of generation beside training, since the last update; beside them stands `pipeline/lag_counts`."""
+
+
 _ROWS = [
     *drift("mismatch", "pi_old", "mu"),
     *shape("mismatch", "pi_old"),
@@ -457,6 +419,8 @@ _ROWS = [
     Metric("version_lag/mean", "step", "mean over tokens of updates since its weights", "worse", mean("version_lag")),
     Metric("version_lag/max", "step", "most updates since a token's weights", "worse",
            lambda s: s["version_lag_max"]),
+    Metric("version_lag/mixed_frac", "1", "share of responses whose tokens several versions of the weights drew",
+           "neither", mean("mixed", "mixed/n")),
     Metric("groups/flat_frac", "1",
            "share of the batch's groups whose rewards are all equal: siblings give them no advantage", "worse",
            mean("groups/flat", "groups/n")),
@@ -542,7 +506,31 @@ _ROWS = [
            lambda s: s["perturb/sigma_max"]),
     Metric("optim/step_skipped", "1", "1 where no step was taken because the cosine was too large, else 0", "neither",
            lambda s: s["optim/step_skipped"]),
+    *(
+        Metric(f"pipeline/{name}", unit, what, larger_is, lambda s, name=name: s[f"pipeline/{name}"])
+        for name, (unit, larger_is, what) in BESIDE.items()
+    ),
     *PROXIES,
+    Metric("router/flip_frac", "1",
+           "share of decisions (positions x layers) in which the routers of the pass that the loss is taken from would "
+           "themselves choose other experts than the recorded ones: the engine's, or the old policy's (replay.routes)",
+           "worse", mean("router/flips", "router/decisions")),
+    Metric("router/flipped_tokens_frac", "1", "share of tokens predicted where some layer's decision flips", "worse",
+           mean("router/flipped_tokens")),
+    Metric("router/delta_router", "1",
+           "(1/K) sum_i Pr[m_i^roll != m_i^train]: share of a layer's experts whose membership differs between the "
+           "engines, mean over positions and layers; missing where routes are replayed, and do not differ",
+           "worse", mean("router/delta", "router/decisions")),
+    Metric("router/margin_mean", "1", "mean over decisions of h_(K) - h_(K+1), logit of the least chosen expert less "
+           "the largest other one", "better", mean("router/margin", "router/decisions")),
+    Metric("router/margin_p01", "1", "1 % quantile of that margin, by bins of a factor of two: what rounding tips",
+           "better", margin_quantile(0.01)),
+    Metric("router/kl_at_flips", "nat", "mean KL(rollout || current) of tokens predicted where some decision flips",
+           "worse", mean("router/kl_at_flips")),
+    Metric("router/kl_elsewhere", "nat", "mean KL(rollout || current) of all other tokens", "worse",
+           mean("router/kl_elsewhere")),
+    Metric("router/bytes_per_token", "byte", "size of the recorded experts, prompts' included, over response tokens",
+           "neither", mean("router/bytes")),
     Metric("objective/clip_frac_active", "1", "share of tokens whose loss a clip changed", "worse",
            mean("objective/clipped")),
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from offdrift.methods.schedules import gac_coefficient
 from offdrift.train.old_policy import read_weights, write_weights
-from offdrift.train.parts import Align
+from offdrift.train.optim import Align
 
 FILE = "last_gradient.safetensors"
 """File of the last gradient in a checkpoint."""

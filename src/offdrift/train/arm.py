@@ -9,17 +9,18 @@ import copy
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType, gather_object
-from torch import nn
+from torch import Tensor, nn
 
 from offdrift.advantages import ADVANTAGES
 from offdrift.certificate import TrustRegion
+from offdrift.engines.routing import router_biases
 from offdrift.engines.verify_sync import check_sync
 from offdrift.judge import Context, Finding, Watcher, num_experts
 from offdrift.methods import Method, override
@@ -82,6 +83,11 @@ class Arm:
         return self.run.recipe.estimator(self.method)
 
     @property
+    def replay(self) -> recipe.Replay:
+        """What the arm's passes repeat."""
+        return self.run.recipe.replay_of(self.name)
+
+    @property
     def region(self) -> TrustRegion:
         """The trust region that every update's certificate is about."""
         return TrustRegion(horizon=self.run.sampling.max_tokens, delta=self.run.recipe.delta)
@@ -92,13 +98,20 @@ class Arm:
         return any(name.endswith("old_current") for name in self.method.divergences)
 
     @property
+    def always_fresh(self) -> bool:
+        """Whether every batch is drawn by the weights of its first update."""
+        recipe = self.run.recipe
+        if recipe.pipeline is not None:
+            return recipe.schedule_of(self.name).max_lag == 0
+        return recipe.lag.sync_every == 1 and recipe.lag.queue == 0 and recipe.buffer.capacity is None
+
+    @property
     def logs_old_divergences(self) -> bool:
         """Whether every batch has divergences of the old from the rollout policy: the method reads them, or each batch
         is drawn by the weights of its only update."""
-        recipe, optim = self.run.recipe, self.run.recipe.optim
-        always_fresh = recipe.lag.sync_every == 1 and recipe.lag.queue == 0 and recipe.buffer.capacity is None
+        optim = self.run.recipe.optim
         reads = any(name.endswith("rollout_old") for name in self.method.divergences)
-        return reads or (always_fresh and optim.epochs == optim.minibatches == 1)
+        return reads or (self.always_fresh and optim.epochs == optim.minibatches == 1)
 
     @property
     def advantages_read_gates(self) -> bool:
@@ -130,20 +143,29 @@ class Arm:
         self.method = self.recipe.row(self.name)
         self.announce(f"responses became longer: the method is {settings.switch_to} from now on")
 
-    def publish(self) -> None:
-        """Give the engine the trainer's weights, and make sure that it took them."""
-        run = self.run
-        model = run.accelerator.unwrap_model(self.model)
-        adapted = run.recipe.lora is not None
-        run.engine.load_weights(merged_weights(model) if adapted else whole_weights(model), version=self.version)
-        check_sync(run.engine, model, run.probes, run.sampling, seed=run.recipe.seed, baseline=run.synced)
-        self.old_policy.published(self.model, self.version)
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The trainer's weights as engines take them."""
+        model = self.run.accelerator.unwrap_model(self.model)
+        return merged_weights(model) if self.run.recipe.lora is not None else whole_weights(model)
 
-    def keep_old_weights(self, rollouts: Rollouts, source: Source) -> None:
+    def publish(self, source: Source | None = None) -> None:
+        """Give the engine the trainer's weights, and make sure that it took them, unless the source's workers take
+        them in their own time."""
+        run, begin = self.run, time.perf_counter()
+        if source is None:
+            run.engine.load_weights(self.weights(), version=self.version)
+        if source is None or source.publish(self.weights(), self.version):
+            model = run.accelerator.unwrap_model(self.model)
+            check_sync(run.engine, model, run.probes, run.sampling, seed=run.recipe.seed, baseline=run.synced)
+        self.old_policy.published(self.model, self.version)
+        if source is not None:
+            source.seconds["publish"] += time.perf_counter() - begin
+
+    def keep_old_weights(self, rollouts: Rollouts | None, source: Source) -> None:
         """Before the trainer moves on: keep weights that this batch or one to come still refers to."""
         after = self.version + self.run.recipe.updates // self.run.recipe.batches
         versions = source.in_flight(after)
-        if self.compares_old:
+        if self.compares_old and rollouts is not None:
             versions |= set(rollouts.rollout_version.unique().tolist())
         self.old_policy.retain(versions, self.model, self.version)
 
@@ -161,6 +183,7 @@ class Arm:
 
         def also(folder: Path) -> None:
             self.old_policy.save(folder)
+            source.save(folder)
             for part in (self.align, self.perturb):
                 if part is not None:
                     part.save(folder)
@@ -200,6 +223,9 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
     model = copy.deepcopy(run.model) if lora is None else add_adapters(run.model, lora, seed=seed)
     if accelerator.distributed_type != DistributedType.FSDP:  # which moves it part by part
         model.to(accelerator.device)
+    if run.recipe.replay_of(name).freeze_router_bias:
+        for bias in router_biases(model):
+            bias.requires_grad_(False)
     # Before and after a surge of lengths, if the recipe makes a difference.
     stages = (run.recipe, run.recipe.after_surge())
     inputs = {x for r in stages for x in ADVANTAGES[r.estimator(r.row(name))].needs}
@@ -238,6 +264,7 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
         mixture_of_experts=num_experts(run.model) > 1,
         method=run.recipe.arms[name].method,
         temperature=run.recipe.rollout.temperature,
+        filter_replayed=run.recipe.replay_of(name).support if run.recipe.rollout.filtered else None,
     )
     diagnosis = LiveDiagnosis.of(files, context)
     arm = Arm(
@@ -265,26 +292,34 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
     arm.announce("giving the engine the arm's weights")
     arm.publish()
     arm.report("arm", arm.recipe.row(name).describe())
-    source = Source(
-        engine=run.engine,
-        task=run.task,
-        tokenizer=run.tokenizer,
-        recipe=run.recipe,
-        sampling=run.sampling,
-        folder=files.path / "rollouts",
-        shard=run.shard,
-        start=position.batch,
-        greedy="greedy_rewards" in inputs,
-        by_component="components" in inputs,
-    )
+    options: dict[str, Any] = {
+        "engine": run.engine,
+        "task": run.task,
+        "tokenizer": run.tokenizer,
+        "recipe": run.recipe,
+        "sampling": run.sampling,
+        "folder": files.path / "rollouts",
+        "shard": run.shard,
+        "start": position.batch,
+        "greedy": "greedy_rewards" in inputs,
+        "by_component": "components" in inputs,
+    }
+    if run.recipe.pipeline is None:
+        source = Source(**options)
+    else:
+        from offdrift.train.pipeline.source import PipelineSource
+
+        engine: Any = run.engine
+        source = PipelineSource(**options, workers=engine.workers, schedule=run.recipe.schedule_of(name))
     if stored is not None:
-        source.load(stored.source)
         newest = checkpoints(checkpoint_folder)[-1]
+        source.load(stored.source, newest)
         old_policy.load(newest, anywhere(model, source.versions()) - {position.version})
         if arm.align is not None:
             arm.align.load(newest, accelerator.device)
         if arm.perturb is not None:
             arm.perturb.load(newest)
+    source.begin(arm.weights())
     return arm, source
 
 

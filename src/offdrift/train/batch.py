@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,10 +14,11 @@ from offdrift.advantages import ADVANTAGES, advantages
 from offdrift.advantages.optimal import norm_agreement
 from offdrift.batch_info import BatchInfo
 from offdrift.certificate.samples import unit_rewards
+from offdrift.errors import EngineError
 from offdrift.logprobs import LogProbs
-from offdrift.methods.anchor import Interpolated, RolloutAsOld
+from offdrift.methods.method import Interpolated, RolloutAsOld
 from offdrift.penalty import penalized_rewards
-from offdrift.records.rollouts import OLD_STATUS, Rollouts
+from offdrift.records.rollouts import OLD_STATUS, Rollouts, concatenate
 from offdrift.train.arm import Arm
 from offdrift.train.buffer import Picked
 from offdrift.train.lora import adapters_off
@@ -53,6 +54,41 @@ class Batch:
     """Weight of each sequence's loss, where a buffer picked by priority."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """What metrics of the whole batch are made of, wherever its minibatches are cut; adds over processes."""
+    uses: float = 0.0
+    """Mean number of updates that were taken before on its groups' batches."""
+    independent: bool = True
+    """See `Picked`."""
+    replays: bool = False
+    """Whether passes of the step send tokens to the experts of `rollouts.routes`."""
+
+    @staticmethod
+    def joined(parts: Sequence[Batch]) -> Batch:
+        """Parts of one step, scored in the same way, as one batch."""
+
+        def together(name: str, join: Callable[[list[Any]], Any]) -> Any:
+            values = [getattr(part, name) for part in parts]
+            return None if values[0] is None else join(values)
+
+        tensors = ("advantages", "logp_ref", "old_status", "values", "returns", "sample_weight")
+        sums = {k: torch.stack([p.sums[k] for p in parts]).sum(0) for k in parts[0].sums}
+        counts = [len(part.advantages) for part in parts]
+        rows = torch.arange(sum(counts)).split(counts)
+        return replace(
+            parts[0],
+            rollouts=concatenate([part.rollouts for part in parts]),
+            old=together("old", lambda scores: PolicyScores.joined(list(zip(rows, scores)), sum(counts))),
+            sums=sums,
+            **{name: together(name, torch.cat) for name in tensors},
+        )
+
+    @property
+    def picked(self) -> Picked:
+        """What was drawn or picked, from which the batch was made."""
+        return Picked(self.rollouts, self.sample_weight, self.uses, self.independent)
+
+    def units(self, *, whole_prompts: bool) -> Int[Tensor, " b"]:
+        """A number per sequence; sequences of one number are in one step: a prompt's, or each by itself."""
+        return self.rollouts.group_ids if whole_prompts else torch.arange(self.rollouts.num_sequences)
 
     def select(self, sequences: Tensor) -> Batch:
         """Some of the sequences, as a batch of their own."""
@@ -70,35 +106,64 @@ class Batch:
         )
 
 
-def make_batch(arm: Arm, picked: Picked) -> Batch:
+@dataclass
+class Parts:
+    """A batch whose parts come one by one: `train_step` goes through them, and they are one batch afterwards."""
+
+    arm: Arm
+    picked: Iterator[Picked]
+    batches: list[Batch] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for picked in self.picked:
+            self.batches.append(make_batch(self.arm, picked, part=True))
+            yield self.batches[-1]
+
+    def joined(self) -> Batch:
+        """All of them."""
+        return Batch.joined(self.batches)
+
+
+def make_batch(arm: Arm, picked: Picked, *, part: bool = False) -> Batch:
     """Score rollouts under every policy that the arm's method and estimator read, and take their advantages.
 
     Gradient: none.
+
+    Args:
+        part: whether the batch of the step has other parts, which all have to be scored alike.
 
     Raises: `BadValueError` if a reward is outside the recipe's `reward_range`.
     """
     rollouts, weight = picked.rollouts, picked.sample_weight
     recipe, method, estimator = arm.run.recipe, arm.method, ADVANTAGES[arm.estimator]
     optim, cap = recipe.optim, recipe.rollout.tail_log_ratio_cap
-    half = arm.run.half
+    half, replay = arm.run.half, arm.replay
+    if not replay.support:
+        rollouts = rollouts.with_(support=None)
+    if replay.records and rollouts.routes is None:
+        raise EngineError(f'replay.routes = "{replay.routes}": the engine recorded no routes for a batch')
     options: dict[str, Any] = {"token_budget": optim.token_budget, "tail_log_ratio_cap": cap, "half": half}
+    options["replays"] = replay.routes == "rollout"
     trainer = old = logp_ref = status = None
     # The trainer as it is now: read by estimators, by a penalty in the reward, and by gates before the update.
     in_reward = method.penalty is not None and method.penalty.place == "reward"
     reads_trainer = {"logp_old", "sum_pi_squared", "entropy"} & {*estimator.needs, *estimator.reads}
-    if reads_trainer or in_reward or arm.advantages_read_gates:
-        exact = arm.advantages_read_gates and any(g.exact for g in method.correction.gates)
-        trainer = score_batch(arm.model, rollouts, exact=exact, **options)
     old_is_current = False
     if method.scores_old:
         # One update by the very weights that drew the batch, in every process.
         stale = (rollouts.rollout_version != arm.version).any()
         exact_source = arm.old_settings.source in ("sampling", "second_model", "batch_start")
-        in_step = optim.perturb is None and arm.run.sum(stale.double()) == 0
+        in_step = optim.perturb is None and arm.run.sum(stale.double()) == 0 and (not part or arm.always_fresh)
         old_is_current = exact_source and optim.epochs == optim.minibatches == 1 and bool(in_step)
         if not old_is_current:
             exact = any(name.endswith("rollout_old") for name in method.divergences)
-            old = arm.old_policy.score(arm.model, rollouts, arm.version, exact=exact, **options)
+            noted = {"note_routes": True, "note_gates": replay.freeze_gates} if replay.routes == "old" else {}
+            old = arm.old_policy.score(arm.model, rollouts, arm.version, exact=exact, **options, **noted)
+            if noted:
+                rollouts, options["replays"] = rollouts.with_(routes=old.routes), True
+    if reads_trainer or in_reward or arm.advantages_read_gates:
+        exact = arm.advantages_read_gates and any(g.exact for g in method.correction.gates)
+        trainer = score_batch(arm.model, rollouts, exact=exact, **options)
     if method.needs_reference:
         with resident(arm.run.model, arm.run.accelerator.device) as reference, adapters_off(reference):
             logp_ref = score_batch(reference, rollouts, token_budget=optim.token_budget, half=half).logp
@@ -106,7 +171,7 @@ def make_batch(arm: Arm, picked: Picked) -> Batch:
     scores = (trainer, old, logp_ref, values)
     sums, norms = {}, None
     if optim.gradient_norms == "exact" and "grad_norm_squared" in estimator.reads:
-        norms = gradient_norms(arm.run.accelerator.unwrap_model(arm.model), rollouts)
+        norms = gradient_norms(arm.run.accelerator.unwrap_model(arm.model), rollouts, replays=options["replays"])
         assert trainer is not None
         stand_in = rollouts.segments.sum(1 - 2 * trainer.logp.exp() + trainer.sum_pi_squared)
         sums = {f"opob/{k}": x for k, x in norm_agreement(norms, stand_in, rollouts.segments.groups).items()}
@@ -121,11 +186,12 @@ def make_batch(arm: Arm, picked: Picked) -> Batch:
         status = torch.full_like(rollouts.rollout_version, OLD_STATUS.index(by_anchor[type(method.anchor)]))
 
     def old_logits(piece: Rollouts) -> Tensor:
-        return arm.old_policy.logits(arm.model, piece, arm.version, half=half)
+        return arm.old_policy.logits(arm.model, piece, arm.version, half=half, replays=replay.routes == "rollout")
 
     compared = old_logits if arm.compares_old else None
     about_old = (old, logp_ref, cap, status, old_is_current, compared)
-    return Batch(rollouts, advantages, *about_old, values, returns, weight, sums)
+    about_draws = (picked.earlier_uses, picked.independent, options["replays"])
+    return Batch(rollouts, advantages, *about_old, values, returns, weight, sums, *about_draws)
 
 
 def token_advantages(

@@ -19,8 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from offdrift.advantages import ADVANTAGES
 from offdrift.engines import Engine, make_engine
+from offdrift.engines.routing import router_biases, routers_of_mixture, rule_of
 from offdrift.engines.verify_sync import SyncReport, verify_sync
-from offdrift.errors import CheckpointError, RecipeError
+from offdrift.errors import CheckpointError, EngineError, RecipeError
 from offdrift.judge import num_experts
 from offdrift.records.rollouts import Sampling
 from offdrift.train.environments import Environment, find_environment, is_environment
@@ -30,7 +31,7 @@ from offdrift.train.models import load_model, prompt_ids, save_for_engine
 from offdrift.train.old_policy import EXACT_NORMS_BELOW
 from offdrift.train.perturb import decoder_layers
 from offdrift.train.problems import read_problems
-from offdrift.train.recipe import Recipe
+from offdrift.train.recipe import Recipe, Replay
 from offdrift.train.rewards import OwnReward
 from offdrift.train.run_folder import RunFolder
 from offdrift.train.sharded import make_accelerator
@@ -186,26 +187,26 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
         "quantization": rollout.quantization,
         "evidence_limit_mib": rollout.evidence_limit_mib // recipe.max_turns,  # an engine draws one turn at a time
     }
+    if any(recipe.replay_of(name).records for name in recipe.arms):
+        engine_options["record_routes"] = True
     source: Any = model
     if rollout.engine == "transformers":
         engine_options["batch_size"] = 256
+    if rollout.engine == "vllm" or recipe.pipeline is not None:
+        source = str(folder.path / "engine")
+        with accelerator.main_process_first():
+            if accelerator.is_main_process:
+                save_for_engine(model, tokenizer, source)
     elif rollout.engine == "openai":
         source = rollout.url
         vocab_size = model.config.get_text_config().vocab_size
         engine_options |= {"vocab_size": vocab_size, "model": rollout.served_model}
         engine_options |= {"sync": True, "sync_folder": rollout.sync_folder}
-    else:
-        source = str(folder.path / "engine")
-        with accelerator.main_process_first():
-            if accelerator.is_main_process:
-                save_for_engine(model, tokenizer, source)
-    engine = make_engine(rollout.engine, source, **engine_options)
     # Every token that ends a response: the tokenizer's and the model's own.
     ends = (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None))
     stop_ids = {i for x in ends for i in (x if isinstance(x, list) else [x]) if isinstance(i, int)}
-    sampling = Sampling(
-        max_tokens=recipe.horizon, temperature=rollout.temperature, stop_token_ids=tuple(sorted(stop_ids))
-    )
+    sampling = rollout.sampling(max_tokens=recipe.horizon, stop_token_ids=tuple(sorted(stop_ids)))
+    engine = _engine(recipe, source, engine_options, sampling, model)
     probes = [prompt_ids(p, tokenizer) for p in task.sample(PROBES, seed=recipe.seed, split="eval")]
     watch(Event("setup", text="verifying weight synchronization with perturbed weights"))
     synced = verify_sync(engine, model, probes, sampling, seed=recipe.seed)
@@ -214,6 +215,20 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     return RunContext(
         recipe, folder, accelerator, model, tokenizer, task, sampling, engine, probes, synced, watch, half
     )
+
+
+def _engine(recipe: Recipe, source: Any, options: dict[str, Any], sampling: Sampling, model: PreTrainedModel) -> Engine:
+    """The engine of this process, or all rollout workers as one."""
+    if recipe.pipeline is None:
+        return make_engine(recipe.rollout.engine, source, **options)
+    from offdrift.train.pipeline.worker import EngineSpec
+    from offdrift.train.pipeline.workers import RemoteEngine, Workers
+
+    spec = EngineSpec(recipe.rollout.engine, source, options, sampling, recipe.rollout.evidence)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    workers = Workers(recipe.pipeline, spec, weights_mib=weights / 2**20)
+    workers.start()
+    return RemoteEngine(workers, vocab_size=model.config.get_text_config().vocab_size)
 
 
 def half_precision(recipe: Recipe) -> torch.dtype | None:
@@ -278,10 +293,17 @@ def _check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
             "accelerate's at 1"
         )
     layer = {"optim.align": recipe.optim.align, "optim.perturb": recipe.optim.perturb, "lora": recipe.lora}
+    replays = [recipe.replay_of(name) for name in recipe.arms]
+    layer["replay of routers"] = next((r for r in replays if r.routes != "none" or r.freeze_router_bias), None)
     if kind == "FSDP" and (unsharded := [name for name, part in layer.items() if part is not None]):
         raise RecipeError(
             f"{unsharded[0]} is not supported in a sharded run: launch one process or a data-parallel run "
             "(--multi_gpu), or leave it out"
+        )
+    if recipe.pipeline is not None and world > 1:
+        raise RecipeError(
+            f"[pipeline] with {world} processes: this trainer takes groups in one; launch one process, with as many "
+            "rollout workers as the machine carries"
         )
     if recipe.rollout.engine == "openai" and world > 1:
         raise RecipeError(
@@ -308,9 +330,26 @@ def _check_model(recipe: Recipe, model: PreTrainedModel) -> None:
         )
     if recipe.optim.perturb is not None:
         decoder_layers(model)
+    for name in recipe.arms:
+        _check_replay(recipe.replay_of(name), name, model)
     if recipe.lora is not None:
         add_adapters(model, recipe.lora, seed=recipe.seed)
         remove_adapters(model)
+
+
+def _check_replay(replay: Replay, arm: str, model: PreTrainedModel) -> None:
+    """Refuse a replay in a model whose routers cannot be led, or have no bias to freeze."""
+    try:
+        if replay.routes != "none":
+            for router in routers_of_mixture(model):
+                rule_of(router)
+    except EngineError as e:
+        raise RecipeError(f'arms.{arm}: replay.routes = "{replay.routes}": {e}; leave it out') from e
+    try:
+        if replay.freeze_router_bias:
+            router_biases(model)
+    except EngineError as e:
+        raise RecipeError(f"arms.{arm}: replay.freeze_router_bias = true: {e}; leave it out") from e
 
 
 def model_facts(recipe: Recipe, model: PreTrainedModel) -> dict[str, Any]:

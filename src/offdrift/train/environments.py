@@ -2,6 +2,7 @@
 
     task = "calculator"               # a tool that works out one operation at a time
     task = "guess"                    # a hidden number, and the answers "higher" and "lower"
+    task = "adventure"                # a text game: rooms, a key and a door
     task = "game.py:Game"             # a class of your own, or "module:Class"
 
 An environment has problems like a task, split alike, and starts an episode of a problem as often as it is asked to.
@@ -14,14 +15,13 @@ import math
 import operator
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from offdrift.errors import EpisodeError, RecipeError
-from offdrift.train.problems import Problem, Split, digest, split_of
+from offdrift.train.problems import EVAL_SHARE, Problem, Split, digest, split_of
 from offdrift.train.rewards import exact_number, imported, last_number, own_traceback, shortened
 
 
@@ -71,18 +71,25 @@ class Environment(Protocol):
 
 
 def drawn(name: str, problem: Callable[[random.Random], Problem], n: int, seed: int, split: Split) -> list[Problem]:
-    """`n` different problems of one split, drawn one after the other from a generator of the seed's own."""
-    rng = random.Random(digest("environment", name, split, seed))
+    """`n` different problems of one split, drawn one after the other from a generator of the seed's own.
 
-    def different() -> Iterator[Problem]:
-        prompts: set[str] = set()
-        while True:
-            new = problem(rng)
-            if new.prompt not in prompts and split_of(new.prompt) == split:
-                prompts.add(new.prompt)
-                yield new
-
-    return list(islice(different(), n))
+    Raises: `RecipeError` if there are too few different problems to fill the split.
+    """
+    rng, limit = random.Random(digest("environment", name, split, seed)), 1000 + 40 * EVAL_SHARE * n
+    problems: dict[str, Problem] = {}
+    for _ in range(limit):
+        if len(problems) == n:
+            break
+        new = problem(rng)
+        if split_of(new.prompt) == split:
+            problems.setdefault(new.prompt, new)
+    if len(problems) < n:
+        setting = "rollout.prompts" if split == "train" else "log.eval_prompts"
+        raise RecipeError(
+            f"environment {name!r} gave {len(problems)} of {n} different {split} problems in {limit} draws; ask for "
+            f"fewer: lower {setting}"
+        )
+    return list(problems.values())
 
 
 _CALL = re.compile(r"\[ *(-?\d{1,9}) *([-+*]) *(-?\d{1,9}) *\]\Z", re.ASCII)
@@ -174,7 +181,7 @@ class Guess:
         """`n` problems of one split, a pure function of the arguments; the number is not in the prompt."""
 
         def problem(rng: random.Random) -> Problem:
-            low = rng.randrange(1000 - self.numbers)
+            low = rng.randrange(2000 - self.numbers)
             high, number = low + self.numbers - 1, low + rng.randrange(self.numbers)
             prompt = f"guess {low}-{high}:"
             messages = ({"role": "system", "content": self.instructions}, {"role": "user", "content": prompt})
@@ -209,7 +216,105 @@ class Guessing:
         return Answer("higher\n" if guess < self.number else "lower\n")
 
 
-ENVIRONMENTS: dict[str, Environment] = {"calculator": Calculator(), "guess": Guess()}
+Room = tuple[int, int]
+"""Column and row of a room; `_STEPS` go from one to the next."""
+_COLUMNS, _ROWS = "abcd", "1234"
+_STEPS: Mapping[str, Room] = {"go east": (1, 0), "go west": (-1, 0), "go north": (0, 1), "go south": (0, -1)}
+_ROOM = re.compile(f"[{_COLUMNS}][{_ROWS}]")
+
+
+def room_name(room: Room) -> str:
+    """`a1` is the room in the south-west, `d4` the one in the north-east."""
+    return _COLUMNS[room[0]] + _ROWS[room[1]]
+
+
+def shortest_way(start: Room, end: Room) -> list[str]:
+    """The fewest commands from one room to another: along the letters first, then along the numbers."""
+    east, north = end[0] - start[0], end[1] - start[1]
+    return ["go east"] * east + ["go west"] * -east + ["go north"] * north + ["go south"] * -north
+
+
+@dataclass(frozen=True)
+class Adventure:
+    """`room a1, key a2, door b2:`, played as `go north` `take key` `go east` `open door`; the open door earns 1.
+
+    The house has 4 x 4 rooms. The game answers a move with the room that it leads to and what is there, and any other
+    text than a command with "what?". The demonstrations are the shortest games.
+
+    Args:
+        turns: of the longest problem that is drawn, played without a detour.
+
+    Example:
+        >>> game = Adventure().start(Problem("room a1, key a2, door b2:", ""))
+        >>> [game.answer(text).text for text in ("go west", "go north", "take key", "go east")]
+        ['wall\\n', 'room a2: key\\n', 'taken\\n', 'room b2: door\\n']
+        >>> game.answer("open door").reward
+        1.0
+    """
+
+    name: str = "adventure"
+    stops: tuple[str, ...] = ()
+    turns: int = 8
+    instructions: str = (
+        "You are in a house of 4 x 4 rooms, a1 to d4: letters go from west to east, numbers from south to north. Fetch "
+        "the key, then open the door. Write one command and nothing else: go north, go south, go east, go west, take "
+        "key, or open door. I answer with what happens."
+    )
+
+    def sample(self, n: int, *, seed: int, split: Split = "train") -> list[Problem]:
+        """`n` problems of one split, a pure function of the arguments."""
+        house = [(column, row) for column in range(len(_COLUMNS)) for row in range(len(_ROWS))]
+
+        def problem(rng: random.Random) -> Problem:
+            while True:
+                room, key, door = rng.sample(house, 3)
+                turns = (*shortest_way(room, key), "take key", *shortest_way(key, door), "open door")
+                if len(turns) <= self.turns:
+                    break
+            prompt = f"room {room_name(room)}, key {room_name(key)}, door {room_name(door)}:"
+            messages = ({"role": "system", "content": self.instructions}, {"role": "user", "content": prompt})
+            return Problem(prompt, ", ".join(turns), turns, "if_template", messages)
+
+        return drawn(self.name, problem, n, seed, split)
+
+    def start(self, problem: Problem) -> Adventuring:
+        """An episode."""
+        rooms = [(_COLUMNS.index(name[0]), _ROWS.index(name[1])) for name in _ROOM.findall(problem.prompt)]
+        return Adventuring(*rooms)
+
+
+@dataclass
+class Adventuring:
+    """An episode of `Adventure`."""
+
+    room: Room
+    key: Room | None
+    """None once the player has it."""
+    door: Room
+
+    def answer(self, text: str) -> Answer:
+        """What the command does: a move, a key, an open door, or nothing."""
+        command = " ".join(text.lower().split()).rstrip(".!")
+        if command in _STEPS:
+            column, row = self.room[0] + _STEPS[command][0], self.room[1] + _STEPS[command][1]
+            if not (0 <= column < len(_COLUMNS) and 0 <= row < len(_ROWS)):
+                return Answer("wall\n")
+            self.room = column, row
+            here = ": key" * (self.room == self.key) + ": door" * (self.room == self.door)
+            return Answer(f"room {room_name(self.room)}{here}\n")
+        if command == "take key":
+            if self.room != self.key:
+                return Answer("no key here\n")
+            self.key = None
+            return Answer("taken\n")
+        if command == "open door":
+            if self.room != self.door:
+                return Answer("no door here\n")
+            return Answer("locked\n") if self.key else Answer(reward=1.0, done=True)
+        return Answer("what?\n")
+
+
+ENVIRONMENTS: dict[str, Environment] = {"calculator": Calculator(), "guess": Guess(), "adventure": Adventure()}
 """Environments by name: sized for the tiny models, and asked in words where the model has a chat template."""
 
 

@@ -147,6 +147,7 @@ def joined_turns(
         rollout_version=flat.rollout_version[rows],
         cu_seqlens=cumulative(lengths),
         evidence=None if flat.evidence is None else evidence_at(flat.evidence, rows),
+        support=None if flat.support is None else flat.support.select(rows),
         turns=replace(turns, ids=segments.spread(turn)[rows]),
         **of_episodes,
     )

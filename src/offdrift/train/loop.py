@@ -5,14 +5,14 @@
 `train` runs one arm after the other; `train_arm` is the update. `arm` has the state of an arm, `context` what all
 arms share.
 
-Simplified on purpose: sampling and training alternate in one process
-(`accelerate launch` runs several such processes side by side).
+Sampling and training alternate in one process (`accelerate launch` runs several such processes side by side), or, with
+`[pipeline]` in the recipe, workers sample while it trains (`train.pipeline`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from offdrift.engines import make_engine
 from offdrift.train.arm import Arm, start_arm
-from offdrift.train.batch import Batch, make_batch
+from offdrift.train.batch import Batch, Parts, make_batch
 from offdrift.train.context import Event as Event
 from offdrift.train.context import RunContext, Watch, begin, model_facts, set_up
 from offdrift.train.critic import critic_step
@@ -34,8 +34,8 @@ from offdrift.train.recipe import Recipe
 from offdrift.train.record import TokenLog, record_update, summarize_arm
 from offdrift.train.run_folder import RunFolder
 from offdrift.train.sharded import make_accelerator, whole_weights
-from offdrift.train.source import batch_seed, rollout
-from offdrift.train.step import train_step
+from offdrift.train.source import Source, batch_seed, rollout
+from offdrift.train.step import TokenView, Update, train_step
 
 
 def train(
@@ -74,89 +74,117 @@ def train(
 
 def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
     """Train one arm from the shared start, or from its newest checkpoint; returns its summary."""
-    recipe, optim, log = run.recipe, run.recipe.optim, run.recipe.log
     summary = run.folder.arm(name).summary()
     if resume and summary is not None:
         run.watch(Event("arm_done", name, text="already finished", metrics=summary))
         return summary
     arm, source = start_arm(run, name, resume=resume)
+    try:
+        return train_batches(arm, source)
+    finally:
+        source.close()
+
+
+def train_batches(arm: Arm, source: Source) -> dict[str, Any]:
+    """Train an arm on the batches that are left; returns its summary."""
+    run, recipe, log = arm.run, arm.run.recipe, arm.run.recipe.log
     checkpointed = source.start
     if source.start % log.eval_every == 0:
         evaluate(arm)
     for index in range(source.start, recipe.batches):
-        # Draw: responses and rewards, from the engine's weights, which lag behind the trainer's.
+        # Draw: responses and rewards, from engine weights that may lag behind the trainer's.
+        # Advantages: from rewards, and from what old policy, trainer and reference say of the batch.
         arm.announce(f"drawing batch {index + 1}")
         arm.switch()
-        picked = source.next(arm.version)
-        rollouts = picked.rollouts
-        # Advantages: from rewards, and from what old policy, trainer and reference say of the batch.
-        batch = make_batch(arm, picked)
-        arm.keep_old_weights(rollouts, source)
+        first_version = arm.version
+        steps: Iterable[tuple[int, Tensor | None]] = [(0, None)]
+        if source.streams:  # groups come while the only step takes their gradient
+            batch: Batch | Parts = Parts(arm, source.parts())
+            arm.keep_old_weights(None, source)
+        else:
+            batch = make_batch(arm, source.next(arm.version))
+            arm.keep_old_weights(batch.rollouts, source)
+            steps = minibatches(recipe, index, batch.units(whole_prompts=arm.method.whole_prompts))
         # Optimizer steps.
-        first_version, token_log = arm.version, TokenLog(batch, arm.logs_old_divergences)
-        whole = rollouts.group_ids if arm.method.whole_prompts else torch.arange(rollouts.num_sequences)
-        for epoch, sequences in minibatches(recipe, index, whole):
-            minibatch, version = batch.select(sequences), arm.version
+        views: list[tuple[Tensor, TokenView, int]] = []
+        for epoch, sequences in steps:
+            minibatch = batch if isinstance(batch, Parts) or sequences is None else batch.select(sequences)
+            version, learning_rate = arm.version, arm.learning_rate
             sampled, logged = version % log.samples_every == 0, log.tokens and epoch == 0
-            learning_rate = arm.learning_rate
-            # Dropout, if a model has any, must be the same in a resumed run.
-            torch.manual_seed(batch_seed(recipe.seed, version, run.shard.rank))
-            update = train_step(
-                run.accelerator,
-                arm.model,
-                arm.optimizer,
-                minibatch,
-                arm.method,
-                token_budget=optim.token_budget,
-                max_grad_norm=optim.max_grad_norm,
-                learning_rate=learning_rate,
-                version=version,
-                view=sampled or logged,
-                region=arm.region,
-                half=run.half,
-                loss_scale=arm.loss_scale.value if run.half is torch.float16 else None,
-                critic=arm.critic if recipe.critic.shared else None,
-                align=arm.align,
-                perturb=arm.perturb,
-            )
+            update = take_step(arm, minibatch, learning_rate=learning_rate, view=sampled or logged)
+            if isinstance(batch, Parts):
+                batch = batch.joined()
+            if isinstance(minibatch, Parts):
+                minibatch, sequences = batch, torch.arange(batch.rollouts.num_sequences)
+            assert sequences is not None
             if arm.critic is not None and not recipe.critic.shared:
                 update = replace(update, stats=update.stats.plus(*learn_values(arm, minibatch)))
-            update = replace(update, stats=update.stats.plus(run.sums(source.sums(picked, version))))
+            update = replace(update, stats=update.stats.plus(run.sums(source.sums(batch.picked, version))))
             if batch.sums:
                 update = replace(update, stats=update.stats.plus(run.sums(batch.sums)))
             arm.advance(update.method)
             # Record: metrics, certificate, findings, samples; for the audit, every token.
             if logged and update.tokens is not None:
-                token_log.steps.append((sequences, update.tokens, version))
+                views.append((sequences, update.tokens, version))
             metrics = record_update(
                 arm,
                 minibatch.rollouts,
                 update,
                 batch=index,
                 updates_before=version - first_version,
-                independent=picked.independent,
+                independent=batch.picked.independent,
                 learning_rate=learning_rate,
                 sampled=sampled,
+                more=source.metrics(batch.rollouts, first_version) if version == first_version else {},
             )
             arm.learn(metrics)
             if source.buffer is not None:
                 source.buffer.learn(metrics)
         if log.tokens:
+            assert isinstance(batch, Batch)
+            token_log = TokenLog(batch, arm.logs_old_divergences, views)
             token_log.write(arm.files.path / "log" / run.shard.file_name(index))
         arm.trim(source)
-        # Publish: the engine takes new weights as often as the lag says. A checkpoint is taken only
-        # then, so that the engine's weights are the trainer's and need not be stored.
+        # Publish: engines take new weights as often as the lag, or the schedule, says. A checkpoint is taken only
+        # then, so that the newest weights of the engines are the trainer's and need not be stored.
         done = index + 1
-        if done < recipe.batches and source.due(arm.version):
+        due = done < recipe.batches and source.due(arm.version)
+        checkpoint = due and done - checkpointed >= log.checkpoint_every
+        if due:
             arm.announce("giving the engine new weights")
-            arm.publish()
-            source.synchronized()
-            if done - checkpointed >= log.checkpoint_every:
-                arm.save_checkpoint(done, source)
-                checkpointed = done
+            arm.publish(source)
+        source.trained(checkpoint=checkpoint)
+        if checkpoint:
+            arm.save_checkpoint(done, source)
+            checkpointed = done
         if done % log.eval_every == 0 or done == recipe.batches:
             evaluate(arm)
     return finish(arm)
+
+
+def take_step(arm: Arm, batch: Batch | Parts, *, learning_rate: float, view: bool) -> Update:
+    """An optimizer step of the arm on a batch, or on one whose parts are still to come."""
+    run, recipe = arm.run, arm.run.recipe
+    # Dropout, if a model has any, must be the same in a resumed run.
+    torch.manual_seed(batch_seed(recipe.seed, arm.version, run.shard.rank))
+    return train_step(
+        run.accelerator,
+        arm.model,
+        arm.optimizer,
+        batch,
+        arm.method,
+        token_budget=recipe.optim.token_budget,
+        max_grad_norm=recipe.optim.max_grad_norm,
+        learning_rate=learning_rate,
+        version=arm.version,
+        view=view,
+        region=arm.region,
+        half=run.half,
+        loss_scale=arm.loss_scale.value if run.half is torch.float16 else None,
+        critic=arm.critic if recipe.critic.shared else None,
+        align=arm.align,
+        perturb=arm.perturb,
+    )
 
 
 def minibatches(recipe: Recipe, index: int, units: Int[Tensor, " b"]) -> Iterator[tuple[int, Tensor]]:
@@ -197,9 +225,12 @@ def learn_values(arm: Arm, minibatch: Batch) -> tuple[dict[str, Tensor], dict[st
 
 
 def evaluate(arm: Arm) -> None:
-    """Mean reward of the current policy on held-out prompts, drawn at float32 by transformers."""
-    run, prompts = arm.run, arm.run.recipe.log.eval_prompts
+    """Mean reward of the current policy on held-out prompts, drawn at float32 by transformers: avg@k with k samples."""
+    run, log = arm.run, arm.run.recipe.log
+    prompts, samples = log.eval_prompts, log.eval_samples
     arm.announce(f"evaluating on {prompts} held-out prompts")
+    changed = {"temperature": log.eval_temperature, "top_p": log.eval_top_p}
+    sampling = replace(run.sampling, **{name: x for name, x in changed.items() if x is not None})
     problems = run.task.sample(prompts, seed=run.recipe.seed, split="eval")
     with resident(run.model, run.accelerator.device) as start:
         engine = make_engine("transformers", start, dtype="float32", batch_size=256)
@@ -209,14 +240,15 @@ def evaluate(arm: Arm) -> None:
         problems[run.shard.rank :: run.shard.world],
         run.task,
         run.tokenizer,
-        run.sampling,
-        samples=1,
+        sampling,
+        samples=samples,
         seed=batch_seed(run.recipe.seed, 0, run.shard.rank),
         max_turns=run.recipe.max_turns,
     )
     assert responses.rewards is not None
     total = float(run.sum(responses.rewards.double().sum()))
-    row = {"update": arm.version, "reward": total / len(problems), "prompts": len(problems)}
+    reward = total / (samples * len(problems))
+    row = {"update": arm.version, "reward": reward, "prompts": len(problems), "samples": samples}
     if run.accelerator.is_main_process:
         arm.files.append("eval", row)
     run.accelerator.log({"eval/reward": row["reward"]}, step=arm.version)

@@ -34,11 +34,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from offdrift.divergence.evidence import Divergence
+from offdrift.engines.routing import routed
 from offdrift.engines.score import chunks, divergences, score
 from offdrift.errors import CheckpointError, EvidenceError, RecordError
 from offdrift.objectives.ewma import ewma_update
 from offdrift.records.atomic import write_atomically
-from offdrift.records.rollouts import OLD_STATUS, Rollouts
+from offdrift.records.rollouts import OLD_STATUS, Rollouts, Routes
 from offdrift.segments import Segments
 from offdrift.train import recipe
 from offdrift.train.sharded import anywhere, in_step, is_sharded, local_weights
@@ -59,6 +60,8 @@ class PolicyScores:
     """Of this policy from the rollout policy, `..._rollout_old`."""
     version: Int[Tensor, " n"] | None = None
     """Updates that the weights had seen which scored each token; None for averaged weights."""
+    routes: Routes | None = None
+    """Experts of the pass, of the batch's sequences in their order, where they were noted; `select` leaves them out."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> PolicyScores:
         """Scores of other tokens: `function` applied to every tensor."""
@@ -104,6 +107,9 @@ def score_batch(
     exact: bool = False,
     tail_log_ratio_cap: float | None = None,
     half: torch.dtype | None = None,
+    replays: bool = False,
+    note_routes: bool = False,
+    note_gates: bool = False,
 ) -> PolicyScores:
     """Score a batch with the weights that the model has now. Gradient: none.
 
@@ -112,27 +118,34 @@ def score_batch(
         exact: also compute divergences from the recorded evidence.
         tail_log_ratio_cap: what top-k evidence may assume of its tail, nats; see `divergences`.
         half: precision of the forward passes, see `engines.score.score`.
+        replays: send tokens to the experts of `rollouts.routes`.
+        note_routes, note_gates: note the experts that the model chooses; and their weights, too.
     """
     temperature = rollouts.provenance.sampling.temperature
-    parts = []
+    parts, noted, order = [], [], []
     model.eval()
     for sequences, counts in in_step(model, chunks(rollouts, token_budget=token_budget)):
         piece = rollouts.select(sequences)
-        scored = score(model, piece, temperature=temperature, half=half)
+        with routed(model, piece, replays=replays, watch=note_routes) as choices:
+            scored = score(model, piece, temperature=temperature, half=half)
         if not counts:
             continue
         evidence = divergences(piece, scored.logits, tail_log_ratio_cap=tail_log_ratio_cap) if exact else {}
         logp, entropy, squares = (x.float().cpu() for x in (scored.logp, scored.entropy, scored.sum_pi_squared))
         scores = PolicyScores(logp, entropy, squares, named_as_old(evidence))
         parts.append((rollouts.segments.rows(sequences), scores))
-    return PolicyScores.joined(parts, len(rollouts.tokens))
+        if choices is not None and note_routes:
+            noted.append(choices.routes(piece, gates=note_gates))
+            order.append(sequences)
+    scores = PolicyScores.joined(parts, len(rollouts.tokens))
+    return replace(scores, routes=Routes.joined(noted).select(torch.cat(order).argsort())) if noted else scores
 
 
 EXACT_NORMS_BELOW = 200_000_000
 """Parameters up to which a run takes `gradient_norms`: they cost a backward pass per response."""
 
 
-def gradient_norms(model: nn.Module, rollouts: Rollouts) -> Float[Tensor, " b"]:
+def gradient_norms(model: nn.Module, rollouts: Rollouts, *, replays: bool = False) -> Float[Tensor, " b"]:
     """Squared norm of each response's score gradient, with the weights that the model has now:
 
         |g_i|^2 = |grad_theta sum_t log pi(y_t | x, y_<t)|^2   over all parameters that train
@@ -149,8 +162,10 @@ def gradient_norms(model: nn.Module, rollouts: Rollouts) -> Float[Tensor, " b"]:
     model.eval()
     norms = []
     for i in range(rollouts.num_sequences):
-        logp = score(model, rollouts.select(torch.tensor([i])), temperature=temperature).logp
-        gradients = torch.autograd.grad(logp.sum(), parameters, allow_unused=True)  # unused: experts not routed to
+        piece = rollouts.select(torch.tensor([i]))
+        with routed(model, piece, replays=replays):
+            logp = score(model, piece, temperature=temperature).logp
+            gradients = torch.autograd.grad(logp.sum(), parameters, allow_unused=True)  # unused: experts not routed to
         norms.append(torch.nn.utils.get_total_norm([g for g in gradients if g is not None]).square())
     return torch.stack(norms).cpu()
 
@@ -260,19 +275,29 @@ class OldPolicy:
             model: the trainer's, at `version`.
             options: of `score_batch`.
         """
-        parts = []
+        parts, noted, order = [], [], []
         for drawn_at, part, rows, part_rows in self._by_version(model, rollouts):
             with self.policy(drawn_at, model, version) as scorer:
                 scores = score_batch(scorer, part, **options)
+            if scores.routes is not None:
+                noted.append(scores.routes)
+                order.append(rollouts.segments.seq_ids[rows].unique())
             scored_at = self.scored_at(drawn_at, version)
             if scored_at is not None:
                 scores = replace(scores, version=torch.full((len(scores.logp),), scored_at))
             parts.append((rows, scores.select(part_rows)))
-        return PolicyScores.joined(parts, len(rollouts.tokens))
+        scores = PolicyScores.joined(parts, len(rollouts.tokens))
+        return replace(scores, routes=Routes.joined(noted).select(torch.cat(order).argsort())) if noted else scores
 
     @torch.no_grad()
     def logits(
-        self, model: nn.Module, rollouts: Rollouts, version: int, *, half: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        rollouts: Rollouts,
+        version: int,
+        *,
+        half: torch.dtype | None = None,
+        replays: bool = False,
     ) -> Float[Tensor, "n v"]:
         """The old policy's tempered logits, for divergences of whole distributions. Gradient: none.
 
@@ -283,7 +308,8 @@ class OldPolicy:
             with self.policy(drawn_at, model, version) as scorer:
                 was_training = scorer.training
                 scorer.eval()
-                logits = score(scorer, part, temperature=temperature, half=half).logits
+                with routed(scorer, part, replays=replays):
+                    logits = score(scorer, part, temperature=temperature, half=half).logits
                 parts.append((rows, logits[part_rows]))
                 scorer.train(was_training)
         logits = torch.cat([x for _, x in parts])

@@ -13,8 +13,10 @@ from typing import Any
 
 from offdrift.show.charts import NUM_COLORS, SYMBOLS, Chart, Series, chart_data
 from offdrift.show.html import render_document, write_document
+from offdrift.show.json_access import mapping, number
 from offdrift.show.numbers import flatten, kl_labels, kl_level, short
-from offdrift.train.stored import COLUMNS, Arm, Run, Sample, read_run, verdict
+from offdrift.train.overlap import OVERLAP, drift_by_lag
+from offdrift.train.stored import COLUMNS, Arm, Run, Sample, lag_counts, read_run, verdict
 
 FILE_NAME = "report.html"
 SAMPLES_PER_ARM = 8
@@ -35,15 +37,22 @@ def write_report(run_dir: Path) -> Path:
 
 def render(run: Run) -> str:
     """The page of a run as text."""
-    charts = all_charts(run.arms)
+    charts, overlapped = all_charts(run.arms), any(arm.schedule for arm in run.arms)
+    beside = overlap_charts(run.arms) if overlapped else []
     shown = [(arm, pick_samples(arm.samples, SAMPLES_PER_ARM)) for arm in run.arms]
     context = {
         "run": run,
         "verdict": verdict(run),
         "columns": COLUMNS,
+        "description": lambda arm: arm.label("description"),
         "charts": charts,
+        "overlap": OVERLAP if overlapped else (),
+        "method": lambda arm: arm.label("method"),
+        "overlap_charts": beside,
+        "workers": int(number(mapping(run.recipe.get("pipeline")).get("workers")) or 1),
         "shown": shown,
         "recipe": list(flatten(run.recipe)),
+        "in_turns": any(s.context for _, samples in shown for s in samples),
         "kl_level": kl_level,
         "kl_labels": kl_labels(),
         "glyph": lambda i: GLYPHS[SYMBOLS[i % len(SYMBOLS)]],
@@ -52,7 +61,7 @@ def render(run: Run) -> str:
         "grade_of": lambda arms: ", ".join(sorted({arm.label("grade") for arm in arms} - {""})),
     }
     data = {
-        **chart_data(charts),
+        **chart_data([*charts, *beside]),
         # KL, TV, log-prob and weight of every shown token.
         "samples": [
             [
@@ -196,6 +205,74 @@ QUANTITIES = (
 def all_charts(arms: Sequence[Arm]) -> list[Chart]:
     """Every chart of the report, in the order of the page."""
     return [reward_chart(arms), *(line_chart(quantity, arms) for quantity in QUANTITIES)]
+
+
+OVERLAPS = (
+    Quantity(
+        "worker_idle",
+        "Workers idle",
+        "of their time",
+        "pipeline/worker_idle",
+        "Share of the workers' time since the last update in which they neither drew nor loaded weights. Lower is "
+        "better.",
+        share=True,
+        digits=".1%",
+    ),
+    Quantity(
+        "trainer_idle",
+        "Trainer idle",
+        "of its time",
+        "pipeline/trainer_idle",
+        "Share of the time since the last update in which the trainer waited for groups. Lower is better.",
+        share=True,
+        digits=".1%",
+    ),
+    Quantity(
+        "stored_groups",
+        "Groups on their way",
+        "in progress or waiting",
+        "pipeline/stored_groups",
+        "Groups that were in progress or waited for the trainer at the end of the update: what is drawn ahead.",
+        digits=".0f",
+    ),
+)
+
+
+def overlap_charts(arms: Sequence[Arm]) -> list[Chart]:
+    """What ran beside what, how old responses were, and what their age cost, for runs with `[pipeline]`."""
+    looks, drifts = _looks(arms), [drift_by_lag(arm) for arm in arms]
+    bars, lines = [], []
+    for look, arm, drift in zip(looks, arms, drifts, strict=True):
+        counts = lag_counts(arm.metrics)
+        shares = [n / sum(counts) for n in counts] if sum(counts) else []
+        bars.append(
+            Series(arm.name, [f"{lag}" for lag in range(len(shares))], shares, kind="bars", hover=".1%", **look)
+        )
+        texts = [f"{kl:.3g} nat, {n:,} tokens" for kl, n in zip(drift.kl, drift.tokens, strict=True)]
+        lines.append(Series(arm.name, drift.lags, drift.kl, kind="points", texts=texts, **look))
+    how = "estimated from sampled tokens (k3)" if any(d.sampled for d in drifts) else "exact"
+    lag = Chart(
+        "Lag of responses",
+        "of an arm's responses",
+        bars,
+        "lags",
+        "How many updates old the weights were that drew a response's oldest token, when it was trained on: the share "
+        "of an arm's responses with each lag, over the whole run.",
+        x_title="lag (updates)",
+        share=True,
+    )
+    drift = Chart(
+        "Drift by lag",
+        "nat per token",
+        lines,
+        "drift_by_lag",
+        "Mean KL(rollout || current) of a token by how many updates old the weights were that drew it, over the whole "
+        f"run, {how}; each token at the update that first trained on it. The rise is what lag costs, the height at 0 "
+        "what engine and trainer disagree on without it.",
+        x_title="lag (updates)",
+        wide=True,
+    )
+    return [lag, drift, *(line_chart(quantity, arms) for quantity in OVERLAPS)]
 
 
 def reward_chart(arms: Sequence[Arm]) -> Chart:

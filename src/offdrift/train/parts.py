@@ -1,16 +1,19 @@
-"""Parts of a recipe: draws, penalties, the optimizer layer, the critic, a judge and small ones, with the base of all.
+"""Parts of a recipe: draws, penalties, replay, the critic, a judge and small ones, with the base of all.
 
 A part is a table of the recipe. Unknown keys are refused, and so is what does nothing in the recipe that it is in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Annotated, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from offdrift.advantages import ADVANTAGES
+from offdrift.methods import Method
+from offdrift.records.rollouts import Sampling
+from offdrift.schedules import Schedule
 
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -23,6 +26,57 @@ class Part(BaseModel):
     """Base of all parts: unknown keys are errors, values cannot change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+class Rollout(Part):
+    engine: Literal["transformers", "vllm", "openai"] = "transformers"
+    """Which engine draws the tokens; "openai": a server that is running at `url`."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """The engine's precision; the trainer's is `optim.dtype`."""
+    quantization: Annotated[str | None, BeforeValidator(lambda x: None if x == "none" else x)] = None
+    """transformers: "int8". vllm: its own names, for instance "fp8_per_channel". "none": full weights,
+    as if it were absent."""
+    prompts: Positive = 32
+    """Prompts per rollout batch, over all processes."""
+    samples: Positive = 8
+    """Responses per prompt: the group whose mean is the baseline."""
+    max_tokens: Positive = 14
+    """Longest response, tokens; with an environment, of one turn. The horizon T of the bounds is this, or
+    `max_turns` times this."""
+    max_turns: Positive | None = None
+    """With an environment: turns of the model until an episode is cut off. Other tasks have one, and it is absent."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer tempers its own distribution alike."""
+    top_k: Natural = 0
+    """Draw from the k likeliest tokens; 0: from all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the smallest set of tokens with at least this mass; 1: from all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Draw from the tokens with at least this share of the likeliest one's probability; 0: from all."""
+    evidence: Literal["full", "hidden", "sampled"] | Positive = "full"
+    """Evidence recorded of the rollout policy: "full" vocabulary, the "hidden" states that its head turned
+    into logits (as exact, far smaller for large vocabularies), the top k (a number), or "sampled"."""
+    tail_log_ratio_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """For top-k evidence: assume |log mu - log pi| at most this outside the top k, nats. Upper ends of
+    divergences then rest on it, and every guarantee from them states it. Absent: nothing is assumed."""
+    evidence_limit_mib: Positive = 1024
+    """Refuse to record more evidence than this per batch, or per round and stage of `draws`, MiB; with an environment
+    each turn may take an equal part."""
+    url: str | None = None
+    """openai: address of a vLLM or SGLang server, http://HOST:PORT/v1; it is given weights."""
+    served_model: str | None = None
+    """openai: name of the model there; absent: the only one that is served."""
+    sync_folder: str | None = None
+    """openai: folder through which the server gets weights, if it is on another machine."""
+
+    @property
+    def filtered(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    def sampling(self, *, max_tokens: int, stop_token_ids: tuple[int, ...]) -> Sampling:
+        """What the engine is asked for."""
+        return Sampling(max_tokens, self.temperature, self.top_k, self.top_p, self.min_p, stop_token_ids)
 
 
 class Draws(Part):
@@ -254,6 +308,172 @@ class Lag(Part):
     """Batches drawn ahead of the one being trained on: every batch is this many batches stale."""
 
 
+class Pipeline(Part):
+    """Generation beside training, on Ray: rollout workers draw while the trainer trains, as a schedule says
+    (docs/pipeline.md). Absent: they alternate in one process."""
+
+    schedule: str = "one_step_off"
+    """A row of the table of schedules (`offdrift schedules`); an arm may name its own."""
+    rules: dict[str, Any] = Field(default_factory=dict)
+    """Single rules changed, by path: {"admission.eta" = 2}, or nested: {admission = {eta = 2}}."""
+    workers: Positive = 1
+    """Rollout workers, each with an engine of its own."""
+    cpus: Annotated[float, Field(ge=0)] = 1.0
+    """Cores that Ray sets aside for a worker."""
+    threads: Positive = 1
+    """Threads that a worker computes with."""
+    gpus: Annotated[float, Field(ge=0)] = 0.0
+    """Devices that Ray gives a worker."""
+    slots: Positive = 256
+    """Responses that a worker draws at once."""
+    steps: Positive = 4
+    """Tokens that a worker draws of every response between two looks at its orders."""
+    store: Positive | None = None
+    """Groups that may be in progress or wait for the trainer; then no prompt starts. Absent: 16 batches."""
+    hang_seconds: PositiveFloat = 120.0
+    """A worker that has not answered for so long is ended and replaced."""
+    start_seconds: PositiveFloat = 300.0
+    """The same while it starts."""
+    update_rounds: Positive | None = None
+    """Events are ordered by a virtual clock: in a round every worker draws `steps` tokens, and an update lasts so many
+    rounds. The same recipe then gives the same run bit for bit. Absent: the real clock."""
+
+    def check(
+        self,
+        arm: str,
+        row: Schedule,
+        method: Method,
+        estimator: str,
+        *,
+        engine: str,
+        hidden: bool,
+        whole: Sequence[str],
+    ) -> None:
+        """Refuse a schedule that an arm's method or the engine cannot follow.
+
+        Args:
+            hidden: whether hidden states are the evidence.
+            whole: settings for which a batch must be there as a whole.
+
+        Raises: `ValueError` naming the arm, the schedule and the way out.
+        """
+        at = f"arms.{arm}: schedule {row.title!r}"
+        if "greedy_rewards" in ADVANTAGES[estimator].needs:
+            raise ValueError(f"{at} draws no greedy responses, which advantage remax needs; set optim.advantage")
+        corrects = method.correction.gates or method.correction.weights or method.needs_old or method.anchor
+        if row.too_old.action == "correct" and not corrects:
+            raise ValueError(
+                f"{at} leaves old tokens to a method that corrects for drift, and this one does not "
+                f'({method.describe()}); use another, such as token_tis, or set rules = {{"too_old.action" = "train"}}'
+            )
+        if row.weights.on_new == "finish" and engine != "transformers":
+            raise ValueError(
+                f"{at} keeps several versions on a worker, which {engine} cannot; use rollout.engine = "
+                '"transformers", or rules = {"weights.on_new" = "interrupt"}'
+            )
+        if hidden and row.max_lag != 0:
+            raise ValueError(
+                f'{at} mixes versions in a batch, and rollout.evidence = "hidden" belongs to one version of the '
+                'output head; use "full", "sampled" or a number of top log-probs'
+            )
+        reasons = [*whole]
+        if method.looks_ahead:
+            reasons.append(f"the method looks at the whole step before it acts ({method.describe()})")
+        if ADVANTAGES[estimator].whole_batch:
+            reasons.append(f"advantage {estimator} takes statistics over the whole batch")
+        if row.consumption.take == "stream" and reasons:
+            raise ValueError(
+                f"{at} streams groups into the gradient as they come, and {reasons[0]}; set rules = "
+                f'{{"consumption.take" = "batch"}} for arms.{arm}'
+            )
+
+
+class Replay(Part):
+    """What the trainer's forward passes repeat of what the rollout engine, or the old policy's pass, did."""
+
+    support: bool = True
+    """Where the rollouts are filtered (`rollout.top_k`, `top_p`, `min_p`): the policies of the trainer live on the
+    tokens that the filters left over at each place, as recorded by the sampler. false: on the whole vocabulary, and
+    the mass that the filters removed counts as drift."""
+    routes: Literal["none", "record", "rollout", "old"] = "none"
+    """Experts of the trainer's forward passes: "none": its own; "record": its own, and those of the engine are recorded
+    and compared (`router/...`); "rollout": the engine's, in passes of old and current policy (R3); "old": those of the
+    old policy's pass, in every later pass on the batch (R2). Weights of the experts are always the trainer's own."""
+    freeze_gates: bool = False
+    """old: also keep the weights that the old policy's routers gave the experts; routers then get no gradient."""
+    freeze_router_bias: bool = False
+    """Routers' biases do not train (Ring-1T)."""
+
+    @property
+    def records(self) -> bool:
+        """Whether the engine has to record routes."""
+        return self.routes in ("record", "rollout")
+
+    def check_routes(
+        self, arm: str, *, scores_old: bool, adapters: bool, always_current: bool, whole: Mapping[str, bool]
+    ) -> None:
+        """Refuse a replay that cannot act.
+
+        Args:
+            arm: its name.
+            scores_old: whether the arm's method reads log-probs of an old policy, from a pass of its own.
+            adapters: whether adapters are all that trains.
+            always_current: whether every batch takes one step, by the weights that drew it.
+            whole: what has no place beside it, by name, and whether the recipe has it.
+
+        Raises: `ValueError` naming the field, its value and the way out.
+        """
+        if self.freeze_gates and self.routes != "old":
+            raise ValueError(
+                f"arms.{arm}: replay.freeze_gates = true keeps what the old policy's pass gave, and replay.routes = "
+                f'"{self.routes}" has none; set replay.routes = "old", or leave it out'
+            )
+        if self.freeze_router_bias and adapters:
+            raise ValueError(
+                f"arms.{arm}: replay.freeze_router_bias = true does nothing with [lora], whose adapters are all that "
+                "trains; leave it out"
+            )
+        if self.routes == "none":
+            return
+        setting = f'arms.{arm}: replay.routes = "{self.routes}"'
+        if unfit := [name for name, is_set in whole.items() if is_set]:
+            raise ValueError(f"{setting}: routes are not recorded with {unfit[0]}; leave one of the two out")
+        if self.routes == "old" and not scores_old:
+            raise ValueError(
+                f"{setting} repeats the experts of the old policy's forward pass, and this arm makes none; use a "
+                'method that reads logp_old with old_policy.from = "sampling", or replay.routes = "rollout"'
+            )
+        if self.routes == "old" and always_current:
+            raise ValueError(
+                f"{setting} does nothing: every batch takes one step, by the weights that drew it, and that step's "
+                'pass is the old policy\'s; set optim.minibatches or optim.epochs, or replay.routes = "rollout"'
+            )
+
+    def check_support(self, rollout: Rollout) -> None:
+        """Refuse a replay of what is not recorded, and settings that change nothing.
+
+        Raises: `ValueError` naming the setting, its value and the way out.
+        """
+        if not rollout.filtered:
+            if not self.support:
+                raise ValueError(
+                    "replay.support = false does nothing: the rollouts are not filtered; leave it out, or set "
+                    "rollout.top_p, rollout.top_k or rollout.min_p"
+                )
+            return
+        if self.support and rollout.engine == "openai":
+            raise ValueError(
+                'replay.support = true needs the tokens that the filters left over, which rollout.engine = "openai" '
+                'does not give; use "vllm" or "transformers", sample without filters, or set replay.support = false '
+                "and let a method correct for the mass that they removed"
+            )
+        if not self.support and rollout.evidence == "hidden":
+            raise ValueError(
+                'replay.support = false: rollout.evidence = "hidden" describes a filtered policy together with its '
+                'support alone; use "full" or a number of top log-probs, or leave replay.support out'
+            )
+
+
 class Reference(Part):
     """The model that every arm starts from, which penalties on KL refer to."""
 
@@ -297,7 +517,13 @@ class Log(Part):
     eval_every: Positive = 16
     """Rollout batches between evaluations on held-out prompts."""
     eval_prompts: Positive = 512
-    """Held-out prompts per evaluation, one response each."""
+    """Held-out prompts per evaluation."""
+    eval_samples: Positive = 1
+    """Responses per held-out prompt: their mean reward is avg@k."""
+    eval_temperature: PositiveFloat | None = None
+    """Temperature of evaluations. Absent: that of the rollouts."""
+    eval_top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Top-p of evaluations. Absent: that of the rollouts, whose top-k and min-p hold in either case."""
     checkpoint_every: Positive = 16
     """Rollout batches between checkpoints (taken at the next weight synchronization)."""
     samples_every: Positive = 7
@@ -338,62 +564,6 @@ class Buffer(Part):
     """freshness: power of the weights that correct for priorities, at the start; it rises to 1 over the run."""
     clear_at_sync: bool = False
     """When the engine takes new weights, discard all that older weights drew, in the buffer or waiting (OAPL)."""
-
-
-class LengthGuard(Part):
-    """The learning rate falls when responses suddenly become longer, which precedes collapse by tens of updates; see
-    `methods.schedules.LengthSurge` (arXiv:2602.01826)."""
-
-    mode: Literal["survey", "period"] = "survey"
-    """survey: halved at every surge; period: halved again and again from the first one on, as in the paper."""
-    threshold: PositiveFloat | None = None
-    """A surge is a mean length this many times that of `window` updates before (survey: 1.2), or of the mean over the
-    run's first `window` updates (period: 3)."""
-    window: Positive | None = None
-    """Updates; absent: 100 (survey) or 50 (period)."""
-    period: PositiveFloat = 1.8
-    """period: updates between two falls, as a multiple of the update of the surge."""
-    factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Of the learning rate at each fall."""
-    floor: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Smallest share of the learning rate."""
-    cooldown: Natural = 100
-    """survey: updates after a surge without another."""
-    switch_to: str | None = None
-    """Method of every arm from the first batch after a surge on, with its published values, such as
-    "bypass_pg_geo_rs". Absent: the method stays."""
-
-
-class Align(Part):
-    """GAC: what a gradient repeats of the last update's is removed from it, where they agree too well; see
-    `methods.schedules.gac_projection` (arXiv:2603.01501)."""
-
-    threshold: Annotated[float, Field(ge=-1, lt=1)] = 0.3
-    """Cosine of the two gradients above which the parallel part is removed. On-policy it is near 0; -1 is always, but
-    for opposite gradients."""
-    strength: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of the parallel part that is removed; 0 only measures the cosine."""
-    skip_above: Annotated[float, Field(gt=-1, lt=1)] | None = None
-    """No step is taken where the cosine is above this. Absent: every step is taken."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Align:
-        if self.skip_above is not None and self.strength > 0 and self.skip_above <= self.threshold:
-            raise ValueError(
-                f"optim.align.skip_above = {self.skip_above} is not above optim.align.threshold = {self.threshold}: "
-                "every gradient that would be projected is skipped; raise it, or set optim.align.strength = 0"
-            )
-        return self
-
-
-class Perturb(Part):
-    """ALP: the loss scores the policy with Gaussian noise in the input of every decoder layer, whose sizes are learned;
-    see `train.perturb` (arXiv:2603.19470)."""
-
-    sigma: PositiveFloat = 1e-6
-    """Standard deviation of the noise at the start, in the unit of hidden states."""
-    lr: PositiveFloat = 5e-4
-    """Learning rate of the logarithms of the standard deviations (Adam)."""
 
 
 class Lora(Part):

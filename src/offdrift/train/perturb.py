@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from offdrift.errors import RecipeError
 from offdrift.train.old_policy import read_weights, write_weights
-from offdrift.train.parts import Perturb
+from offdrift.train.optim import Perturb
 
 FILE = "perturbation.safetensors"
 """File of the sizes and of their optimizer in a checkpoint."""

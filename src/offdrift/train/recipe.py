@@ -7,24 +7,25 @@ file and what was expected.
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from offdrift.advantages import ADVANTAGES, AdvantageName
+from offdrift.advantages import ADVANTAGES
 from offdrift.correction import Correction
 from offdrift.errors import MethodError, RecipeError
 from offdrift.methods import Method, method, override
-from offdrift.methods.anchor import Interpolated, RolloutAsOld
 from offdrift.methods.describe import DEFAULT_ADVANTAGE, raised_by
+from offdrift.methods.method import Interpolated, RolloutAsOld
+from offdrift.schedules import Schedule, schedule
+from offdrift.schedules import override as with_rules
 from offdrift.train.environments import ENVIRONMENTS, check_turns, is_environment
+from offdrift.train.optim import Optim
 from offdrift.train.parts import (
-    Align,
     Buffer,
     Certificate,
     Critic,
@@ -32,126 +33,22 @@ from offdrift.train.parts import (
     FolderName,
     Judge,
     Lag,
-    LengthGuard,
     Log,
     Lora,
-    Natural,
     OldPolicy,
     Part,
     Penalties,
-    Perturb,
+    Pipeline,
     Positive,
     PositiveFloat,
     Reference,
+    Replay,
+    Rollout,
     WarmStart,
 )
 
 SUPPLIED = {"logp_old", "sum_pi_squared", "weight", "position", "greedy_rewards", "components", "values", "entropy"}
 """Inputs of advantage estimators that the trainer has, besides rewards and groups."""
-
-
-class Rollout(Part):
-    engine: Literal["transformers", "vllm", "openai"] = "transformers"
-    """Which engine draws the tokens; "openai": a server that is running at `url`."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """The engine's precision; the trainer's is `optim.dtype`."""
-    quantization: Annotated[str | None, BeforeValidator(lambda x: None if x == "none" else x)] = None
-    """transformers: "int8". vllm: its own names, for instance "fp8_per_channel". "none": full weights,
-    as if it were absent."""
-    prompts: Positive = 32
-    """Prompts per rollout batch, over all processes."""
-    samples: Positive = 8
-    """Responses per prompt: the group whose mean is the baseline."""
-    max_tokens: Positive = 14
-    """Longest response, tokens; with an environment, of one turn. The horizon T of the bounds is this, or
-    `max_turns` times this."""
-    max_turns: Positive | None = None
-    """With an environment: turns of the model until an episode is cut off. Other tasks have one, and it is absent."""
-    temperature: PositiveFloat = 1.0
-    """Sampling temperature; the trainer tempers its own distribution alike."""
-    evidence: Literal["full", "hidden", "sampled"] | Positive = "full"
-    """Evidence recorded of the rollout policy: "full" vocabulary, the "hidden" states that its head turned
-    into logits (as exact, far smaller for large vocabularies), the top k (a number), or "sampled"."""
-    tail_log_ratio_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """For top-k evidence: assume |log mu - log pi| at most this outside the top k, nats. Upper ends of
-    divergences then rest on it, and every guarantee from them states it. Absent: nothing is assumed."""
-    evidence_limit_mib: Positive = 1024
-    """Refuse to record more evidence than this per batch, or per round and stage of `draws`, MiB; with an environment
-    each turn may take an equal part."""
-    url: str | None = None
-    """openai: address of a vLLM or SGLang server, http://HOST:PORT/v1; it is given weights."""
-    served_model: str | None = None
-    """openai: name of the model there; absent: the only one that is served."""
-    sync_folder: str | None = None
-    """openai: folder through which the server gets weights, if it is on another machine."""
-
-
-class Optim(Part):
-    lr: PositiveFloat = 1e-4
-    """AdamW learning rate, the largest of its schedule."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on after the warm-up, to `final` of it at the end of the run."""
-    warmup: Natural = 0
-    """Updates over which the learning rate rises linearly to `lr`."""
-    final: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """linear, cosine: the share of `lr` that the run ends at."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """AdamW's decay of its means of gradients and of their squares, per update."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW's weight decay, per update and unit of learning rate."""
-    length_guard: LengthGuard | None = None
-    """Absent: the learning rate does not look at lengths. `{}`: a guard with its defaults."""
-    align: Align | None = None
-    """Absent: gradients are used as they are. `{}`: what a gradient repeats of the last one is removed."""
-    perturb: Perturb | None = None
-    """Absent: the loss scores the policy itself. `{}`: the policy with noise in every layer's input."""
-    accumulate: Positive = 1
-    """Draws of `rollout.prompts` prompts that make up a batch, one after the other: their gradients add up under one
-    normalizer, as if all were one draw."""
-    epochs: Positive = 1
-    """Passes over each rollout batch."""
-    minibatches: Positive = 1
-    """Optimizer steps per pass."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Global gradient norm is clipped to this."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """What the trainer's forward passes multiply matrices in; weights, gradients and AdamW stay float32, and so does a
-    critic. float16 scales the loss, and skips steps whose gradient overflows (`optim/skipped`). Absent: what
-    `accelerate launch --mixed_precision` says, else float32."""
-    token_budget: Positive = 16384
-    """Padded tokens per forward pass; smaller is slower, uses less memory, and changes nothing else."""
-    advantage: AdvantageName | Literal["method"] = "method"
-    """Estimator of the advantage; "method": what the method was published with, else grpo."""
-    zvp_alpha: PositiveFloat = 0.1
-    """rl_zvp: what entropies are multiplied by in groups whose rewards are all equal, reward deviations per nat."""
-    component_weights: dict[str, float] = Field(default_factory=dict)
-    """gdpo: weight of each component of the reward, by name; 1 where none is given."""
-    baseline_over: Literal["sampled", "kept"] = "sampled"
-    """Whether siblings that a gate rejects count in their group's baseline ("sampled") or not."""
-
-    gradient_norms: Literal["proxy", "exact"] = "proxy"
-    """opob: what a response's gradient counts as in its group's baseline. proxy: the squared norm at the logits, from
-    the forward pass; exact: the norm over all parameters, one more backward pass per response (`opob/...` says how
-    far the proxy was off)."""
-
-    def learning_rate(self, update: int, updates: int) -> float:
-        """The scheduled learning rate of an update, the first being 0, of so many.
-
-            warm-up of w updates:   lr (update + 1) / w   while update < w
-            then, with x = (update - w) / (updates - w):
-            linear   lr (1 - (1 - final) x)
-            cosine   lr (final + (1 - final) (1 + cos(pi x)) / 2)
-
-        Example:
-            >>> optim = Optim(lr=1.0, schedule="linear", warmup=2, final=0.5)
-            >>> [optim.learning_rate(i, 6) for i in (0, 1, 2, 4, 6)]
-            [0.5, 1.0, 1.0, 0.75, 0.5]
-        """
-        if update < self.warmup:
-            return self.lr * (update + 1) / self.warmup
-        x = (update - self.warmup) / max(1, updates - self.warmup)
-        falls = {"constant": 0.0, "linear": x, "cosine": (1 - math.cos(math.pi * x)) / 2}
-        return self.lr * (1 - (1 - self.final) * falls[self.schedule])
 
 
 class Arm(Part):
@@ -163,6 +60,12 @@ class Arm(Part):
     """Single values changed, by path: {"gate.high" = 0.1}, or nested: {gate = {high = 0.1}}."""
     old_policy: OldPolicy | None = None
     """This arm's old policy, where it differs from the recipe's."""
+    replay: Replay | None = None
+    """This arm's replay, where it differs from the recipe's."""
+    schedule: str | None = None
+    """This arm's schedule, where it differs from `pipeline.schedule`."""
+    rules: dict[str, Any] = Field(default_factory=dict)
+    """Rules of it that are changed, beside `pipeline.rules`."""
 
     def build(self) -> Method:
         """The method of this arm, before the recipe says which old policy it reads."""
@@ -182,12 +85,11 @@ class Recipe(Part):
     """tiny-qwen3, tiny-qwen3-moe, smollm2-135m, or any path or hub id of a causal LM."""
     task: str = "arithmetic"
     """Task: arithmetic, chat-arithmetic, chat-sums, reasoning_gym:NAME, or a file of problems, NAME.jsonl:
-    {"prompt": ..., "answer": ...} a line; or an environment of several turns: calculator, guess, or a class of yours,
-    "game.py:Game" or "module:Class" (docs/tasks.md)."""
+    {"prompt": ..., "answer": ...} a line; or an environment of several turns: calculator, guess, adventure, or a
+    class of yours, "game.py:Game" or "module:Class" (docs/tasks.md)."""
     reward: str | None = None
-    """What a completion earns, in place of the task's own reward: "number", "exact", "math", "judge" (a
-    language model, see `judge`), or a function of yours, "rewards.py:score" or "module:function". A file of problems
-    needs one."""
+    """What a completion earns, not the task's own reward: "number", "exact", "math", "judge" (a language model, see
+    `judge`), or a function of yours, "rewards.py:score" or "module:function". A file of problems needs one."""
     seed: int = 0
     """Decides prompts, samples and initial weights; every arm sees the same."""
     batches: Positive
@@ -204,8 +106,11 @@ class Recipe(Part):
     draws: Draws = Draws()
     penalties: Penalties = Penalties()
     lag: Lag = Lag()
+    pipeline: Pipeline | None = None
+    """Absent: sampling and training alternate. `{}`: rollout workers draw while the trainer trains."""
     buffer: Buffer = Buffer()
     old_policy: OldPolicy = OldPolicy()
+    replay: Replay = Replay()
     reference: Reference = Reference()
     optim: Optim = Optim()
     lora: Lora | None = None
@@ -238,10 +143,12 @@ class Recipe(Part):
     def _consistent(self) -> Recipe:
         for name in self.arms:
             self._check_arm(name)
+            self._check_replay(name)
         check_turns(self.task, self.rollout.max_turns, reward=self.reward)
         self._check_rollout()
         self._check_buffer()
         self._check_draws()
+        self._check_pipeline()
         self.judge.check(self.reward, self.reward_range)
         self.critic.check({self.estimator(self.row(name)) for name in self.arms})
         self._check_optim()
@@ -287,6 +194,23 @@ class Recipe(Part):
                 "log-probs), or use trm_max_k2"
             )
 
+    def _check_replay(self, name: str) -> None:
+        """Refuse a replay that cannot act in an arm."""
+        row, source = self.row(name), self.old_policy_of(name).source
+        one_step = self.lag == Lag() and self.buffer.capacity is None and self.updates == self.batches
+        exact = source in ("sampling", "second_model", "batch_start") and self.optim.perturb is None
+        self.replay_of(name).check_routes(
+            name,
+            scores_old=row.scores_old,
+            adapters=self.lora is not None,
+            always_current=one_step and exact,
+            whole={
+                "[pipeline]": self.pipeline is not None,
+                f'task = "{self.task}", whose episodes are read anew at each turn': is_environment(self.task),
+                'rollout.engine = "openai"': self.rollout.engine == "openai",
+            },
+        )
+
     def _check_rollout(self) -> None:
         """Refuse what the engine does not have."""
         rollout, evidence, cap = self.rollout, self.rollout.evidence, self.rollout.tail_log_ratio_cap
@@ -308,6 +232,8 @@ class Recipe(Part):
                 f"rollout.tail_log_ratio_cap = {cap} is about the tail of top-k evidence, but rollout.evidence = "
                 f'"{evidence}" has none; set rollout.evidence = 20 (or another k), or leave the cap out'
             )
+        for name in self.arms:
+            self.replay_of(name).check_support(rollout)
 
     def _check_optim(self) -> None:
         """Refuse settings of the optimizer that do nothing, or that contradict each other."""
@@ -393,6 +319,41 @@ class Recipe(Part):
         if buffer.pick == "uniform" and (inert := {"priority", "tau", "alpha", "beta"} & changed):
             raise ValueError(f'buffer.{min(inert)} does nothing with buffer.pick = "uniform"; set it to "freshness"')
 
+    def _check_pipeline(self) -> None:
+        """Refuse schedules that an arm's method or the engine cannot follow, and what has no place beside them."""
+        if self.pipeline is None:
+            for name, arm in self.arms.items():
+                if arm.schedule is not None or arm.rules:
+                    raise ValueError(f"arms.{name}: schedule and rules do nothing without [pipeline]; add it")
+            return
+        absent = {
+            "lag": self.lag != Lag(),
+            "buffer": self.buffer != Buffer(),
+            "draws": self.draws != Draws(),
+            "rollout.max_turns": self.rollout.max_turns is not None,
+            'rollout.engine = "openai"': self.rollout.engine == "openai",
+        }
+        if unfit := [name for name, is_set in absent.items() if is_set]:
+            way_out = "the schedule says how far rollouts lag; " if unfit[0] == "lag" else ""
+            raise ValueError(f"{unfit[0]} has no place beside [pipeline]: {way_out}leave one of the two out")
+        for name in self.arms:
+            method, optim = self.row(name), self.optim
+            whole = {
+                "critic.shared = true": self.critic.shared,
+                "optim.perturb is set": optim.perturb is not None,
+                'optim.gradient_norms = "exact"': optim.gradient_norms == "exact",
+                f"optim.epochs x optim.minibatches = {self.updates // self.batches}": self.updates > self.batches,
+            }
+            self.pipeline.check(
+                name,
+                self.schedule_of(name),
+                method,
+                self.estimator(method),
+                engine=self.rollout.engine,
+                hidden=self.rollout.evidence == "hidden",
+                whole=[reason for reason, is_so in whole.items() if is_so],
+            )
+
     def _check_draws(self) -> None:
         """Refuse draws, penalties and settings of them that cannot act."""
         estimators, rollout = {name: self.estimator(self.row(name)) for name in self.arms}, self.rollout
@@ -445,6 +406,15 @@ class Recipe(Part):
         arms = {name: arm.model_copy(update=published) for name, arm in self.arms.items()}
         return self.model_copy(update={"optim": optim, "arms": arms})
 
+    def schedule_of(self, name: str) -> Schedule:
+        """The schedule of an arm, with the rules that the recipe changes. Raises: `ValueError` if there is none."""
+        assert self.pipeline is not None
+        try:
+            row = with_rules(schedule(self.arms[name].schedule or self.pipeline.schedule), self.pipeline.rules)
+            return with_rules(row, self.arms[name].rules)
+        except RecipeError as e:
+            raise ValueError(f"arms.{name}: {e}") from e
+
     def old_policy_of(self, name: str) -> OldPolicy:
         """The old policy of an arm: its own, the recipe's, or what its method was published with."""
         settings = self.arms[name].old_policy or self.old_policy
@@ -453,6 +423,10 @@ class Recipe(Part):
         row = self.arms[name].build()
         published = "interpolated" if isinstance(row.anchor, Interpolated) else row.old_policy
         return settings.model_copy(update={"source": published})
+
+    def replay_of(self, name: str) -> Replay:
+        """The replay of an arm: its own, or the recipe's."""
+        return self.arms[name].replay or self.replay
 
     def row(self, name: str) -> Method:
         """The method that an arm trains with, with its old policy.

@@ -33,6 +33,12 @@ SELECTED = (
     "independent sample"
 )
 
+FIRST_FINISHED = (
+    "no certificate: the schedule takes groups as they finish, or drops old ones, so that which ones a batch has "
+    "depends on how long their responses took, and they are no independent sample; "
+    'consumption.order = "submitted" makes them one'
+)
+
 KEPT = 4
 """Sequences per sampled update that go to the report."""
 
@@ -47,6 +53,7 @@ def record_update(
     independent: bool,
     learning_rate: float,
     sampled: bool,
+    more: Row | None = None,
 ) -> dict[str, Any]:
     """Store and show an update that the arm has just taken.
 
@@ -57,6 +64,7 @@ def record_update(
         independent: whether the policy knew nothing of the batch when it arrived; it does where a buffer gave it again.
         learning_rate: of the step, before the method's own scale.
         sampled: whether some sequences go to the report.
+        more: of the source: what a schedule did since the last update.
     """
     run, now = arm.run, time.perf_counter()
     seconds, arm.last_time = now - arm.last_time, now
@@ -71,7 +79,9 @@ def record_update(
     proof = certify(
         update.evidence, reward_range=run.recipe.reward_range, alpha=settings.alpha, looks=looks, fresh=fresh
     )
-    verdict = SELECTED if rollouts.provenance.selected else proof.verdict
+    verdict = proof.verdict
+    if rollouts.provenance.selected:
+        verdict = SELECTED if run.recipe.pipeline is None else FIRST_FINISHED
     metrics = summarize(update.stats)
     sums = update.stats.to_host() if rollouts.components else {}
     metrics |= {f"component/{name}": sums[f"component/{name}"] / sums["b"] for name in rollouts.components or ()}
@@ -90,6 +100,7 @@ def record_update(
         "certificate/verdict": verdict,
         "throughput/seconds": seconds,
         "throughput/tokens_per_s": metrics["batch/tokens"] / seconds,
+        **(more or {}),
     }
     if run.recipe.after_surge() is not run.recipe:
         row |= {"optim/method": arm.recipe.arms[arm.name].method, "optim/method_switched": arm.switched}

@@ -37,7 +37,8 @@ from offdrift.records import store
 from offdrift.records.atomic import plain as plain
 from offdrift.records.atomic import write_atomically
 from offdrift.records.atomic import write_json as write_json
-from offdrift.train.stored import FORMAT, read_lines
+from offdrift.show.json_access import read_lines
+from offdrift.train.stored import FORMAT
 
 LINE_FILES = ("metrics", "eval", "samples", "findings")
 

@@ -7,8 +7,9 @@ draws what the uninterrupted one would have drawn. Every batch is on disk before
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Mapping
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,8 @@ class Source:
     """Batches trained on since one has entered the buffer."""
     _cost: Counter[str] = field(default_factory=Counter, init=False)
     """What `draws.COST` names, since the last batch was asked for."""
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float), init=False)
+    """What "draw" and "publish" have taken since the last row of metrics."""
 
     def __post_init__(self) -> None:
         settings = self.recipe.buffer
@@ -97,8 +100,8 @@ class Source:
         """The batches whose files a `state` goes on with."""
         return {*state["waiting"], *(batch for batch, _, _ in state.get("buffer", {"held": []})["held"])}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on where a checkpoint's `state` stands."""
+    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Go on where a checkpoint's `state` stands, and what `save` added to its folder."""
         self._drawn, self._since_arrival = state["drawn"], state["since_arrival"]
         self.history.solved = dict(state["solved"])
         self._waiting = deque((index, store.read(self.path(index))) for index in state["waiting"])
@@ -124,6 +127,10 @@ class Source:
         draws = self.recipe.optim.accumulate
         undrawn = self.start * draws + len(self._waiting) < self.recipe.batches * draws and not self.due(version)
         return self.versions() | ({self.engine.version} if undrawn else set())
+
+    def parts(self) -> Iterator[Picked]:
+        """The groups of the next batch as they come, where the source `streams`."""
+        raise NotImplementedError
 
     def next(self, version: int) -> Picked:
         """The next batch for a trainer at `version`: the oldest that waits, or a pick from the buffer."""
@@ -154,9 +161,11 @@ class Source:
         """
         draws, prompts = self.recipe.optim.accumulate, self.recipe.rollout.prompts
         ahead = min(self.recipe.lag.queue, (self.recipe.batches - index - 1) // self.recipe.buffer.reuse)
+        begin = time.perf_counter()
         while len(self._waiting) < draws * (ahead + 1):
             self._waiting.append((self._drawn, self.draw(self._drawn)))
             self._drawn += 1
+        self.seconds["draw"] += time.perf_counter() - begin
         if draws == 1:
             return self._waiting.popleft()
         numbers, parts = zip(*(self._waiting.popleft() for _ in range(draws)), strict=True)
@@ -177,6 +186,38 @@ class Source:
         done = {"drawn": self._drawn - len(self._waiting), "trained": self.start, "earlier": picked.earlier_uses}
         sums = {f"buffer/{name}": torch.tensor(float(x)) for name, x in done.items()}
         return groups | self.buffer.sums(version) | sums
+
+    @property
+    def streams(self) -> bool:
+        """Whether groups of a batch come one after the other, to be treated by themselves."""
+        return False
+
+    def begin(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """The arm begins; the engine has these weights."""
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> bool:
+        """Give the engine new weights; whether it has them now."""
+        self.engine.load_weights(weights, version=version)
+        self.synchronized()
+        return True
+
+    def trained(self, *, checkpoint: bool) -> None:
+        """The trainer has used a batch, and published new weights if they were due.
+
+        Args:
+            checkpoint: whether one is taken next.
+        """
+
+    def save(self, folder: Path) -> None:
+        """Add to a checkpoint what `state` does not hold."""
+
+    def close(self) -> None:
+        """The arm has ended."""
+
+    def metrics(self, rollouts: Rollouts, version: int) -> dict[str, Any]:
+        """What the row of an update says of the source, besides `sums`."""
+        took, self.seconds = self.seconds, defaultdict(float)
+        return {f"throughput/{name}_seconds": took[name] for name in ("draw", "publish")}
 
     def synchronized(self) -> None:
         """The engine has taken new weights."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -26,6 +27,7 @@ from offdrift.batch_info import BatchInfo, Observed
 from offdrift.certificate import TrustRegion
 from offdrift.certificate.batch import BatchEvidence
 from offdrift.divergence.evidence import Grade
+from offdrift.engines.routing import routed, routing_sums
 from offdrift.engines.score import chunks, divergences, old_divergences, score
 from offdrift.errors import EngineError
 from offdrift.logprobs import LogProbs
@@ -88,11 +90,42 @@ class Update:
     """Evidence for a certificate of the step, over all processes, before it was taken."""
 
 
+@dataclass
+class Accumulated:
+    """What the pieces of a step have left besides their gradients."""
+
+    region: TrustRegion | None
+    view: bool
+    loss: Float[Tensor, ""] = field(default_factory=lambda: torch.tensor(0.0))
+    stats: list[DriftStats] = field(default_factory=list)
+    evidence: list[BatchEvidence] = field(default_factory=list)
+    rows: list[Tensor] = field(default_factory=list)
+    token_values: list[dict[str, Tensor]] = field(default_factory=list)
+    tails: Tails = field(default_factory=Tails)
+    exact: bool = True
+
+    def add(self, piece: ScoredPiece, result: PolicyLoss, rows: Tensor) -> None:
+        """Note a piece, whose tokens are these rows of the step."""
+        self.tails.add(piece.logprobs)
+        self.stats.append(result.stats)
+        self.loss = self.loss + result.loss.detach()
+        if self.region is not None:
+            self.evidence.append(piece.evidence(self.region, result))
+        if self.view:
+            self.rows.append(rows)
+            self.token_values.append(piece.token_values(result))
+            self.exact &= all(d.grade is Grade.EXACT for d in piece.divergences.values())
+
+    def tokens(self) -> TokenView | None:
+        """Per-token values in the batch's order, if they were asked for."""
+        return TokenView.joined(self.rows, self.token_values, exact=self.exact) if self.view else None
+
+
 def train_step(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batch: Batch,
+    batch: Batch | Iterable[Batch],
     method: Method,
     *,
     token_budget: int,
@@ -110,7 +143,9 @@ def train_step(
     """Take one optimizer step on a batch.
 
     Args:
-        batch: this process's share of the step's sequences.
+        batch: this process's share of the step's sequences; or parts of it, which enter the gradient as they come.
+            The gradient is that of the joined batch: it is divided by what all parts sampled once that is known. For
+            one process, and methods that do not look at the whole step before they act.
         token_budget: padded tokens per forward pass.
         learning_rate: of this step, before the method's own scale; None: the optimizer's.
         version: optimizer steps taken before this one.
@@ -127,85 +162,48 @@ def train_step(
 
     Raises: `EngineError` if the gradient is not finite and no loss scale was given; the model is left as it was.
     """
-    rollouts, world = batch.rollouts, accelerator.num_processes
-    horizon = rollouts.provenance.sampling.max_tokens
-    share = normalizer_of(rollouts.segments, how=method.aggregate, horizon=horizon)
-    # Data-parallel wrappers average gradients over processes: multiplying by their number makes it
-    # the sum that the global normalizer expects.
-    normalizer = (share if world == 1 else float(sum(gather_object([share])))) / world
+    world = accelerator.num_processes
     model.train()
     optimizer.zero_grad(set_to_none=True)
     if perturb is not None:
         perturb.log_sigma.grad = None
-    pieces = list(chunks(rollouts, token_budget=token_budget))
-    passes = len(pieces) if world == 1 else max(gather_object([len(pieces)]))
-    noise = _no_noise if perturb is None else functools.partial(perturb.on, version)
-    observed = None
-    if method.looks_ahead and (passes > 1 or world > 1):
-        with torch.no_grad():
-            parts = []
-            for i, (sequences, counts) in enumerate(in_step(model, pieces)):
-                with noise(i):
-                    part = ScoredPiece(model, batch.select(sequences), version, half, perturb).observe(method)
-                parts += [part] if counts else []
-        parts = parts if world == 1 else gather_object(parts)
-        observed = functools.reduce(Observed.merge, parts).to(accelerator.device)
-    tokens = len(batch.advantages)
+    gathered = Accumulated(region, view)
     value_sums = torch.zeros(len(SUMS), dtype=torch.float64, device=accelerator.device)
-    if critic is not None:
-        critic.model.train()
-        tokens = tokens if world == 1 else sum(gather_object([tokens]))
-    stats: list[DriftStats] = []
-    evidence: list[BatchEvidence] = []
-    token_values: list[dict[str, Tensor]] = []
-    tails, exact = Tails(), True
-    for i in range(passes):
-        # Every process makes the same number of backward passes: one that has fewer pieces repeats
-        # its last without counting it.
-        counts, sequences = i < len(pieces), pieces[min(i, len(pieces) - 1)]
-        # Gradients of a sharded model are spread after every piece: added up whole, they would be on every device.
-        # Noise stays on during the backward pass, which may compute activations again.
-        spread = i == passes - 1 or is_sharded(model)
-        with contextlib.ExitStack() as passes_on:
-            for part in () if spread else (model, *(() if critic is None else (critic.model,))):
-                passes_on.enter_context(accelerator.no_sync(part))
-            passes_on.enter_context(noise(i))
-            piece = ScoredPiece(model, batch.select(sequences), version, half, perturb, with_states=critic is not None)
-            result = piece.loss(method, normalizer, observed)
-            loss = result.loss
-            if critic is not None:
-                value_loss, terms = piece.value_terms(critic)
-                loss = loss + critic.settings.coef * value_loss * world / tokens
-                value_sums += counts * terms
-            accelerator.backward(loss * (counts * (loss_scale or 1.0)))
-        if not counts:
-            continue
-        tails.add(piece.logprobs)
-        stats.append(result.stats.with_sum("optim/loss", result.loss.detach() / world))
-        if region is not None:
-            evidence.append(piece.evidence(region, result))
-        if view:
-            token_values.append(piece.token_values(result))
-            exact &= all(d.grade is Grade.EXACT for d in piece.divergences.values())
-        if observed is None and method.looks_ahead:
-            observed = result.observed  # the only piece is the whole step
+    scoring: dict[str, Any] = {"version": version, "half": half}
+    if isinstance(batch, Batch):
+        scoring |= {"perturb": perturb, "critic": critic}
+        observed = _accumulate(
+            accelerator, model, batch, method, gathered, value_sums, token_budget, loss_scale or 1.0, **scoring
+        )
+        divisor = 1.0
+    else:
+        if method.looks_ahead or world > 1 or critic is not None or perturb is not None:
+            raise EngineError(
+                f"parts of a batch cannot enter the gradient one by one with {world} processes, a shared critic, a "
+                f"perturbation, or a method that looks at the whole step first ({method.describe()}); join them"
+            )
+        batch, divisor = _accumulate_parts(
+            accelerator, model, batch, method, gathered, token_budget, loss_scale or 1.0, **scoring
+        )
+        observed = None
     # Before clipping, and after the average over processes: all of them see the same cosine.
     of_policy = {name: p for name, p in accelerator.unwrap_model(model).named_parameters() if p.requires_grad}
     alignment = {} if align is None else align.project(of_policy)
     trained = model if critic is None else nn.ModuleList([model, critic.model])
-    norm = clip_gradients(accelerator, trained, max_grad_norm, scale=loss_scale or 1.0)
+    norm = clip_gradients(accelerator, trained, max_grad_norm, scale=(loss_scale or 1.0) * divisor)
     head_norm = None
     if critic is not None:
         own = [x.grad for x in critic.model.parameters() if x.grad is not None]
         # Clipping has divided it by as much as the whole gradient.
         head_norm = torch.nn.utils.get_total_norm(own).cpu() * (norm / max_grad_norm).clamp(min=1)
-    total = _with_batch_stats(DriftStats.merge_all(stats), batch, version)
+    total = _with_batch_stats(DriftStats.merge_all(gathered.stats), batch, version)
+    total = total.with_sum("optim/loss", gathered.loss / divisor / world)
     if world > 1:  # a few kilobytes; objects, because processes may have different positions
         total = DriftStats.merge_all(gather_object([total.cpu()]))
     if head_norm is not None:
         value_sums = value_sums.cpu() if world == 1 else torch.stack(gather_object([value_sums.cpu()])).sum(0)
         total = total.plus(dict(zip(SUMS, value_sums, strict=True)), {"critic/grad_norm": head_norm})
-    total = total.plus(tails.sums(lambda own: gather_object([own]) if world > 1 else [own]))
+    total = total.plus(gathered.tails.sums(lambda own: gather_object([own]) if world > 1 else [own]))
     skipped = not bool(norm.isfinite())
     if skipped and loss_scale is None:
         raise EngineError(
@@ -230,13 +228,105 @@ def train_step(
     if align is not None and align.settings.skip_above is not None:
         total = total.with_max("optim/step_skipped", torch.tensor(float(too_close)))
     method = method if skipped else next_method(method, observed, total)
-    rows = [rollouts.segments.rows(sequences) for sequences in pieces]
-    return Update(
-        total,
-        TokenView.joined(rows, token_values, exact=exact) if view else None,
-        method,
-        gather_evidence(accelerator, evidence) if evidence else None,
-    )
+    evidence = gather_evidence(accelerator, gathered.evidence) if gathered.evidence else None
+    return Update(total, gathered.tokens(), method, evidence)
+
+
+def _accumulate(
+    accelerator: Accelerator,
+    model: nn.Module,
+    batch: Batch,
+    method: Method,
+    gathered: Accumulated,
+    value_sums: Float[Tensor, " sums"],
+    token_budget: int,
+    loss_scale: float,
+    *,
+    version: int,
+    half: torch.dtype | None,
+    perturb: Perturbation | None,
+    critic: Critic | None,
+) -> Observed | None:
+    """Add up the gradient of a batch; what the method observed of the whole step, if it looks at it."""
+    rollouts, world = batch.rollouts, accelerator.num_processes
+    horizon = rollouts.provenance.sampling.max_tokens
+    share = normalizer_of(rollouts.segments, how=method.aggregate, horizon=horizon)
+    # Data-parallel wrappers average gradients over processes: multiplying by their number makes it
+    # the sum that the global normalizer expects.
+    normalizer = (share if world == 1 else float(sum(gather_object([share])))) / world
+    pieces = list(chunks(rollouts, token_budget=token_budget))
+    passes = len(pieces) if world == 1 else max(gather_object([len(pieces)]))
+    noise = _no_noise if perturb is None else functools.partial(perturb.on, version)
+    observed = None
+    if method.looks_ahead and (passes > 1 or world > 1):
+        with torch.no_grad():
+            parts = []
+            for i, (sequences, counts) in enumerate(in_step(model, pieces)):
+                with noise(i), contextlib.ExitStack() as until:
+                    part = ScoredPiece(model, batch.select(sequences), version, half, perturb, until=until)
+                    part = part.observe(method)
+                parts += [part] if counts else []
+        parts = parts if world == 1 else gather_object(parts)
+        observed = functools.reduce(Observed.merge, parts).to(accelerator.device)
+    tokens = len(batch.advantages)
+    if critic is not None:
+        critic.model.train()
+        tokens = tokens if world == 1 else sum(gather_object([tokens]))
+    for i in range(passes):
+        # Every process makes the same number of backward passes: one that has fewer pieces repeats
+        # its last without counting it.
+        counts, sequences = i < len(pieces), pieces[min(i, len(pieces) - 1)]
+        # Gradients of a sharded model are spread after every piece: added up whole, they would be on every device.
+        # Noise stays on during the backward pass, which may compute activations again.
+        spread = i == passes - 1 or is_sharded(model)
+        with contextlib.ExitStack() as passes_on:
+            for part in () if spread else (model, *(() if critic is None else (critic.model,))):
+                passes_on.enter_context(accelerator.no_sync(part))
+            passes_on.enter_context(noise(i))
+            options = {"with_states": critic is not None, "until": passes_on}
+            piece = ScoredPiece(model, batch.select(sequences), version, half, perturb, **options)
+            result = piece.loss(method, normalizer, observed)
+            loss = result.loss
+            if critic is not None:
+                value_loss, terms = piece.value_terms(critic)
+                loss = loss + critic.settings.coef * value_loss * world / tokens
+                value_sums += counts * terms
+            accelerator.backward(loss * (counts * loss_scale))
+        if not counts:
+            continue
+        gathered.add(piece, result, rollouts.segments.rows(sequences))
+        if observed is None and method.looks_ahead:
+            observed = result.observed  # the only piece is the whole step
+    return observed
+
+
+def _accumulate_parts(
+    accelerator: Accelerator,
+    model: nn.Module,
+    parts: Iterable[Batch],
+    method: Method,
+    gathered: Accumulated,
+    token_budget: int,
+    loss_scale: float,
+    *,
+    version: int,
+    half: torch.dtype | None,
+) -> tuple[Batch, float]:
+    """Add up the undivided gradients of parts as they come; the joined batch, and what to divide its gradient by."""
+    joined: list[Batch] = []
+    normalizer, tokens = 0.0, 0
+    for part in parts:
+        segments, horizon = part.rollouts.segments, part.rollouts.provenance.sampling.max_tokens
+        normalizer += normalizer_of(segments, how=method.aggregate, horizon=horizon)
+        for sequences in chunks(part.rollouts, token_budget=token_budget):
+            with contextlib.ExitStack() as until:
+                piece = ScoredPiece(model, part.select(sequences), version, half, until=until)
+                result = piece.loss(method, 1.0, None)
+                accelerator.backward(result.loss * loss_scale)
+            gathered.add(piece, result, segments.rows(sequences) + tokens)
+        tokens += len(part.advantages)
+        joined.append(part)
+    return Batch.joined(joined), normalizer
 
 
 @contextlib.contextmanager
@@ -295,12 +385,21 @@ class ScoredPiece:
         half: torch.dtype | None = None,
         perturb: Perturbation | None = None,
         *,
+        until: contextlib.ExitStack,
         with_states: bool = False,
     ) -> None:
+        """Score the piece.
+
+        Args:
+            until: what has to stay as it is until the backward pass is over is closed with it.
+            with_states: also give the hidden states that the head reads.
+        """
         rollouts, sampling = batch.rollouts, batch.rollouts.provenance.sampling
         clean = None
         with contextlib.nullcontext() if perturb is None else perturb.off():
             logits_old = None if batch.old_logits is None else batch.old_logits(rollouts)
+            watch = rollouts.routes is not None
+            self.choices = until.enter_context(routed(model, rollouts, replays=batch.replays, watch=watch))
             if perturb is not None:
                 with torch.no_grad():
                     clean = score(model, rollouts, temperature=sampling.temperature, half=half)
@@ -373,6 +472,11 @@ class ScoredPiece:
             self.logprobs.segments,
             weight=corrected.weight.where(corrected.keep, 0.0),
         )
+        if self.choices is not None:
+            kl = self.divergences.get("kl_rollout_current")
+            more |= routing_sums(
+                self.choices, self.batch.rollouts, replays=self.batch.replays, kl=None if kl is None else kl.lo
+            )
         return replace(result, stats=result.stats.plus(more))
 
     def value_terms(self, critic: Critic) -> tuple[Float[Tensor, ""], Float[Tensor, " sums"]]:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from offdrift.errors import RecordError
+from offdrift.errors import RecipeError, RecordError
 from offdrift.judge import load_rules
-from offdrift.show.json_access import items, mapping, number, text
+from offdrift.schedules import override as with_rules
+from offdrift.schedules import schedule
+from offdrift.show.json_access import items, mapping, number, numbers, read_lines, text
 from offdrift.show.numbers import duration, fixed, percent, short
 
 FORMAT = 1
@@ -55,11 +56,70 @@ SUMMARY: dict[str, tuple[str, Callable[[Weighted], float]]] = {
 def summary_numbers(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, float | None]:
     """The numbers of an arm's row of the table; None where nothing was recorded."""
     rewards = _points(evals, "reward")[1] or [None]
-    numbers: dict[str, float | None] = {"reward_before": rewards[0], "reward_after": rewards[-1]}
+    figures: dict[str, float | None] = {"reward_before": rewards[0], "reward_after": rewards[-1]}
     for name, (key, reduce) in SUMMARY.items():
         values = [(v, number(m.get("batch/tokens")) or 1.0) for m in metrics if (v := number(m.get(key))) is not None]
-        numbers[name] = reduce(values) if values else None
-    return numbers
+        figures[name] = reduce(values) if values else None
+    return figures | overlap_numbers(metrics)
+
+
+def lag_counts(metrics: Iterable[Row]) -> list[float]:
+    """Responses by the lag (updates) of their oldest token, over all these rows.
+
+    Example:
+        >>> lag_counts([{"pipeline/lag_counts": [3, 1]}, {}, {"pipeline/lag_counts": [2, None, 4]}])
+        [5.0, 1.0, 4.0]
+    """
+    counts = ([n or 0.0 for n in numbers(row.get("pipeline/lag_counts"))] for row in metrics)
+    return list(map(sum, itertools.zip_longest(*counts, fillvalue=0.0)))
+
+
+def overlap_numbers(metrics: Sequence[Row]) -> dict[str, float | None]:
+    """What an arm's schedule did over the whole run; empty where generation and training alternated.
+
+    Idle shares are of the time, lags and shares of responses of all responses, `wasted_frac` of all tokens drawn;
+    counts are sums, `sync_seconds` and `sync_bytes` means over batches.
+    """
+    rows = [row for row in metrics if isinstance(row.get("pipeline/lag_counts"), list)]
+    if not rows:
+        return {}
+    seconds, spans = 0.0, []
+    for row in metrics:  # a row speaks of the time since the last one of its kind
+        seconds += number(row.get("throughput/seconds")) or 0.0
+        if isinstance(row.get("pipeline/lag_counts"), list):
+            spans.append(seconds)
+            seconds = 0.0
+    by_lag = lag_counts(rows)
+    responses = [sum(lag_counts([row])) for row in rows]
+
+    def mean(key: str, weights: Sequence[float]) -> float | None:
+        values = [(v, w) for row, w in zip(rows, weights, strict=True) if (v := number(row.get(key))) is not None]
+        whole = sum(w for _, w in values)
+        return sum(v * w for v, w in values) / whole if whole else None
+
+    def total(key: str) -> float:
+        return sum(number(row.get(key)) or 0.0 for row in rows)
+
+    trained = sum(n * (number(row.get("response/length_mean")) or 0.0) for row, n in zip(rows, responses, strict=True))
+    whole, wasted = sum(by_lag), total("pipeline/wasted_tokens")
+    ones = [1.0] * len(rows)
+    return {
+        "worker_idle": mean("pipeline/worker_idle", spans),
+        "trainer_idle": mean("pipeline/trainer_idle", spans),
+        "lag_mean": sum(lag * n for lag, n in enumerate(by_lag)) / whole if whole else None,
+        "lag_max": max((lag for lag, n in enumerate(by_lag) if n), default=None),
+        "stale_frac": sum(by_lag[1:]) / whole if whole else None,
+        "mixed_frac": mean("pipeline/mixed_frac", responses),
+        "wasted_tokens": wasted,
+        "wasted_frac": wasted / (wasted + trained) if wasted + trained else None,
+        **{
+            name: total(f"pipeline/{name}")
+            for name in ("dropped_groups", "redrawn_groups", "restarted", "lost_workers")
+        },
+        "sync_seconds": mean("pipeline/sync_seconds", ones),
+        "sync_bytes": mean("pipeline/sync_bytes", ones),
+        "updates_per_minute": 60 * len(metrics) / sum(spans) if sum(spans) else None,
+    }
 
 
 @dataclass(frozen=True)
@@ -118,6 +178,11 @@ class Arm:
     samples: tuple[Sample, ...] = ()
     raises: Row = field(default_factory=dict)
     """The return that its steps raise, in place of J; empty for runs that did not store it."""
+    schedule: Row = field(default_factory=dict)
+    """Name, title and limit of the version lag (optimizer steps) of its schedule, and whether rules were changed; empty
+    where generation and training alternated."""
+    folder: Path | None = None
+    """Where it is stored."""
     skipped_lines: int = 0
     """Lines inside a file that were not JSON objects (a half-written last one is not counted)."""
 
@@ -208,7 +273,15 @@ def read_run(run_dir: Path) -> Run:
     table = {str(row["arm"]): row for row in items(head.get("table")) if mapping(row).get("arm")}
     folders = sorted(p for p in (run_dir / "arms").glob("*") if p.is_dir())
     raises = mapping(head.get("raises"))
-    arms = [replace(_read_arm(folder, table), raises=mapping(raises.get(folder.name))) for folder in folders]
+    schedules = _schedules(mapping(head.get("recipe")))
+    arms = [
+        replace(
+            _read_arm(folder, table),
+            raises=mapping(raises.get(folder.name)),
+            schedule=schedules.get(folder.name, {}),
+        )
+        for folder in folders
+    ]
     without_folder = table.keys() - {arm.name for arm in arms}
     arms += [Arm(name, finished=True, summary=table[name]) for name in without_folder]
     planned = mapping(mapping(head.get("recipe")).get("arms"))  # in this order they run
@@ -224,6 +297,25 @@ def read_run(run_dir: Path) -> Run:
     )
 
 
+def _schedules(recipe: Row) -> dict[str, Row]:
+    """The schedule of each arm, as `[pipeline]` and the arm say; what this version's table lacks is a name alone."""
+    pipeline, optim = mapping(recipe.get("pipeline")), mapping(recipe.get("optim"))
+    if not pipeline:
+        return {}
+    steps = (number(optim.get("epochs")) or 1) * (number(optim.get("minibatches")) or 1)
+    followed: dict[str, Row] = {}
+    for arm, settings in mapping(recipe.get("arms")).items():
+        own = mapping(settings)
+        name = text(own.get("schedule")) or text(pipeline.get("schedule"))
+        rules = [mapping(part.get("rules")) for part in (pipeline, own)]
+        followed[arm] = {"name": name, "changed": any(rules)}
+        with suppress(RecipeError, LookupError, TypeError, ValueError):
+            row = with_rules(with_rules(schedule(name), rules[0]), rules[1])
+            limit = None if row.max_lag is None else steps * row.max_lag
+            followed[arm] = {**followed[arm], "title": row.title, "max_lag": limit}
+    return followed
+
+
 def _read_arm(folder: Path, table: Mapping[str, Row]) -> Arm:
     files = (folder / f"{name}.jsonl" for name in ("metrics", "eval", "samples"))
     (metrics, evals, samples), skipped = zip(*map(read_lines, files), strict=True)
@@ -235,31 +327,13 @@ def _read_arm(folder: Path, table: Mapping[str, Row]) -> Arm:
     return Arm(
         name=str(summary.get("arm") or folder.name),
         finished=bool(summary),
-        summary=summary or summary_numbers(metrics, evals),
+        summary={**overlap_numbers(metrics), **summary} if summary else summary_numbers(metrics, evals),
+        folder=folder,
         metrics=metrics,
         evals=evals,
         samples=tuple(map(Sample.of, samples)),
         skipped_lines=sum(skipped),
     )
-
-
-def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The JSON objects of a line file, and how many lines before the last, which may be half written, were not one."""
-    if not path.is_file():
-        return [], 0
-    # Split on \n alone: str.splitlines would also cut a text at a raw U+2028.
-    lines = [line for line in path.read_text("utf-8", "replace").split("\n") if line.strip()]
-    rows, bad = [], 0
-    for position, line in enumerate(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        elif position < len(lines) - 1:
-            bad += 1
-    return rows, bad
 
 
 def _by_update(rows: Iterable[Row]) -> tuple[Row, ...]:
@@ -436,6 +510,10 @@ def verdict(run: Run) -> str:
     return f"{opening}{outcome}."
 
 
+MANY = 6
+"""Arms beyond which the verdict counts those that ended level, in place of naming them."""
+
+
 def _outcome(arms: Sequence[Arm]) -> str:
     scored = [(after, arm) for arm in arms if (after := arm.figure("reward_after")) is not None]
     if not scored:
@@ -447,9 +525,11 @@ def _outcome(arms: Sequence[Arm]) -> str:
         came = "ended at" if before is None else f"went from {fixed(before)} to"
         return f"{winner.name} {came} {fixed(best)} in held-out reward"
     if len(level) == len(scored):
-        return f"{_listed(level)} ended level, at {fixed(best)} in held-out reward"
+        every = f"{len(level)} arms" if len(level) > MANY else _listed(level)
+        return f"{every} ended level, at {fixed(best)} in held-out reward"
     if len(level) > 1:
-        return f"{_listed(level)} ended level, with the highest held-out reward, {fixed(best)}"
+        several = f"{len(level)} arms" if len(level) > MANY else _listed(level)
+        return f"{several} ended level, with the highest held-out reward, {fixed(best)}"
     _, second = max((pair for pair in scored if pair[1] is not winner), key=lambda pair: pair[0])
     error = _error_of_difference(winner, second)
     lead = (winner.figure("reward_after") or 0.0) - (second.figure("reward_after") or 0.0)

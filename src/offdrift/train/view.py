@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
@@ -19,6 +20,7 @@ from offdrift.judge import load_rules
 from offdrift.show.findings import SEVERITY_STYLE
 from offdrift.show.json_access import number
 from offdrift.show.numbers import percent, short
+from offdrift.train.overlap import OVERLAP
 from offdrift.train.stored import COLUMNS, Run, verdict
 
 if TYPE_CHECKING:  # importing it loads transformers
@@ -185,28 +187,77 @@ class LiveProgress:
         self.console.print(Text(time.strftime("%H:%M:%S "), style="dim") + text, soft_wrap=True)
 
 
+IMPORTANT = (
+    *("reward", "schedule", "worker_idle", "trainer_idle", "lag", "kl_mean", "speed"),
+    *("acceptance", "ess", "kl_max", "precondition", "ppl_gap", "bound"),
+)
+"""Columns of the final table, those that a narrow terminal keeps first."""
+
+
 def run_summary(run: Run, *, width: int = 140) -> Group:
     """Table, notes and the one sentence, for a terminal of so many columns.
 
-    The table has an arm a row, or an arm a column where the terminal is narrow.
+    The table has an arm a row, or an arm a column where the terminal is narrow. Where arms do not fit side by side
+    either, an arm is a line with the columns that matter most, as many as fit; what is left out is named.
     """
-    titles = [_two_lines(c.title, c.unit) for c in COLUMNS]
+    columns = list(COLUMNS)
+    if any(arm.schedule for arm in run.arms):
+        columns = [columns[0], *(c for c in OVERLAP if c.id in IMPORTANT), *columns[1:]]
+    titles = [_two_lines(c.title, c.unit) for c in columns]
     names = [Text(arm.name, style="bold") for arm in run.arms]
     grid = []
     for arm in run.arms:
-        cells = [c.cell(arm) for c in COLUMNS]
+        cells = [c.cell(arm) for c in columns]
         grid.append([_two_lines(c.text, c.note, "yellow" if c.flagged else "") for c in cells])
-    wide = width >= WIDE
-    if not wide:
-        titles, names, grid = names, titles, [list(row) for row in zip(*grid, strict=True)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=True)
-    table.add_column("arm" if wide else "")
-    for title in titles:
-        table.add_column(title, justify="right")
-    for name, cells in zip(names, grid or [()] * len(names), strict=True):
-        table.add_row(name, *cells)
+    by_row = [[Text("arm"), *titles], *([name, *row] for name, row in zip(names, grid, strict=True))]
+    by_column = [list(row) for row in zip(*[[Text(), *titles], *by_row[1:]], strict=True)]
+    left_out: list[str] = []
+    if width >= WIDE and sum(_needed(by_row)) <= width:
+        table = _table(by_row, width)
+    elif sum(_needed(by_column)) <= width:
+        table = _table(by_column, width)
+    else:
+        lines = [by_row[0], *([cell.split(allow_blank=True)[0] for cell in row] for row in by_row[1:])]
+        first, *others = _needed(lines)
+        room, kept = width - first, []
+        for at in sorted(range(len(columns)), key=lambda i: IMPORTANT.index(columns[i].id)):
+            if others[at] > room:
+                break
+            room, kept = room - others[at], [*kept, at]
+        table = _table([[row[0], *(row[at + 1] for at in sorted(kept))] for row in lines], width, apart=False)
+        left_out = [c.title for at, c in enumerate(columns) if at not in kept]
+    words = f"{', '.join(left_out)}: in a wider terminal, or on the page"
+    rest = [Text(words, style="dim")] if left_out else []
     notes = [Text(f"{arm.name}: {note}", style="dim") for arm in run.arms for note in arm.notes]
-    return Group(table, Text(verdict(run)), *notes)
+    return Group(table, *rest, Text(verdict(run)), *notes)
+
+
+FRAME = 3
+"""Terminal columns around a column of the table."""
+
+
+def _needed(rows: Sequence[Sequence[Text]]) -> list[int]:
+    """Terminal columns that each column of a table needs, with its frame: heads, what stands on the left, and notes may
+    wrap between words, the first line of another cell may not."""
+    words = [[max(map(cell_len, cell.plain.split()), default=0) for cell in row] for row in rows]
+    firsts = [[0, *(cell_len(cell.plain.split("\n")[0]) for cell in row[1:])] for row in rows[1:]]
+    return [max(sizes) + FRAME for sizes in zip(*words, *firsts, strict=True)]
+
+
+def _table(rows: Sequence[Sequence[Text]], width: int, *, apart: bool = True) -> Table:
+    """Rows below their head, the first column on the left; what the terminal has room for does not wrap."""
+    widths = _needed(rows)
+    longest = [max(cell_len(line.plain) for cell in column for line in cell.split()) for column in zip(*rows)]
+    while sum(widths) < width and any(w - FRAME < most for w, most in zip(widths, longest, strict=True)):
+        narrow = min((w, i) for i, w in enumerate(widths) if w - FRAME < longest[i])[1]
+        widths[narrow] += 1
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=apart)
+    head, *cells = rows
+    for i, (title, needed) in enumerate(zip(head, widths, strict=True)):
+        table.add_column(title, justify="right" if i else "left", width=needed - FRAME)
+    for row in cells:
+        table.add_row(*row)
+    return table
 
 
 def _two_lines(text: str, below: str, style: str = "") -> Text:

@@ -17,8 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.adapters.base import environ, environ_on_idle, environ_settings
-from offdrift.adapters.liveness import liveness, log_states, undecided
+from offdrift.adapters.base import environ, environ_on_idle, environ_settings, liveness, log_states, undecided
 from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.correction import Correction
 from offdrift.correction.compose import WeightLike, factors

@@ -49,8 +49,8 @@ class Setting:
 
     @property
     def unfiltered(self) -> Sampling:
-        """The check's sampling without top-k and top-p, which are factors of their own."""
-        return replace(self.bench.sampling, top_k=0, top_p=1.0)
+        """The check's sampling without filters, which are factors of their own."""
+        return self.bench.sampling.unfiltered
 
     @property
     def drawn(self) -> Rollouts:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offdrift.check.bench import EngineSpec
 from offdrift.check.factors.base import (
@@ -38,12 +37,11 @@ from offdrift.check.factors.base import (
 from offdrift.check.measure import measured
 from offdrift.check.rescore import Scored, joined
 from offdrift.engines import Rescores
-from offdrift.engines.routing import flip_rate, flips, replayed, route_lengths, routers, routes_of
+from offdrift.engines.routing import at_predictions, flip_rate, flips, replayed, routers, routes_of
 from offdrift.engines.score import divergences, score
 from offdrift.errors import NotOfferedError, ShapeError
 from offdrift.judge import num_experts
-from offdrift.records.rollouts import Rollouts, concatenate
-from offdrift.segments import Segments
+from offdrift.records.rollouts import Rollouts, Routes, concatenate
 
 LONG = 160
 """Tokens of a prompt that fills more than one block of a prefix cache (up to 128 tokens)."""
@@ -200,13 +198,13 @@ def routing(setting: Setting) -> Effect:
     theirs = setting.engine.routes(drawn)
     model = bench.train_model(setting.train)
     ours = routes_of(model, drawn)
-    flipped = flips(theirs, ours).double()
-    rates = flip_rate(theirs, ours, experts=num_experts(model))
+    flipped = flips(theirs.experts, ours.experts).double()
+    rates = flip_rate(theirs.experts, ours.experts, experts=num_experts(model))
     own, same = scored_with(model, drawn, None), scored_with(model, drawn, theirs)
     assert own.kl is not None
     assert same.kl is not None
     without, replay = measured(drawn, own), measured(drawn, same)
-    gate = predicting(drawn, flipped.amax(1) > 0)
+    gate = at_predictions(drawn, flipped.amax(1) > 0)
     return Effect(
         "the trainer sends every token to the rollout engine's experts instead of its own",
         replay,
@@ -229,24 +227,14 @@ def routing(setting: Setting) -> Effect:
     )
 
 
-def predicting(rollouts: Rollouts, at: Tensor) -> Tensor:
-    """Values at positions, for each response token the one at the position that predicts it."""
-    cuts = Segments.from_lengths(route_lengths(rollouts))
-    first = rollouts.prompt_cu_seqlens.diff() - 1
-    segments = Segments(rollouts.cu_seqlens)
-    return at[cuts.cu_seqlens[:-1][segments.seq_ids] + first[segments.seq_ids] + segments.position]
-
-
 @torch.no_grad()
-def scored_with(model: nn.Module, rollouts: Rollouts, routes: Tensor | None) -> Scored:
+def scored_with(model: nn.Module, rollouts: Rollouts, routes: Routes | None) -> Scored:
     """Scores of a model, sequence by sequence, with these experts or its own."""
-    cuts = Segments.from_lengths(route_lengths(rollouts))
     parts = []
     for i in range(rollouts.num_sequences):
         one = torch.tensor([i])
         part = rollouts.select(one)
-        replay = nullcontext() if routes is None else replayed(model, part, routes[cuts.rows(one)])
-        with replay:
+        with replayed(model, part, None if routes is None else routes.select(one)):
             scores = score(model, part, temperature=part.provenance.sampling.temperature)
         exact = divergences(part, scores.logits)
         kl, tv = exact["kl_rollout_current"].lo, exact["tv_rollout_current"].lo

@@ -275,16 +275,23 @@ def temperature(setting: Setting) -> Effect:
 def top_p(setting: Setting) -> Effect:
     """A filter on one side: the rollout policy has no tail, the training policy has."""
     filtered = setting.bench.sampling
-    if filtered.top_p == 1 and not filtered.top_k:
+    if not filtered.filtered:
         filtered = replace(filtered, top_p=NUCLEUS)
     drawn = _drawn_at(setting, filtered)
     plain = teacher_forced(setting, setting.rollout, drawn, sampling=setting.unfiltered)
-    kept = f"top_p {filtered.top_p:g}" + (f", top_k {filtered.top_k}" if filtered.top_k else "")
+    words = {"top_p": filtered.top_p < 1, "top_k": filtered.top_k > 0, "min_p": filtered.min_p > 0}
+    kept = ", ".join(f"{name} {getattr(filtered, name):g}" for name, acts in words.items() if acts)
+    detail = {}
+    if drawn.support is not None:
+        pi = score_rows(setting.bench.train_model(setting.train), drawn)
+        replayed = exact_divergences(scores(drawn), pi).kl_rollout_current.double()
+        detail = {"kl_mean_with_replayed_support": float(replayed.mean())}
     return Effect(
         f"{kept} in the rollout engine alone instead of no filter",
         measured_by(setting, drawn),
         measured_by(setting, plain).kl_mean,
         why="the trainer scores the whole distribution: mass that the filter removed counts as drift",
+        detail=detail,
     )
 
 
@@ -292,10 +299,10 @@ def top_p(setting: Setting) -> Effect:
 def raw_logprobs(setting: Setting) -> Effect:
     """Log-probs taken before temperature and top-p describe a policy that never sampled."""
     processed = setting.bench.sampling
-    if (processed.temperature, processed.top_k, processed.top_p) == (1, 0, 1):
+    if processed.temperature == 1 and not processed.filtered:
         processed = replace(processed, temperature=COLD)
     drawn = _drawn_at(setting, processed)
-    unprocessed = replace(processed, temperature=1.0, top_k=0, top_p=1.0)
+    unprocessed = replace(processed.unfiltered, temperature=1.0)
     raw = teacher_forced(setting, setting.rollout, drawn, sampling=unprocessed)
     # Recorded as raw, but scored at the temperature that sampled, as a correct trainer does.
     recorded = raw.with_(provenance=drawn.provenance)

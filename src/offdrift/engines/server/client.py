@@ -234,9 +234,8 @@ def identify(server: Server, model: str | None) -> Served:
 
 def faithful(mode: Mode, sampling: Sampling) -> bool:
     """Whether log-probs of this mode are those of the distribution that is sampled."""
-    unfiltered = sampling.top_k == 0 and sampling.top_p == 1
-    plain = unfiltered and sampling.temperature == 1
-    return mode == "processed" or plain or (mode == "tempered" and unfiltered)
+    plain = not sampling.filtered and sampling.temperature == 1
+    return mode == "processed" or plain or (mode == "tempered" and not sampling.filtered)
 
 
 def measured_mode(draw: Callable[[Sampling], Rollouts]) -> Mode | None:

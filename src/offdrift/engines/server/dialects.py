@@ -51,7 +51,7 @@ def request(
     filters = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "min_p": 0.0,
+        "min_p": sampling.min_p,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,

@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Integer
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -38,7 +38,7 @@ from offdrift.engines.server.client import (
 )
 from offdrift.engines.server.dialects import API, PATHS, Answer, read, request, size_limit
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import EvidenceKind, Provenance, Rollouts, Sampling
+from offdrift.records.rollouts import EvidenceKind, Provenance, Rollouts, Routes, Sampling, cumulative
 
 PROBED = 20
 """Likeliest tokens from which the kind of log-probs is told: what vLLM gives unless told otherwise."""
@@ -131,8 +131,8 @@ class OpenAIEngine:
             raise EngineError(
                 f"the log-probs of {self.url} are {self._mode or 'raw, it seems'}: not those of what is "
                 f"sampled with temperature = {sampling.temperature}, top_k = {sampling.top_k}, top_p = "
-                f"{sampling.top_p}; start vLLM with --logprobs-mode processed_logprobs (SGLang knows of "
-                'no filters), sample without, or say on_raw = "record" to audit it as it is'
+                f"{sampling.top_p}, min_p = {sampling.min_p}; start vLLM with --logprobs-mode processed_logprobs "
+                '(SGLang knows of no filters), sample without, or say on_raw = "record" to audit it as it is'
             )
         return self._drawn(prompts, sampling, seed, evidence, "processed" if right else "raw")
 
@@ -143,14 +143,14 @@ class OpenAIEngine:
             self._mode = measured_mode(lambda s: self._drawn([prompt], s, 0, k, "raw"))
         return self._mode or "raw"  # unknown: nothing can be said here; the next prompt is asked again
 
-    def routes(self, rollouts: Rollouts) -> Int[Tensor, "p layers k"]:
+    def routes(self, rollouts: Rollouts) -> Routes:
         """Experts that the server sends these tokens to when it prefills them; see `engines.routing`.
 
         Raises: `EngineError` if the server does not say (`--enable-return-routed-experts`).
         """
         if self.served.software != "vllm":
             raise EngineError(f"routed experts are read from vLLM, and {self.url} is something else")
-        lengths = route_lengths(rollouts).tolist()
+        lengths = route_lengths(rollouts)
         pairs = zip(prompts_of(rollouts), responses_of(rollouts), strict=True)
         forced = [(prompt + response)[:-1] for prompt, response in pairs]
         one = Sampling(1)
@@ -161,9 +161,9 @@ class OpenAIEngine:
             body["cache_salt"] = uuid.uuid4().hex
             answer = self._server.post(PATHS["completions"], body, limit=2**28)
             read("completions", answer, forced[i], one, "sampled", self.vocab_size)
-            return _routes(answer["choices"][0].get("routed_experts"), lengths[i])
+            return _routes(answer["choices"][0].get("routed_experts"), int(lengths[i]))
 
-        return torch.cat(self._each(ask, len(forced)))
+        return Routes(torch.cat(self._each(ask, len(forced))), cumulative(lengths))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Give the server the trainer's `named_parameters`; see `Engine`.
@@ -244,7 +244,7 @@ class OpenAIEngine:
             )
 
 
-def _routes(encoded: Any, positions: int) -> Int[Tensor, "p layers k"]:
+def _routes(encoded: Any, positions: int) -> Integer[Tensor, "p layers k"]:
     if not isinstance(encoded, str):
         raise EngineError(
             "the server does not say its routing; start vLLM with --enable-return-routed-experts (a "

@@ -17,19 +17,48 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from offdrift.divergence.head import Head
-from offdrift.engines.generate import Drawing, Draws, Request, entries, pieces, prompts_of, request_seed, responses_of
+from offdrift.engines.generate import (
+    Drawing,
+    Draws,
+    Request,
+    Tokens,
+    entries,
+    pieces,
+    prompts_of,
+    request_seed,
+    responses_of,
+)
 from offdrift.engines.isolation import host_kept
 from offdrift.engines.routing import route_lengths
-from offdrift.engines.vllm.taps import IMPOSED, imposed, routes_tap, runner_of, state_tap
+from offdrift.engines.vllm.stream import VLLMStream
+from offdrift.engines.vllm.taps import (
+    IMPOSED,
+    StateTap,
+    SupportTap,
+    imposed,
+    routes_tap,
+    runner_of,
+    state_tap,
+    support_tap,
+)
 from offdrift.errors import EngineError, NotOfferedError
-from offdrift.records.rollouts import Evidence, EvidenceKind, FullVocab, HiddenStates, Rollouts, Sampling, TopK
+from offdrift.records.rollouts import (
+    Evidence,
+    EvidenceKind,
+    FullVocab,
+    HiddenStates,
+    Rollouts,
+    Routes,
+    Sampling,
+    TopK,
+    cumulative,
+)
 
 MAX_TEMPERATURE = 2.0
 """vLLM refuses higher ones."""
@@ -42,6 +71,13 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+
+class Taps(NamedTuple):
+    """What is noted of every draw beside vLLM's own output."""
+
+    states: StateTap | None
+    support: SupportTap | None
 
 
 _live: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()
@@ -64,10 +100,14 @@ class VLLMEngine(Drawing):
         max_num_batched_tokens: tokens of one step; longer prompts are prefilled in chunks. Absent:
             vLLM's choice, and no chunks on CPUs, where vLLM cannot draw from seeds beside them
             (`rescore`, which draws nothing, can).
+        async_scheduling: prepare a step while the one before runs, which streams cannot have; absent: vLLM's choice
+            (on CPUs, never).
         head_dtype: of the output head's arithmetic, for instance "float32"; absent: `dtype`.
         attention_backend: vLLM's name, for instance "FLASH_ATTN"; on CPUs there is one alone.
         evidence_limit_mib: memory that recorded evidence may take, MiB; also, about, what vLLM's
             own lists of log-probs may take at any one time.
+        record_routes: also record the experts that every token was sent to (`Rollouts.routes`). Prompts are then
+            computed every time, since the prefix cache says nothing of their experts.
         version: trainer version of the weights at `path`, optimizer steps.
 
     Raises: `EngineError` if vLLM is missing, cannot load the model so, or cannot say the
@@ -78,6 +118,7 @@ class VLLMEngine(Drawing):
     cached_tokens: int = 0
     """Prompt tokens, so far, whose keys and values were taken from the prefix cache."""
     _llm: Any = None
+    _loads = 0  # of weights, so far
     _head: Head | None = None  # one for all batches of a version
 
     def __init__(
@@ -93,16 +134,18 @@ class VLLMEngine(Drawing):
         enforce_eager: bool = True,
         enable_prefix_caching: bool | None = None,
         max_num_batched_tokens: int | None = None,
+        async_scheduling: bool | None = None,
         head_dtype: str | None = None,
         attention_backend: str | None = None,
         evidence_limit_mib: int = 1024,
+        record_routes: bool = False,
         name: str = "vllm",
         version: int = 0,
     ) -> None:
         self.name, self.version, self.path = name, version, str(path)
-        self.evidence_limit_mib = evidence_limit_mib
+        self.evidence_limit_mib, self.record_routes = evidence_limit_mib, record_routes
         self.quantization = quantization_label(quantization, kv_cache_dtype)
-        self._compiled = not enforce_eager
+        self.compiled = not enforce_eager
         # vLLM starts a process group of one where there is none; the last engine in it ends it.
         started = torch.distributed.is_initialized()
         self._owns_world = not started or any(e._owns_world for e in _live)
@@ -118,8 +161,8 @@ class VLLMEngine(Drawing):
             ) from error
         self.engine_version = vllm.__version__
         self._params = vllm.SamplingParams
-        self._chunk = max_num_batched_tokens if is_cpu() else None
-        with host_kept(compiling=self._compiled):
+        self.chunk = max_num_batched_tokens if is_cpu() else None
+        with host_kept(compiling=self.compiled):
             self._llm = build(
                 vllm,
                 *_modules(),
@@ -133,10 +176,11 @@ class VLLMEngine(Drawing):
                 enforce_eager=enforce_eager,
                 enable_prefix_caching=enable_prefix_caching,
                 max_num_batched_tokens=max_num_batched_tokens,
+                async_scheduling=async_scheduling,
                 hf_overrides=head_dtype and {"head_dtype": head_dtype},
                 attention_config=attention_backend and {"backend": attention_backend},
                 # A seeded request whose prompt is incomplete ends the engine on CPUs.
-                enable_chunked_prefill=False if is_cpu() and self._chunk is None else None,
+                enable_chunked_prefill=False if is_cpu() and self.chunk is None else None,
             )
         config = self._llm.llm_engine.vllm_config.model_config
         self.dtype = str(config.dtype).removeprefix("torch.")
@@ -152,32 +196,40 @@ class VLLMEngine(Drawing):
             raise EngineError(f"engine {self.name!r} is closed; construct another one")
         return self._llm
 
-    def routes(self, rollouts: Rollouts) -> Int[Tensor, "p layers k"]:
+    def routes(self, rollouts: Rollouts) -> Routes:
         """Experts that every token was sent to on its way; see `engines.routing`.
 
         Raises: `EngineError` for a dense model, or a vLLM that does not show its routing.
         """
+        self.need_idle("routes")
         forced = responses_of(rollouts)
         sampling = Sampling(max_tokens=max(map(len, forced)))
-        request = Request(prompts_of(rollouts), sampling, "sampled", forced=forced)
-        self._check(request)
-        params = self._params_of(request)
-        for each in params:
-            each.skip_reading_prefix_cache = True  # a cached position is not routed again
-        inputs = [{"prompt_token_ids": p} for p in request.prompts]
-        with host_kept(compiling=self._compiled), imposed(self.llm), routes_tap(self.llm) as tap:
-            answers = self.llm.generate(inputs, params, use_tqdm=False)
-        return tap.routes([a.request_id for a in answers], route_lengths(rollouts).tolist())
+        prompts = prompts_of(rollouts)
+        request = Request(prompts, sampling, "sampled", forced=forced)
+        self.check(request)
+        lengths = route_lengths(rollouts)
+        with host_kept(compiling=self.compiled), imposed(self.llm), routes_tap(self.llm) as tap:
+            answers = self.llm.generate(self.inputs(prompts), self.params_of(request, uncached=True), use_tqdm=False)
+        return Routes(tap.routes([a.request_id for a in answers], lengths), cumulative(lengths))
 
     def drop_prefixes(self) -> None:
-        """Forget the cached keys and values of all prompts."""
+        """Forget the cached keys and values of all prompts.
+
+        Raises: `EngineError` while responses are in progress, whose prompts vLLM would keep in silence.
+        """
+        self.need_idle("drop_prefixes")
         self.llm.reset_prefix_cache()
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+    def open_stream(self, sampling: Sampling, *, evidence: EvidenceKind = "sampled") -> VLLMStream:
+        """Responses in progress on this engine; see `engines.stream`."""
+        return VLLMStream(self, sampling, evidence)
+
+    def take_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Take the trainer's `named_parameters`, all of them; see `Engine`.
 
         vLLM's own reload leaves a tied output head and mixture-of-experts layers wrong on CPUs;
-        they are repacked here, and cached prefixes of the old weights are dropped.
+        they are repacked here. Cached prefixes of the old weights are dropped, or, while responses are in
+        progress and vLLM refuses that, left to requests of another salt (`inputs`).
 
         Raises: `EngineError` if no weight was given.
         """
@@ -192,6 +244,7 @@ class VLLMEngine(Drawing):
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": itertools.chain([first], named)})
             repacked(self.llm)
             self.llm.reset_prefix_cache()
+        self._loads += 1
         self._head = None  # batches that were drawn keep the old one
         self.version = version
 
@@ -199,6 +252,8 @@ class VLLMEngine(Drawing):
         """Shut vLLM down and free its weights and cache. Idempotent."""
         if self._llm is None:
             return
+        if self.stream is not None:
+            self.stream.close()
         llm, self._llm = self._llm, None
         _live.discard(self)
         shut_down(llm, _modules()[1], keep=bool(_live) or not self._owns_world)
@@ -214,47 +269,86 @@ class VLLMEngine(Drawing):
             self.close()
 
     def _draws(self, request: Request) -> list[Draws]:
+        self.need_idle("generate" if request.forced is None else "rescore")
         count, width = sum(map(len, request.prompts)), entries(request.evidence, self.vocab_size)
-        if request.forced is None and self._chunk is not None and count + len(request.prompts) > self._chunk:
+        if request.forced is None and self.chunk is not None and count + len(request.prompts) > self.chunk:
             raise EngineError(
-                f"prompts of {count} tokens exceed max_num_batched_tokens = {self._chunk}, and vLLM "
+                f"prompts of {count} tokens exceed max_num_batched_tokens = {self.chunk}, and vLLM "
                 "cannot draw from seeds beside a prompt in chunks on CPUs; leave "
                 "max_num_batched_tokens out, or draw fewer at once"
             )
         per_request = request.sampling.max_tokens * width * BYTES_PER_ENTRY
         at_once = max(1, self.evidence_limit_mib * 2**20 // per_request)
-        params = self._params_of(request)
+        params = self.params_of(request, uncached=self.record_routes)
         forcing = nullcontext() if request.forced is None else imposed(self.llm)
-        with forcing, host_kept(compiling=self._compiled):
+        with forcing, host_kept(compiling=self.compiled):
             return [self._draw(request.part(p), params[p]) for p in pieces(len(request.prompts), at_once)]
 
-    def _params_of(self, request: Request) -> list[Any]:
-        """`vllm.SamplingParams` of requests that draw, or that follow forced responses."""
+    def inputs(self, prompts: Tokens) -> list[dict[str, Any]]:
+        """Prompts as vLLM takes them, salted so that none reads keys and values of other weights than the present."""
+        return [{"prompt_token_ids": list(p), "cache_salt": f"weights-{self._loads}"} for p in prompts]
+
+    def params_of(self, request: Request, *, uncached: bool = False) -> list[Any]:
+        """`vllm.SamplingParams` of requests that draw, or that follow forced responses.
+
+        Args:
+            uncached: compute all of the prompt; what comes from the prefix cache is not routed again.
+        """
         params = sampling_params(self._params, request)
+        for each in params if uncached else ():
+            each.skip_reading_prefix_cache = True
         for each, response in zip(params, request.forced or ()):
             each.max_tokens, each.stop_token_ids, each.seed = len(response), [], None
             each.extra_args = {IMPOSED: response}
         return params
 
     def _draw(self, request: Request, params: list[Any]) -> Draws:
-        inputs = [{"prompt_token_ids": list(p)} for p in request.prompts]
-        with state_tap(self.llm) if request.evidence == "hidden" else nullcontext() as tap:
-            answers = self.llm.generate(inputs, params, use_tqdm=False)
+        routing = routes_tap(self.llm) if self.record_routes else nullcontext()
+        with self.taps(request.evidence, request.sampling) as taps, routing as routed:
+            answers = self.llm.generate(self.inputs(request.prompts), params, use_tqdm=False)
         self.cached_tokens += sum(a.num_cached_tokens or 0 for a in answers)
-        draws = read([a.outputs[0] for a in answers], request.evidence, self.vocab_size)
-        if tap is None:
+        names, outputs = [a.request_id for a in answers], [a.outputs[0] for a in answers]
+        draws = self.draws_of(names, outputs, request.evidence, taps, request.sampling)
+        if routed is None:
             return draws
-        self._head = self._head or tap.head
+        lengths = torch.tensor(list(map(len, request.prompts))) + draws.lengths - 1
+        return replace(draws, experts=routed.routes(names, lengths))
+
+    @contextmanager
+    def taps(self, evidence: EvidenceKind, sampling: Sampling) -> Iterator[Taps]:
+        """Meanwhile note hidden states, if they are the evidence, and what filters leave over, if there are any."""
+        states = state_tap(self.llm, self._head) if evidence == "hidden" else nullcontext()
+        support = support_tap(self.llm) if sampling.filtered else nullcontext()
+        with states as of_states, support as of_support:
+            yield Taps(of_states, of_support)
+
+    def draws_of(
+        self,
+        requests: Sequence[str],
+        outputs: Sequence[Any],
+        kind: EvidenceKind,
+        taps: Taps,
+        sampling: Sampling,
+    ) -> Draws:
+        """What vLLM put out for these requests, with what the taps noted."""
+        draws = read(outputs, kind, self.vocab_size)
+        lengths = draws.lengths.tolist()
+        if taps.support is not None:
+            draws = replace(draws, support=taps.support.support(requests, lengths))
+        if taps.states is None:
+            return draws
+        self._head = self._head or taps.states.head
         assert self._head is not None
-        states = tap.states([a.request_id for a in answers], draws.lengths.tolist())
-        return self._checked(replace(draws, evidence=HiddenStates(states, self._head)), request.sampling)
+        states = taps.states.states(requests, lengths)
+        return self.checked(replace(draws, evidence=HiddenStates(states, self._head)), sampling)
 
     @property
     def _source(self) -> tuple[str, str]:
         return self.engine_version, self.path
 
-    def _check(self, request: Request) -> None:
-        super()._check(request)
+    def check(self, request: Request) -> None:
+        """Refuse also what vLLM would cut or not draw; see `check_request`."""
+        super().check(request)
         longest, sampling = max(map(len, request.prompts)), request.sampling
         if longest + sampling.max_tokens > self.max_model_len:
             raise EngineError(
@@ -278,6 +372,7 @@ def sampling_params(kind: Callable[..., Any], request: Request) -> list[Any]:
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
+            min_p=sampling.min_p,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,
             seed=request_seed(request.seed, index),

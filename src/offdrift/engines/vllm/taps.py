@@ -1,4 +1,4 @@
-"""Hooks into vLLM in this process: forced tokens, expert routing, hidden states. Nothing here imports vLLM.
+"""Hooks into vLLM in this process: forced tokens, expert routing, hidden states, supports. Nothing here imports vLLM.
 
 Forced tokens replace only the outcome of a draw; the rest goes as in any generation. Experts are taken
 where vLLM's own capture (which needs its second model runner, and a GPU) listens. Hidden states are those
@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from offdrift.divergence.head import Head
 from offdrift.engines.output_head import kept
 from offdrift.errors import EngineError
+from offdrift.records.rollouts import Support, cumulative, expert_dtype
 
 IMPOSED = "offdrift_imposed"
 """Key of a request's `extra_args` under which the tokens stand that it has to follow."""
@@ -83,35 +84,38 @@ class RoutesTap:
     """Experts of every token that was computed, in the order of computation."""
 
     def __init__(self, runner: Any, layers: Sequence[Any]) -> None:
-        self.runner, self.layers = runner, layers
+        self.runner = runner
+        self.dtype = expert_dtype(max(layer.global_num_experts for layer in layers))
         self.experts: list[list[Tensor]] = [[] for _ in layers]  # per layer and step, [tokens, k]
-        self.places: list[tuple[str, int]] = []  # request and position of every token
+        self.steps: list[tuple[list[str], Tensor, Tensor]] = []  # requests, their tokens and the first one's position
 
     def take(self, layer: int, experts: Tensor) -> None:
         """Capture function of one layer; the first layer also notes whose tokens these are."""
         runner = self.runner
-        ids = runner.input_batch.req_ids
-        cuts = runner.query_start_loc.np[: len(ids) + 1].tolist()
+        ids = list(runner.input_batch.req_ids)
+        cuts = torch.from_numpy(runner.query_start_loc.np[: len(ids) + 1].copy()).long()
         if layer == 0:
-            first = runner.input_batch.num_computed_tokens_cpu[: len(ids)].tolist()
-            for name, start, stop, done in zip(ids, cuts, cuts[1:], first):
-                self.places += [(name, done + j) for j in range(stop - start)]
-        self.experts[layer].append(experts[: cuts[-1]].detach().cpu().long())
+            first = torch.from_numpy(runner.input_batch.num_computed_tokens_cpu[: len(ids)].copy()).long()
+            self.steps.append((ids, cuts.diff(), first))
+        self.experts[layer].append(experts[: int(cuts[-1])].detach().cpu().to(self.dtype))
 
-    def routes(self, requests: Sequence[str], lengths: Sequence[int]) -> Int[Tensor, "p layers k"]:
+    def routes(self, requests: Sequence[str], lengths: Int[Tensor, " b"]) -> Integer[Tensor, "p layers k"]:
         """Experts at the first `lengths` positions of these requests, packed in their order.
 
         Raises: `EngineError` if a position was not computed.
         """
-        starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        slot = {name: (starts[i], lengths[i]) for i, name in enumerate(requests)}
+        number, starts = {name: i for i, name in enumerate(requests)}, cumulative(lengths)
         computed = torch.stack([torch.cat(steps) for steps in self.experts], dim=1)
-        experts = torch.full((starts[-1], *computed.shape[1:]), -1)
-        for row, (name, position) in enumerate(self.places):
-            start, length = slot[name.rpartition("-")[0]]
-            if position < length:
-                experts[start + position] = computed[row]
-        if bool((experts < 0).any()):
+        places = []
+        for ids, counts, first in self.steps:
+            request = torch.tensor([number[name.rpartition("-")[0]] for name in ids]).repeat_interleave(counts)
+            within = torch.arange(len(request)) - cumulative(counts)[:-1].repeat_interleave(counts)
+            position = first.repeat_interleave(counts) + within
+            places.append((starts[request] + position).where(position < lengths[request], -1))
+        place = torch.cat(places)
+        experts = computed.new_empty(int(starts[-1]), *computed.shape[1:])
+        experts[place[place >= 0]] = computed[place >= 0]
+        if len(place[place >= 0].unique()) < len(experts):
             raise EngineError(_unsupported("it did not compute every position of a request"))
         return experts
 
@@ -124,9 +128,8 @@ def routes_tap(llm: Any) -> Iterator[RoutesTap]:
     """
     paths = ("input_batch.req_ids", "input_batch.num_computed_tokens_cpu", "query_start_loc.np")
     runner = runner_of(llm, "model", *paths)
-    layers = [
-        module.router for module in runner.model.modules() if hasattr(getattr(module, "router", None), "set_capture_fn")
-    ]
+    routers = (getattr(module, "router", None) for module in runner.model.modules())
+    layers: list[Any] = [router for router in routers if hasattr(router, "set_capture_fn")]
     if not layers:
         raise EngineError(_unsupported("its model has no router that shows its choice"))
     tap = RoutesTap(runner, layers)
@@ -139,14 +142,96 @@ def routes_tap(llm: Any) -> Iterator[RoutesTap]:
             layer.set_capture_fn(None)
 
 
-class StateTap:
-    """The rows of one `LLM.generate`, in the order in which they were computed."""
+class DrawTap:
+    """Something that one `LLM.generate` has for every draw, in the order of the draws."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
-        self.rows: list[Tensor] = []  # per step: what was not thrown away, [requests, hidden]
-        self.requests: list[str] = []  # of every row: vLLM's internal id, "REQUEST-RANDOM"
-        self.head: Head | None = None
+        self.requests: list[str] = []  # of every draw: vLLM's internal id, "REQUEST-RANDOM"
+
+    def used(self) -> Bool[Tensor, " r"]:
+        """Which rows of the batch draw a token that vLLM will not throw away; notes whose draws they are."""
+        ids = self.runner.input_batch.req_ids
+        used = ~torch.from_numpy(self.runner.discard_request_mask.np[: len(ids)].copy())
+        self.requests += [ids[i] for i in used.nonzero().flatten().tolist()]
+        return used
+
+    def order(self, requests: Sequence[str], lengths: Sequence[int]) -> Int[Tensor, " n"]:
+        """The draws of the tokens of these requests (ids as `RequestOutput.request_id` has them), in their order.
+
+        Later draws of a request than its `lengths` are of tokens that were undone.
+
+        Raises: `EngineError` if a request has fewer draws than tokens.
+        """
+        place = {name: i for i, name in enumerate(requests)}
+        of_row = torch.tensor([place[r.rpartition("-")[0]] for r in self.requests])
+        counts = torch.bincount(of_row, minlength=len(requests))
+        wanted = torch.tensor(lengths)
+        if bool((counts < wanted).any()):
+            i = int((counts < wanted).nonzero()[0])
+            raise EngineError(_unsupported(f"request {i} has {int(counts[i])} draws for {lengths[i]} tokens"))
+        order = torch.argsort(of_row, stable=True)
+        starts = counts.cumsum(0) - counts
+        within = torch.arange(len(order)) - starts[of_row[order]]
+        return order[within < wanted[of_row[order]]]
+
+
+class SupportTap(DrawTap):
+    """The tokens that the sampler's filters left over at every draw."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        self.steps: list[Support] = []
+
+    def take(self, processed: Tensor | None) -> None:
+        """Note the log-probs that a step draws from."""
+        if processed is None or len(processed) != len(self.runner.input_batch.req_ids):
+            raise EngineError(_unsupported("its sampler does not show the log-probs that each request draws from"))
+        used = self.used()
+        self.steps.append(Support.of(processed[used.to(processed.device)] > -torch.inf).cpu())
+
+    def support(self, requests: Sequence[str], lengths: Sequence[int]) -> Support:
+        """What was left over at the tokens of these requests; see `order`."""
+        support = Support.joined(self.steps)
+        assert support is not None
+        return support.select(self.order(requests, lengths))
+
+
+@contextmanager
+def support_tap(llm: Any) -> Iterator[SupportTap]:
+    """Note what the filters leave over at everything that this `vllm.LLM` draws meanwhile.
+
+    Taken where top-k and top-p end, behind min-p and all else that changes logits: the sampler draws from these very
+    log-probs. `logprobs=-1` would show them, too, as lists over the whole vocabulary.
+
+    Raises: `EngineError` naming what of this vLLM does not allow it.
+    """
+    paths = ("sampler.topk_topp_sampler.forward", "input_batch.req_ids", "discard_request_mask.np")
+    runner = runner_of(llm, *paths)
+    if getattr(runner, "speculative_config", None) is not None:
+        raise EngineError(_unsupported("speculative decoding draws several tokens at once"))
+    sampler, tap = runner.sampler.topk_topp_sampler, SupportTap(runner)
+    filtered = sampler.forward
+
+    def forward(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+        tokens, processed = filtered(*arguments, **named)
+        tap.take(processed)
+        return tokens, processed
+
+    sampler.forward = forward
+    try:
+        yield tap
+    finally:
+        sampler.forward = filtered
+
+
+class StateTap(DrawTap):
+    """What the output head reads at every draw."""
+
+    def __init__(self, runner: Any, head: Head | None = None) -> None:
+        super().__init__(runner)
+        self.head = head
+        self.rows: list[Tensor] = []  # per step, [requests, hidden]
 
     def take(self, processor: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Forward pre-hook of the logits processor: note its states, and once its head."""
@@ -156,37 +241,19 @@ class StateTap:
         ids = self.runner.input_batch.req_ids
         if len(states) != len(ids):
             raise EngineError(_states_unsupported(f"{len(states)} states for {len(ids)} requests"))
-        used = ~torch.from_numpy(self.runner.discard_request_mask.np[: len(ids)].copy())
-        self.rows.append(states[used.to(states.device)])
-        self.requests += [ids[i] for i in used.nonzero().flatten().tolist()]
+        self.rows.append(states[self.used().to(states.device)])
         if self.head is None:
             self.head = _head(processor, inputs["lm_head"], inputs.get("embedding_bias"))
 
     def states(self, requests: Sequence[str], lengths: Sequence[int]) -> Float[Tensor, "n d"]:
-        """States of the tokens of these requests (ids as `RequestOutput.request_id` has them), packed in their order.
-
-        Later rows of a request than its `lengths` are of tokens that were undone.
-
-        Raises: `EngineError` if a request has fewer states than tokens.
-        """
-        place = {name: i for i, name in enumerate(requests)}
-        of_row = torch.tensor([place[r.rpartition("-")[0]] for r in self.requests])
-        counts = torch.bincount(of_row, minlength=len(requests))
-        wanted = torch.tensor(lengths)
-        if bool((counts < wanted).any()):
-            i = int((counts < wanted).nonzero()[0])
-            raise EngineError(_states_unsupported(f"request {i} has {int(counts[i])} states for {lengths[i]} tokens"))
-        order = torch.argsort(of_row, stable=True)
-        starts = counts.cumsum(0) - counts
-        within = torch.arange(len(order)) - starts[of_row[order]]
-        chosen = order[within < wanted[of_row[order]]]
+        """States at the tokens of these requests; see `order`."""
         rows = torch.cat(self.rows)
-        return rows[chosen.to(rows.device)].cpu()
+        return rows[self.order(requests, lengths).to(rows.device)].cpu()
 
 
 @contextmanager
-def state_tap(llm: Any) -> Iterator[StateTap]:
-    """Take the states of everything that this `vllm.LLM` draws meanwhile.
+def state_tap(llm: Any, head: Head | None = None) -> Iterator[StateTap]:
+    """Take the states of everything that this `vllm.LLM` draws meanwhile, and its head unless it is given.
 
     Raises: `EngineError` naming what of this vLLM, or of this model, does not allow it.
     """
@@ -194,7 +261,7 @@ def state_tap(llm: Any) -> Iterator[StateTap]:
     runner = runner_of(llm, *paths, unsupported=_states_unsupported)
     if getattr(runner, "speculative_config", None) is not None:
         raise EngineError(_states_unsupported("speculative decoding has several states per request"))
-    tap = StateTap(runner)
+    tap = StateTap(runner, head)
     handle = runner.model.logits_processor.register_forward_pre_hook(tap.take, with_kwargs=True)
     try:
         yield tap

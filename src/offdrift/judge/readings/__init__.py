@@ -8,9 +8,8 @@ policy's log-prob minus the rollout's.
 
 from __future__ import annotations
 
-from offdrift.judge.readings.lag import LAG
+from offdrift.judge.readings.history import LAG, TRENDS
 from offdrift.judge.readings.levels import LEVELS
-from offdrift.judge.readings.trends import TRENDS
 from offdrift.judge.readings.view import Definition
 
 READINGS: dict[str, Definition] = {**LEVELS, **LAG, **TRENDS}

@@ -7,7 +7,9 @@ signatures rest on is in docs/rules.md.
 from __future__ import annotations
 
 import math
+import operator
 import re
+from collections.abc import Callable
 from functools import cache
 
 from offdrift.correction.compose import Correction
@@ -107,6 +109,11 @@ LEVELS.rows({
         lambda v: None if v.context.temperature is None else abs(v.context.temperature - 1),
         "Distance from 1 of the sampling temperature in the context",
     ),
+    "filter_unreplayed": (
+        lambda v: None if v.context.filter_replayed is None else float(not v.context.filter_replayed),
+        "1 if the context says that rollouts were filtered and the trainer scored whole vocabularies, 0 if it scored "
+        "what the filters left over",
+    ),
     "delta_router": (
         "router/delta_router",
         "Share of a layer's experts whose membership differs between the engines, mean over tokens and layers: "
@@ -154,6 +161,71 @@ def acceptance_of_long(view: View) -> Measured | None:
     return None
 
 
+def _of_workers(view: View, by: str, name: str, compare: Callable[[float, float], float | None]) -> Measured | None:
+    """A metric of the rollout worker with the largest `{on}/by`, compared with that of the median one of the others.
+
+    Of an even number of others, the smaller of the two in the middle. Workers with fewer than 30 sequences do not
+    count; None where that leaves fewer than two.
+    """
+    by, name = f"{view.on}/{by}", view.named(name)
+    rows = [
+        row
+        for row in view.context.facets.get("worker", ())
+        if number(row, by) is not None and (number(row, "sequences") or 0) >= FEW
+    ]
+    if len(rows) < 2:
+        return None
+    rows.sort(key=lambda row: abs(number(row, by) or 0.0))
+    largest, usual = (number(row, name) for row in (rows[-1], rows[(len(rows) - 2) // 2]))
+    if largest is None or usual is None or (value := compare(largest, usual)) is None:
+        return None
+    return Measured(value, f"{name} of {rows[-1].get('label')}")
+
+
+def _growth(largest: float, usual: float) -> float:
+    """How many times the other it is, both taken as 1e-6 at least."""
+    return max(largest, 1e-6) / max(usual, 1e-6)
+
+
+LEVELS.rows({
+    "worker_growth": (
+        lambda v: _of_workers(v, "k3", "{on}/k3", _growth),
+        "`{on}/k3` of the rollout worker that drifts most, over that of the median one of the others; of workers with "
+        "30 sequences or more",
+    ),
+    "worker_ratio_z": (
+        lambda v: _of_workers(v, "ratio_mean_z", "{on}/ratio_mean_z", lambda z, _: abs(z)),
+        "Distance from 1 of a worker's mean ratio in standard errors, of the worker with the largest: "
+        "`{on}/ratio_mean_z`",
+    ),
+    "worker_ratio_off": (
+        lambda v: _of_workers(v, "ratio_mean_z", "{on}/ratio_mean", lambda x, _: abs(x - 1)),
+        "Distance from 1 of that worker's mean ratio",
+    ),
+    "worker_ratio_growth": (
+        lambda v: _of_workers(v, "ratio_mean_z", "{on}/ratio_mean", lambda x, y: _growth(abs(x - 1), abs(y - 1))),
+        "That distance over the one of the median worker",
+    ),
+})  # fmt: skip
+LEVELS.rows({
+    "worker_kl": (lambda v: _of_workers(v, "k3", "{on}/k3", lambda k3, _: k3), "`{on}/k3` of that worker"),
+}, "nat")  # fmt: skip
+LEVELS.rows({
+    "worker_lag": (
+        lambda v: _of_workers(v, "k3", "version_lag/mean", operator.sub),
+        "Mean version lag of that worker's tokens, less that of the median one's",
+    ),
+}, "update")  # fmt: skip
+
+
+@LEVELS.reading()
+def worker_z(view: View) -> Measured | None:
+    """Difference of `{on}/k3` between that worker and the median one, in standard errors clustered by sequence."""
+    apart = _of_workers(view, "k3", "{on}/k3", operator.sub)
+    error = _of_workers(view, "k3", "{on}/k3_se", math.hypot)
+    return None if apart is None or error is None else Measured(apart.value / max(error.value, 1e-9), apart.metric)
+
+
 @LEVELS.reading()
 def icepop_oob(view: View) -> Measured | None:
     """`weight/cap_frac` if the method's weight masks what lies outside its band."""
@@ -186,6 +258,19 @@ def idle_cap(view: View) -> Measured | None:
     if peak is None or not limited or not (view.level("weight/std") or 0.0) > 0:
         return None
     return Measured(float(view.window.steps if peak == 0 else 0), "weight/cap_frac")
+
+
+@LEVELS.reading()
+def workers_lost(view: View) -> Measured | None:
+    """Rollout workers that were lost in the last `window_trend` steps: sum of `pipeline/lost_workers`."""
+    lost = view.recent("pipeline/lost_workers")
+    return Measured(sum(lost), "pipeline/lost_workers") if lost else None
+
+
+@LEVELS.reading()
+def worker_idle(view: View) -> Measured | None:
+    """Share of time for which rollout workers do nothing: `pipeline/worker_idle`."""
+    return view.first("pipeline/worker_idle")
 
 
 @LEVELS.reading()

@@ -21,9 +21,21 @@ const charts = (() => {
     return outer;
   };
 
-  const traces = series => {
+  // A label may not leave the plot, so that it leans inwards at its sides; of two that are close, the left one is below.
+  const beside = (x, y, labels, [low, high]) => {
+    const shown = labels.map((_, i) => i).filter(i => labels[i]).sort((a, b) => x[a] - x[b]);
+    const close = (i, j) => j !== undefined && x[j] - x[i] < .15 * (high - low) && Math.abs(y[j] - y[i]) < .12 * Math.max(y[i], y[j]);
+    const side = v => v < low + .2 * (high - low) ? "right" : v > low + .8 * (high - low) ? "left" : "center";
+    const below = new Set(shown.filter((i, n) => close(i, shown[n + 1])));
+    return {
+      mode: "markers+text", text: labels, textfont: { size: innerWidth < 640 ? 9 : 11, color: color("--ink") },
+      textposition: x.map((v, i) => `${below.has(i) ? "bottom" : "top"} ${side(v)}`),
+    };
+  };
+
+  const traces = (series, span) => {
     const ink = color(`--${series.color}`);
-    const [x, y, low, high, texts] = [series.x, series.y, series.low, series.high, series.texts].map(column);
+    const [x, y, low, high, texts, labels] = [series.x, series.y, series.low, series.high, series.texts, series.labels].map(column);
     const dots = series.kind === "dots", steps = series.kind === "steps", band = low.length > 0;
     const common = { type: "scatter", name: series.name, visible: !hidden.has(series.group) };
     const drawn = [];
@@ -40,11 +52,12 @@ const charts = (() => {
     drawn.push({
       ...main, cliponaxis: false,
       mode: dots || alone ? "markers" : series.kind === "points" ? "lines+markers" : "lines",
-      opacity: series.faint ? .35 : series.strong ? .5 : 1,
+      opacity: series.faint ? .35 : series.strong && !dots ? .5 : 1,
       line: { color: ink, width: series.strong ? 5 : series.faint ? 1 : steps ? 1.5 : 1.9, dash: series.dash, shape: steps ? "hv" : "linear" },
-      marker: { color: ink, size: dots ? 9 : 6, symbol: series.symbol, line: { width: dots ? 1.2 : 0, color: color("--card") } },
+      marker: { color: ink, size: dots ? (series.strong ? 15 : 9) : 6, symbol: series.symbol, line: { width: dots ? 1.2 : 0, color: color("--card") } },
       // Across a gap a filled outline would show a slope where there is nothing.
       ...(steps && !y.includes(null) && { fill: "tozeroy", fillcolor: `${ink}22` }),
+      ...(labels.length && { ...beside(x, y, labels, span), hovertext: texts, hovertemplate: "%{hovertext}" }),
       ...(series.faint && { hoverinfo: "skip", hovertemplate: undefined }),
       ...(band && dots && { error_y: {
         type: "data", symmetric: false, color: ink, thickness: 1.2, width: 3,
@@ -58,6 +71,8 @@ const charts = (() => {
   const base = () => ({ gridcolor: color("--grid"), linecolor: color("--rule"), zeroline: false, fixedrange: touch, exponentformat: "power" });
   const numbers = (chart, keys) => chart.series.flatMap(s => keys.flatMap(key => column(s[key]))).filter(v => typeof v === "number");
 
+  const extent = values => values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
+
   // Within two decades an axis that hugs its values could end up without a single tick.
   const decades = (low, high) => {
     if (high >= 100 * low) return { type: "log", dtick: 1 };
@@ -68,7 +83,7 @@ const charts = (() => {
   const yAxis = chart => {
     const axis = { ...base(), automargin: "left" };
     const values = numbers(chart, ["y", "low", "high"]);
-    const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+    const [low, high] = extent(values);
     if (chart.y_range) return { ...axis, ...(chart.log && { type: "log", dtick: 1 }), range: chart.log ? chart.y_range.map(Math.log10) : chart.y_range };
     if (chart.share) return { ...axis, range: [0, Math.max(1.04, high * 1.04)], tickformat: ".0%" };
     if (!chart.log || !values.length) return low >= 0 ? { ...axis, rangemode: low < high / 2 ? "tozero" : "nonnegative" } : axis;
@@ -88,7 +103,7 @@ const charts = (() => {
       return { ...axis, tickmode: "array", tickangle: 0, tickvals: ticks.map(t => t[0]), ticktext: ticks.map(t => t[1]) };
     }
     const values = numbers(chart, ["x"]);
-    const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+    const [low, high] = extent(values);
     if (chart.log_x) return { ...axis, type: "log", ...(high >= 100 * low && { dtick: 1 }) };
     // There is no update 1.5.
     if (values.length && high - low <= 8 && values.every(Number.isInteger)) axis.dtick = 1;
@@ -108,7 +123,7 @@ const charts = (() => {
       hoverlabel: { bgcolor: color("--card"), bordercolor: color("--rule"), font: { color: color("--ink") }, namelength: -1 },
       xaxis: x, yaxis: y, barmode: "group", bargap: .35,
       // A bar of a histogram, or a point of a cloud, belongs to one series, not to all at x.
-      hovermode: chart.series.some(s => s.kind === "steps") || chart.series.every(s => s.kind === "dots") ? "closest" : "x unified",
+      hovermode: chart.series.some(s => s.kind === "steps") || chart.series.every(s => s.kind === "dots" || s.faint) ? "closest" : "x unified",
       shapes: [
         ...chart.lines.map(([at]) => ({ ...line, xref: "paper", x0: 0, x1: 1, y0: at, y1: at })),
         ...chart.upright.map(([at, , name]) => ({ ...line, yref: "paper", y0: 0, y1: 1, x0: at, x1: at, line: { ...line.line, color: name ? color(`--${name}`) : soft } })),
@@ -123,7 +138,7 @@ const charts = (() => {
   const all = new Map(data.charts.map(chart => [chart.id, chart]));
   const draw = id => {
     const chart = all.get(id);
-    return Plotly.react(`chart-${id}`, chart.series.flatMap(traces), layout(chart), config);
+    return Plotly.react(`chart-${id}`, chart.series.flatMap(series => traces(series, extent(numbers(chart, ["x"])))), layout(chart), config);
   };
   const drawAll = () => Promise.all([...all.keys()].map(draw));
 
@@ -137,7 +152,9 @@ const charts = (() => {
     button.addEventListener("click", () => {
       const group = button.dataset.group;
       if (!hidden.delete(group)) hidden.add(group);
-      button.setAttribute("aria-pressed", String(!hidden.has(group)));
+      for (const same of document.querySelectorAll(".legend button")) {
+        if (same.dataset.group === group) same.setAttribute("aria-pressed", String(!hidden.has(group)));
+      }
       drawAll();
     });
   }

@@ -1,7 +1,7 @@
 """Every kind of log that is known, and how one is recognized.
 
-A row says what a framework calls the fields of a log. Where more must be done, it names functions in the modules beside
-this one, which are imported when such a log is read.
+A row says what a framework calls the fields of a log. Where more must be done, it names functions of `translate`, which
+is imported when such a log is read.
 """
 
 from __future__ import annotations
@@ -66,12 +66,11 @@ class Source:
 
 
 def function(name: str) -> Callable[..., Any]:
-    """A function that the table names, "module.function" of a module beside this one."""
-    module, _, attribute = name.partition(".")
-    return getattr(import_module(f"{__package__}.{module}"), attribute)
+    """A function of `translate` that the table names."""
+    return getattr(import_module(f"{__package__}.translate"), name)
 
 
-PAYLOADS = {".pt": "dumps.slime", ".pkl": "dumps.skyrl"}
+PAYLOADS = {".pt": "slime", ".pkl": "skyrl"}
 """By suffix, what reads a file whose kind is told by its content."""
 
 ENGINE_ALONE = "it holds the engine's log-probs, none of the trainer's"
@@ -98,7 +97,7 @@ VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
             "logp_rollout": "inference_logprobs", "logp": "trainer_logprobs", "tokens": "token_ids",
             "mask": "loss_mask", "advantages": "advantages", "entropy": "entropy", "step": "step",
         },
-        adapt="json_lines.prime_rl", step_in_name=r"(?:^|/)step_(\d+)/",
+        adapt="prime_rl", step_in_name=r"(?:^|/)step_(\d+)/",
     ),
     Source(
         format="nemo-rl", framework="nemo-rl", what="NeMo-RL's training data",
@@ -108,7 +107,7 @@ VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
             "logp_rollout": "generation_logprobs", "logp_old": "prev_logprobs", "tokens": "token_ids",
             "mask": "token_loss_mask", "advantages": "advantages", "reward": "rewards", "completion": "content",
         },
-        adapt="json_lines.nemo_rl", step_in_name=r"train_data_step(\d+)\.jsonl",
+        adapt="nemo_rl", step_in_name=r"train_data_step(\d+)\.jsonl",
     ),
     Source(
         format="slime-train", framework="slime", what="slime's train dumps", because="the samples in the .pt files",
@@ -116,7 +115,7 @@ VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
     ),
     Source(
         format="miles-train", framework="miles", what="miles' train dumps",
-        because="the rollout_data in the .pt files", columns=SLIME_TRAIN_COLUMNS, distinct="dumps.distinct",
+        because="the rollout_data in the .pt files", columns=SLIME_TRAIN_COLUMNS, distinct="distinct",
     ),
     Source(
         format="skyrl", framework="skyrl", what="SkyRL's dumped training batches", because="the class in the pickles",
@@ -149,7 +148,7 @@ VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
         format="miles-columns", framework="miles", what="miles' dashboard columns",
         because="the columns sample_index, total_length and rollout_log_probs",
         keys=frozenset({"sample_index", "total_length", "tokens", "rollout_log_probs"}),
-        columns={**SLIME_ROLLOUT_COLUMNS, "tokens": "tokens"}, adapt="dumps.miles_columns",
+        columns={**SLIME_ROLLOUT_COLUMNS, "tokens": "tokens"}, adapt="miles_columns",
         step_in_name=r"rollout_(\d+)\.parquet", note=ENGINE_ALONE,
     ),
     Source(
@@ -159,7 +158,7 @@ VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
             "logp_rollout": "logprobs", "advantages": "advantages", "logp_ref": "reference_logprobs",
             "tokens": "token_ids", "mask": "mask",
         },
-        adapt="json_lines.prime_rl_episode", step_in_name=r"(?:^|/)step_(\d+)/",
+        adapt="prime_rl_episode", step_in_name=r"(?:^|/)step_(\d+)/",
         note=f"{ENGINE_ALONE}; trainer.enable_token_export writes both",
     ),
     Source(
@@ -170,7 +169,7 @@ VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
             "logp_rollout": "logprobs", "tokens": "response_tokens", "advantages": "advantage",
             "group_id": "prompt_idx", "truncated": "finish_reason",
         },
-        amend="json_lines.open_instruct", note=ENGINE_ALONE,
+        amend="open_instruct", note=ENGINE_ALONE,
     ),
     Source(
         format="trl", framework="trl", what="TRL's completions",

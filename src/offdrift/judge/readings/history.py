@@ -1,0 +1,311 @@
+"""Readings that need history: how drift grows with lag, and what rises, spikes or falls.
+
+`LAG` separates engines from lag. What the log calls the old policy may itself be newer than the rollout's weights, so
+"mismatch" alone is no zero-lag test. A reading at the same weights is, in this order: the whole log, if the
+context says that the weights were the same by construction; the last steps whose old log-probs are all
+exact, or whose `old/version_lag` (else `version_lag/max`) is 0; the bucket of lag 0 among the context's
+facets (first, where the whole run is judged); the first step of the run, if the log begins with step 0
+or 1 and goes on to others, because nothing had been updated when its old policy was scored. Of the
+current policy that cannot be said: several minibatches may have been trained on by then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+from offdrift.judge.findings import Context, Row, number
+from offdrift.judge.kl_choice import kl_metrics, kl_of
+from offdrift.judge.readings.levels import ratio_mean_z
+from offdrift.judge.readings.view import Mean, Measured, Table, View
+from offdrift.judge.scatter import moved, normal_score, slope_over
+
+LAG = Table()
+LAG.rows({"lag": ("version_lag/mean", "Mean version lag of the tokens: `version_lag/mean`")}, "update")
+
+
+def at_same_weights(row: Row, context: Context) -> bool | None:
+    """Whether this step's rollouts came from the weights that scored them; None if unknown."""
+    if context.same_weights is not None:
+        return context.same_weights
+    if number(row, "old/exact_frac") == 1:
+        return True
+    lags = (number(row, name) for name in ("old/version_lag", "version_lag/max"))
+    return next((lag == 0 for lag in lags if lag is not None), None)
+
+
+def _lag_rows(context: Context) -> list[Row]:
+    rows = (r for r in context.facets.get("lag", ()) if number(r, "low") is not None)
+    return sorted(rows, key=lambda r: r["low"] or 0)
+
+
+def _middle(rows: Sequence[Row], metric: str) -> float | None:
+    values = [x for row in rows if (x := number(row, metric)) is not None]
+    return median(values) if values else None
+
+
+def _sources_at_same_weights(view: View) -> list[tuple[list[Row], str]]:
+    """Sources of rows at the same weights and what to call them, the best first."""
+    buckets = [r for r in _lag_rows(view.context) if r["low"] == 0][:1]
+    sources = [(list[Row](view.window.same_weights), "at lag 0"), (buckets, "at lag 0")]
+    if view.overall is not None:
+        sources.reverse()
+    first = view.window.first
+    # Without a column of steps all of them are step 0, whatever was updated in between.
+    if first is not None and view.window.step != first["step"] <= 1 and view.on == "mismatch":
+        sources.append(([first], "at the first step"))
+    return sources
+
+
+def _same(view: View, metric: str) -> Measured | None:
+    """A metric at the same weights, from the best source there is."""
+    name = f"{view.on}/{metric}"
+    if view.context.same_weights:
+        return view.first(name)
+    for rows, label in _sources_at_same_weights(view):
+        if (value := _middle(rows, name)) is not None:
+            return Measured(value, f"{name} {label}")
+    return None
+
+
+def _kl_on(view: View, on: str) -> Measured | None:
+    z = ratio_mean_z(view, on)
+    return view.first(*kl_metrics(on, None if z is None else z.value, view.limits["ratio_mean_z"]))
+
+
+@LAG.reading("nat")
+def kl(view: View) -> Measured | None:
+    """KL(rollout || second policy) per token of the engine ratio: exact if recorded, else `{on}/k3` while the
+    mean ratio is within `ratio_mean_z` standard errors of 1 (or nobody knows), else `{on}/k1`."""
+    return _kl_on(view, view.on)
+
+
+LAG.rows(
+    {
+        "k1": ("{on}/k1", "`{on}/k1`: mean(-l), which no record of the sampled distribution makes negative"),
+        "kl_full": (lambda v: _kl_on(v, "full"), "KL(rollout || current) per token, estimated as `kl` is"),
+        "kl_since_old": ("staleness/k3", "k3 of the current policy against the old one: `staleness/k3`"),
+    },
+    "nat",
+)
+LAG.rows(
+    {
+        "same_ckpt": (
+            lambda v: v.context.same_weights,
+            "1 if this whole log was taken at the same weights (the context says so)",
+        ),
+        "pearson_same_ckpt": (lambda v: _same(v, "pearson"), "`{on}/pearson` at the same weights"),
+    }
+)
+
+
+@LAG.reading("nat")
+def kl_same_ckpt(view: View) -> Measured | None:
+    """`kl` at the same weights: the whole log, lag 0, or the first step of the run."""
+    if view.context.same_weights:
+        return kl(view)
+    for rows, label in _sources_at_same_weights(view):
+        if (estimate := kl_of(rows, view.on, view.limits["ratio_mean_z"])) is not None:
+            return Measured(estimate[0], f"{estimate[1]} {label}")
+    return None
+
+
+@LAG.reading()
+def kl_over_same(view: View) -> Measured | None:
+    """`kl` over `kl_same_ckpt`."""
+    now, same = kl(view), kl_same_ckpt(view)
+    if now is None or same is None:
+        return None
+    return Measured(now.value / max(same.value, 1e-6), f"{now.metric}, over that at the same weights")
+
+
+@LAG.reading("update")
+def lag_at_arrival(view: View) -> Measured | None:
+    """Updates from the weights of the old policy to those that a batch's first update found: mean version lag,
+    less that of the old policy and the updates on the batch itself."""
+    since, inside = _updates_since_old(view), view.level("batch/updates_before")
+    return None if since is None else Measured(since - (inside or 0.0), "version_lag/mean")
+
+
+@LAG.reading()
+def kl_same_growth(view: View) -> Measured | None:
+    """`{on}/k3` at lag 0 lately, over that of the first steps at lag 0: medians of five, of fewer in a short
+    run."""
+    # As many first steps as last ones, and never the same. Of fewer than four, one lucky batch would be the baseline.
+    return _growth(view, max(1, view.window.steps_same // 2), 4, 1e-6, "at lag 0, over that of the first steps")
+
+
+@LAG.reading()
+def kl_same_jump(view: View) -> Measured | None:
+    """`{on}/k3` at lag 0 lately (the median of five), over that of the very first step at lag 0."""
+    # The very first step at lag 0 was before anything was updated.
+    return _growth(view, 1, 2, 1e-9, "at lag 0, over that of the first step")
+
+
+def _growth(view: View, early: int, least: int, floor: float, label: str) -> Measured | None:
+    """k3 at lag 0 lately over that of the `early` first steps at lag 0, from `least` such steps on."""
+    name, window = f"{view.on}/k3", view.window
+    now, before = _middle(list(window.same_weights), name), _middle(window.first_same[:early], name)
+    if now is None or before is None or window.steps_same < least:
+        return None
+    return Measured(now / max(before, floor), f"{name} {label}")
+
+
+@LAG.reading()
+def lag_growth(view: View) -> Measured | None:
+    """`{on}/k3` in the upper half of the version lags over k3 in the lower half: by the context's facets, else
+    over the last `window_trend` steps."""
+    name, key = f"{view.on}/k3", "low"
+    rows = [r for r in _lag_rows(view.context) if number(r, name) is not None]
+    if len(rows) < 2:
+        key = "version_lag/mean"
+        rows = [r for r in view.window.rows if key in r and name in r]
+        rows = sorted(rows[-view.size("window_trend") :], key=lambda r: r[key] or 0)
+    if len(rows) < 2 or (rows[-1][key] or 0) - (rows[0][key] or 0) < 0.5:
+        return None
+    middle = ((rows[0][key] or 0) + (rows[-1][key] or 0)) / 2
+    low = _middle([r for r in rows if (r[key] or 0) <= middle], name)
+    high = _middle([r for r in rows if (r[key] or 0) > middle], name)
+    if low is None or high is None:
+        return None
+    return Measured(high / max(low, 1e-6), f"{name} at long lags, over that at short ones")
+
+
+def _updates_since_old(view: View) -> float | None:
+    """Updates between the weights that the old policy has and the current ones; None if unknown."""
+    lag = view.level("version_lag/mean")
+    behind = 0.0 if view.level("old/exact_frac") == 1 else view.level("old/version_lag")
+    return None if lag is None or behind is None else lag - behind
+
+
+@LAG.reading("nat")
+def kl_per_update(view: View) -> Measured | None:
+    """K3 that one update adds: (`full/k3` - k3 at the same weights) / version lag, or `staleness/k3` / updates
+    since the old policy; the larger."""
+    estimates = []
+    total, lag, same = view.level("full/k3"), view.level("version_lag/mean"), _same(view, "k3")
+    if total is not None and lag is not None and lag >= 0.5:
+        estimates.append(Measured((total - (same.value if same else 0.0)) / max(lag, 1.0), "full/k3"))
+    if (inside := view.level("staleness/k3")) is not None:
+        estimates.append(Measured(inside / max(_updates_since_old(view) or 1.0, 1.0), "staleness/k3"))
+    return max(estimates, key=lambda m: m.value, default=None)
+
+
+CLIP = ("objective/clip_frac_active", "staleness/clip_frac")
+LENGTH, GRAD, REWARD = "response/length_mean", "optim/grad_norm", "reward/mean"
+
+TRENDS = Table()
+
+
+def _moved(view: View, values: Sequence[float], sign: int) -> bool:
+    """Whether the level of these steps rose or fell further than they scatter."""
+    limits = {name: view.limits[f"trend_{name}"] for name in ("t", "walk", "drift")}
+    return moved(values, view.size("window_level"), sign, **limits)
+
+
+def _rising(view: View, *metrics: str) -> Measured | None:
+    """1 if the first of these metrics that there is rises over the long window, else 0."""
+    for metric in metrics:
+        if values := view.window.column(metric, view.size("window_long")):
+            enough = len(values) >= view.size("window_trend")
+            rises = enough and slope_over(values) > view.limits["trend_change"]
+            return Measured(float(rises and _moved(view, values, 1)), metric)
+    return None
+
+
+TRENDS.rows(
+    {
+        "clip_frac": (
+            lambda v: v.first(*CLIP),
+            "Share of tokens whose loss the clip changed: `objective/clip_frac_active`, else `staleness/clip_frac`",
+        ),
+        "clip_rising": (
+            lambda v: _rising(v, *CLIP),
+            "1 if it rises: least-squares line over the last `window_long` steps (of a younger run, all; at least "
+            "`window_trend`) with relative change > `trend_change`, and its level moved by more than `trend_t`, "
+            "`trend_walk` or `trend_drift`, errors for autocorrelated steps",
+        ),
+        "proxy3_rising": (
+            lambda v: _rising(v, "variance_proxy/proxy3_pure_noise", "optim/proxy3_pure_noise"),
+            "1 if gradient variance proxy 3, `variance_proxy/proxy3_pure_noise`, rises in the same sense",
+        ),
+    }
+)
+
+
+@TRENDS.reading()
+def len_ratio(view: View) -> Measured | None:
+    """Mean response length now over that `window_long` steps ago, or at the start of a younger run; medians of
+    `window_level` steps; 1 while lengths rise by less than `trend_t`, `trend_walk` and `trend_drift`, errors
+    for autocorrelated steps, absent before `window_young` steps."""
+    width = view.size("window_level")
+    values = view.window.since(LENGTH, view.size("window_long"), width, view.size("window_young"))
+    if not values or (before := median(values[:width])) <= 0:
+        return None
+    now = median(values[-width:])
+    rose = now > before and _moved(view, values, 1)
+    return Measured(now / before if rose or now < before else 1.0, LENGTH)
+
+
+@TRENDS.reading()
+def grad_spike(view: View) -> Measured | None:
+    """Largest gradient norm of the last `window_level` steps over the median of the `window_long` before."""
+    values = view.window.column(GRAD, view.size("window_long"))
+    width = view.size("window_level")
+    if len(values) < 2 * width or (usual := median(values[:-width])) <= 0:
+        return None
+    return Measured(max(values[-width:]) / usual, GRAD)
+
+
+@TRENDS.reading()
+def ess_left(view: View) -> Measured | None:
+    """Effective sample size lately over its median in the `window_long` steps before: of sequence weights on
+    `full` or `mismatch`, else `weight/ess_frac`; 1 while it falls by less than `trend_t`, `trend_walk` and
+    `trend_drift`, errors for autocorrelated steps."""
+    width = view.size("window_level")
+    for metric in ("full/ess_seq_frac", "mismatch/ess_seq_frac", "weight/ess_frac"):
+        values = view.window.column(metric, view.size("window_long"))
+        if len(values) >= 2 * width and (usual := median(values[:-width])) > 0:
+            left = median(values[-width:]) / usual
+            fell = left < 1 and _moved(view, values, -1)
+            return Measured(left if fell else max(left, 1.0), metric)
+    return None
+
+
+@TRENDS.reading()
+def reward_drop(view: View) -> Measured | None:
+    """1 - mean reward of the last `window_trend` steps over the best such mean, for positive rewards; 0 while the
+    fall is within `trend_t` errors of both means, and within `trend_t`, `trend_walk` and `trend_drift` over
+    the last `window_long` steps, for autocorrelated steps."""
+    values = view.recent(REWARD)
+    best = view.window.best_reward
+    if len(values) < view.size("window_trend") or best is None or best.value <= 0:
+        return None
+    now = Mean.of(values)
+    lost = best.value - now.value
+    if lost <= 0:
+        return Measured(0.0, REWARD)
+    # The best of many windows is also the luckiest: its own scatter counts, and rare rewards leave
+    # none in a window that has lost them all. Twenty steps alone tell too little of their own.
+    error = math.hypot(best.error, max(now.error, best.error))
+    surely = error == 0 or normal_score(lost / error, best.dof) > view.limits["trend_t"]
+    fell = surely or _moved(view, view.window.column(REWARD, view.size("window_long")), -1)
+    return Measured(lost / best.value if fell else 0.0, REWARD)
+
+
+@TRENDS.reading()
+def lr_ratio(view: View) -> Measured | None:
+    """Learning rate now over its largest in the window: `optim/lr_scale`, else `optim/lr`."""
+    for metric in ("optim/lr_scale", "optim/lr"):
+        values = view.window.column(metric)
+        if values and max(values) > 0:
+            return Measured(values[-1] / max(values), metric)
+    return None
+
+
+@TRENDS.reading()
+def clip_widened(view: View) -> Measured | None:
+    """Upper clip distance now over its smallest in the window: `objective/eps_high`."""
+    values = view.window.column("objective/eps_high")
+    return Measured(values[-1] / min(values), "objective/eps_high") if values and min(values) > 0 else None
