@@ -1,19 +1,19 @@
-"""Ray that is started for a run can be reached from this machine only."""
+"""Ray that is started for a run can be reached from this machine only, and its workers get their share of it."""
 
 import subprocess
 import sys
 
 SCRIPT = """
-import psutil, ray
+import os, psutil, ray
 from offdrift.engines.isolation import start_local_ray
 start_local_ray(num_cpus=1)
 
 @ray.remote
 class Worker:
-    def answer(self):
-        return 42
+    def niceness(self):
+        return os.nice(0)
 
-assert ray.get(Worker.remote().answer.remote()) == 42
+print("niceness", os.nice(0), ray.get(Worker.remote().niceness.remote()), flush=True)
 me = psutil.Process()
 for process in [me, *me.children(recursive=True)]:
     for socket in process.net_connections("inet"):
@@ -23,9 +23,10 @@ ray.shutdown()
 """
 
 
-def test_every_server_of_a_local_ray_listens_on_loopback():
+def test_every_server_of_a_local_ray_listens_on_loopback_and_workers_are_as_nice_as_the_trainer():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    listening = [line.split() for line in done.stdout.splitlines()]
+    (_, trainer, worker), *listening = [line.split() for line in done.stdout.splitlines()]
+    assert worker == trainer
     assert {"raylet", "gcs_server"} <= {name for name, _ in listening}
     assert {ip.removeprefix("::ffff:") for _, ip in listening} == {"127.0.0.1"}

@@ -56,6 +56,8 @@ def start_local_ray(**options: Any) -> None:
     Raises: `ImportError` without Ray; what `ray.init` raises.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray's workers would yield (nice 15) to every other process, also to the trainer that waits for them.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
     from ray._private import ray_constants as constants
 

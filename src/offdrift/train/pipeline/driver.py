@@ -340,7 +340,7 @@ class Driver:
         self.seconds["load"] += report.load_seconds
         for version in report.loaded:
             scheduler.loaded(name, version // self._steps)
-        for delta, end in zip(report.deltas(), report.ends, strict=True):
+        for delta, end, count in zip(report.deltas(), report.ends, report.counts, strict=True):
             self._fruitless = 0
             key = Key(*map(int, delta.key.split(".")))
             drawn = self.groups.get(key.group, {}).get(key.sibling)
@@ -350,12 +350,12 @@ class Driver:
             drawn.worker = name
             version = delta.version // self._steps
             if end is None:
-                scheduler.drawn(key, len(delta.tokens), version)
+                scheduler.drawn(key, count, version)
             elif end == "slice":
-                scheduler.sliced(key, len(delta.tokens), version)
+                scheduler.sliced(key, count, version)
             else:
                 drawn.generation_seconds = now - drawn.started
-                scheduler.finished(key, len(delta.tokens), version)
+                scheduler.finished(key, count, version)
 
     def _up(self, name: str) -> None:
         """A worker can be given orders; it has the weights of a checkpoint, which nothing is drawn by."""

@@ -106,10 +106,15 @@ class Report(NamedTuple):
         counts, start = list(self.counts), 0
         # Copies: a view would keep the draws of all responses in memory.
         columns = (x.clone() for x in self.tokens.split(counts)), (x.clone() for x in self.logp.split(counts))
-        for key, version, end, tokens, logp in zip(self.keys, self.versions, self.ends, *columns, strict=True):
-            rows, start = torch.arange(start, start + len(tokens)), start + len(tokens)
-            evidence = None if self.evidence is None else evidence_at(self.evidence, rows)
-            support = None if self.support is None else self.support.select(rows)
+        for key, version, end, count, tokens, logp in zip(
+            self.keys, self.versions, self.ends, counts, *columns, strict=True
+        ):
+            evidence, support = self.evidence, self.support
+            if evidence is not None or support is not None:
+                rows = torch.arange(start, start + count)
+                evidence = None if evidence is None else evidence_at(evidence, rows)
+                support = None if support is None else support.select(rows)
+            start += count
             finish: Any = None if end == "slice" else end
             yield Delta(key, version, tokens, logp, evidence, finish, support)
 
