@@ -221,6 +221,7 @@ CHEAP = (
     "bound --T 64 --delta 1e-4",
     "bound --T 64 --solve delta",
     "lab length-bias --sequences 20",
+    "lab routing --pairs 2 --steps 1",
     "methods",
     "methods gspo",
 )

@@ -54,6 +54,7 @@ def test_frontier_shows_every_family_the_verdict_and_how_each_number_was_found(o
         (("length-bias", "--violation", "2"), "violation = 2"),
         (("length-bias", "--same-at", "5000"), "--same-at 5000"),
         (("length-bias", "--recording", "nowhere.npz"), "nowhere.npz"),
+        (("routing", "--top-k", "9"), "top_k = 9; there are 4 experts"),
         (("coverage", "--worlds", "benign,malign"), "'malign' is none of benign, shared-fate"),
         (("coverage", "--alpha", "0.2"), "--alpha 0.2"),
     ],
@@ -98,6 +99,18 @@ def test_length_bias_tells_decay_from_constant(offdrift, tmp_path):
     worst = next(r for r in found if r["gate"] == "trm_max")
     assert worst["exponent"] == pytest.approx(1.0, abs=0.1)
     assert len(worst["lengths"]) == len(worst["acceptance"]) == 9
+
+
+def test_routing_shows_a_row_for_each_way_of_replay(offdrift):
+    done = offdrift("lab", "routing", "--pairs", "20", "--steps", "2", "--mismatch", "0", "--update", "0")
+    assert done.code == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.strip().endswith(tuple("0123456789"))]
+    assert [row[0] for row in rows] == ["own", "R3,", "R2,", "reference"], done.stdout
+    assert rows[0][1] == "-"  # no surrogate to be a share of
+    assert "…" not in done.stdout
+    done = offdrift("lab", "routing", "--pairs", "20", "--top-k", "1", "--json")
+    result = {row["scheme"]: row for row in json.loads(done.stdout)["schemes"]}
+    assert result["r3"]["alpha_1_seen"] < 1e-12 < result["own"]["alpha_1_seen"]
 
 
 def test_coverage_shows_each_world_and_certificate(offdrift):

@@ -1,4 +1,4 @@
-"""`offdrift lab`: experiments on error bounds, certificates, gradients, and gates against length."""
+"""`offdrift lab`: experiments on error bounds, certificates, gradients, gates against length, and routing replay."""
 
 from __future__ import annotations
 
@@ -313,3 +313,50 @@ def length_bias(
             caption="Share of sequences accepted, 95 % intervals. TRM paper, Appendix F, Table 2.",
         )
     _next_picture(screen, out, "length-bias")
+
+
+@lab.command()
+def routing(
+    screen: Screen,
+    pairs: Annotated[int, typer.Option(help="Random mixtures of experts.", min=2)] = 400,
+    experts: Annotated[int, typer.Option(help="Experts at every context.", min=2)] = 4,
+    top_k: Annotated[int, typer.Option(help="Experts that act at a context.", min=1)] = 2,
+    mismatch: Annotated[
+        float, typer.Option(help="Noise of the rollout engine's router logits, standard deviation.", min=0)
+    ] = 0.3,
+    update: Annotated[
+        float, typer.Option(help="Size of the update of router and experts, standard deviation.", min=0)
+    ] = 0.3,
+    steps: Annotated[int, typer.Option(help="Steps of gradient ascent on each surrogate.", min=1)] = 20,
+    seed: Annotated[int, typer.Option(help="Seed of mixtures, noise and rewards.")] = 0,
+) -> None:
+    """What does routing replay optimize, and is it the policy that draws the next batch?
+
+    Surrogates under the trainer's own routes, the rollout's (R3), the old policy's (R2) and frozen gates
+    (reference-router replay), on mixtures small enough to enumerate: their distance from the true
+    surrogate, the total variations that a loss sees, their gradients, and the return that ascent on each gains.
+
+    \b
+    offdrift lab routing
+    offdrift lab routing --top-k 1
+    offdrift lab routing --mismatch 1 --update 0.1
+    """
+    from offdrift.lab.routing import experiment
+    from offdrift.lab.views import routing_table
+
+    result = experiment(pairs, experts=experts, top_k=top_k, mismatch=mismatch, update=update, steps=steps, seed=seed)
+    if screen.as_json:
+        about = {"pairs": pairs, "experts": experts, "top_k": top_k, "mismatch": mismatch, "update": update}
+        about |= {"steps": steps, "seed": seed, "versions": {n: version(n) for n in ("offdrift", "torch")}}
+        screen.json(about | {"schemes": result})
+    else:
+        screen.show(routing_table(result, steps=steps))
+        screen.out.print(
+            "error: |L' - L| / |L|, from the one with own routes. α0 = max TV(old, pi), α1 = max TV(mu, old) as the "
+            "forward passes see them; the policy that draws next has those of the first row. cos: with the first "
+            "row's gradient. var: of one sequence's gradient. router: share of the squared gradient. Medians; "
+            "gain: mean of J with own routes, ± its standard error.",
+            style="dim",
+            markup=False,
+        )
+    screen.next("offdrift methods r3", "what replays routes in a run, and how to switch it on")

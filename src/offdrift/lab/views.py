@@ -1,4 +1,4 @@
-"""Tables, figures and JSON of the lab's experiments: frontier, length bias, bounds, coverage."""
+"""Tables, figures and JSON of the lab's experiments: frontier, length bias, routing replay, bounds, coverage."""
 
 from __future__ import annotations
 
@@ -181,6 +181,32 @@ def length_bias_panels(results: Sequence[tuple[str, Sequence[Curve]]]) -> list[C
 def length_bias_rows(results: Sequence[tuple[str, Sequence[Curve]]]) -> list[dict[str, Any]]:
     """The same numbers, ready for JSON."""
     return [{"stream": title, **vars(c), "verdict": length_verdict(c)} for title, cs in results for c in cs]
+
+
+SCHEMES = {"own": "own", "r3": "R3, mu's", "r2": "R2, old's", "reference": "reference"}
+
+
+def routing_table(rows: Sequence[Mapping[str, Any]], *, steps: int) -> Table:
+    """One row per scheme of `lab.routing`; the first computes the policy that draws."""
+    table = _table(
+        f"Surrogates under routing replay, and what {steps} steps of ascent on each gain",
+        left=["routes"],
+        right=["error", "α0", "α1", "cos", "var", "router", "gain", "±"],
+    )
+    for row in rows:
+        error = row["surrogate_error"]
+        table.add_row(
+            SCHEMES[row["scheme"]],
+            "-" if error is None else f"{error:.0%}",
+            f"{row['alpha_0_seen']:.3f}",
+            f"{row['alpha_1_seen']:.3f}",
+            f"{row['cosine']:.3f}",
+            f"x{row['variance_ratio']:.2f}",
+            f"{row['router_share']:.0%}",
+            f"{row['gain']:.4f}",
+            f"{row['gain_se']:.4f}",
+        )
+    return table
 
 
 BOUND_LABELS = (
