@@ -123,6 +123,7 @@ SYSTEM_COLUMNS = {
     "models": lambda row: row["model_class"],
     "when it fails": lambda row: cell(row["fails"]),
     "where it would be": lambda row: cell(row["where"]),
+    "run it here": lambda row: code(row["command"]) if row["command"] else "",
     "to watch": lambda row: "<br>".join(map(code, row["watch"])),
     "correct what it leaves with": lambda row: ", ".join(map(code, row["related"])),
     "status": lambda row: row["status"],

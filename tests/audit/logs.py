@@ -32,6 +32,7 @@ ALL = (
     "old_status",
     "truncated",
     "workers",
+    "drawn_by",
     "texts",
 )
 
@@ -187,6 +188,7 @@ def make_log(
         "truncated": torch.randint(0, 2, (b,), generator=g),
         "old_status": torch.randint(0, 4, (b,), generator=g),
         "workers": tuple(("node-1/0", "node-1/1", "", "node-2")[i % 4] for i in range(b)),
+        "drawn_by": tuple(("vllm", "sglang")[i % 2] for i in range(b)),
     }
     chosen = {name: x for name, x in values.items() if name in fields}
     if "texts" in fields:

@@ -206,7 +206,7 @@ def test_the_standard_error_of_a_worker_is_the_scatter_of_its_mean() -> None:
 def test_of_very_many_workers_the_first_by_name_have_rows_however_parts_are_merged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(facets, "WORKERS", 3)
+    monkeypatch.setattr(facets, "NAMES", 3)
     log = replace(make_log(0, lengths=[5] * 12), workers=tuple("jklabcdefghi"))
     whole = Facets.of(log)[0]
     parts = [Facets.of(log.cut(i, i + 2))[0] for i in range(0, 12, 2)]
@@ -217,7 +217,7 @@ def test_of_very_many_workers_the_first_by_name_have_rows_however_parts_are_merg
     assert whole.rows()["worker"][0]["sequences"] == 9
     long = replace(log, workers=("x" * 10**6,) * 12)
     (row,) = Facets.of(long)[0].rows()["worker"]
-    assert row["label"] == "x" * facets.LONGEST_NAME
+    assert row["label"] == "x" * facets.NAMED["worker"][1]
 
 
 def test_a_nan_advantage_is_no_sign():

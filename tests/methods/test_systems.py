@@ -1,6 +1,7 @@
 """Every row of the survey's comparison map is here, as a method, as a system, or as both."""
 
 import importlib
+import shlex
 from dataclasses import fields
 
 import pytest
@@ -94,7 +95,8 @@ def test_a_system_says_where_it_would_be_and_nothing_that_is_not_here(name):
     for field in fields(System):
         said = getattr(row, field.name)
         if isinstance(said, str):
-            assert said == said.strip() != "", field.name
+            assert said == said.strip(), field.name
+            assert said or field.name == "run"
             assert "\n" not in said
     assert row.related
     assert set(row.related) <= set(METHODS) | set(SYSTEMS)
@@ -150,6 +152,25 @@ def test_every_recipe_value_that_a_system_names_exists():
     assert not load_recipe("recipes/tiny-moe.toml", changes=changes).replay.support
 
 
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_what_runs_a_system_is_a_recipe_that_is_accepted_and_nothing_claims_more(name):
+    from offdrift.train.recipe import load_recipe
+
+    row = SYSTEMS[name]
+    claims = any(words in row.where for words in ("the trainer: ", "in the trainer ", "--set ", "offdrift schedules"))
+    assert claims == bool(row.run)
+    if row.run:
+        path, *words = shlex.split(row.run)
+        assert set(words[::2]) <= {"--set", "--arms"}
+        changes = [value for flag, value in zip(words[::2], words[1::2], strict=True) if flag == "--set"]
+        arms = row.run.partition("--arms ")[2]
+        recipe = load_recipe(path, changes=changes)
+        assert set(arms.split(",")) <= set(recipe.arms)
+        for arm in arms.split(","):
+            assert recipe.row(arm)
+    assert catalog()[name]["command"] == (f"offdrift train {row.run}" if row.run else None)
+
+
 def test_systems_have_every_fact_that_lists_and_filters_read():
     rows = catalog()
     method, system = rows["trm_max"], find("R3")
@@ -164,7 +185,6 @@ def test_systems_have_every_fact_that_lists_and_filters_read():
         "parts",
         "settings",
     }
-    only_methods |= {"command"}
     assert set(method) - set(system) == only_methods
     assert system["kind"] == "system"
     assert "not part of a loss" in system["where"]

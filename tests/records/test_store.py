@@ -181,6 +181,7 @@ def test_a_log_of_rollouts_names_their_workers_and_times(tmp_path: Path) -> None
         assert back.workers == ("worker-0", "worker-1", "worker-0")
         assert back.queue_seconds.tolist() == [0.5, 0.0, 3.25]
         assert back.generation_seconds.tolist() == [2.0, 0.125, 7.5]
+        assert {replace(Provenance.from_text(t), recorded=()) for t in back.drawn_by} == {drawn.provenance}
 
 
 def test_a_killed_writer_leaves_the_old_file(tmp_path, monkeypatch):

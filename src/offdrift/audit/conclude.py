@@ -20,6 +20,7 @@ from offdrift.judge import Context, Rules, diagnose, escalate, load_rules, verdi
 from offdrift.judge.kl_choice import kl_of
 from offdrift.judge.verdict import Action, correlation_broken
 from offdrift.records.atomic import plain, write_json
+from offdrift.records.rollouts import Sampling
 
 FORMAT = 1
 FILE_NAME = "audit.json"
@@ -61,7 +62,7 @@ def conclude(
         axis: [{**_numbers(row), "label": row["label"]} for row in rows] for axis, rows in tally["facets"].items()
     }
     context = context or Context(framework=source.framework)
-    context = replace(context, overall=overall, facets=facets)
+    context = replace(informed(context, tally["facets"]["drawn_by"]), overall=overall, facets=facets)
     findings = diagnose([_numbers(step) for step in tally["steps"]], context=context, rules=rules)
     limits = (rules or load_rules()).limits
     methods = [] if part.counterfactual is None else part.counterfactual.table()
@@ -95,6 +96,28 @@ def conclude(
         "certificate": (part.proof or Proof()).as_dict(of=of, look=look),
     }
     return plain(audit)
+
+
+def informed(context: Context, drawn_by: Sequence[Mapping[str, Any]]) -> Context:
+    """The context with what the log itself says of how it was drawn, where the context does not know.
+
+    Several engines: the worst is taken, and a temperature only if it is everybody's.
+
+    Args:
+        drawn_by: rows with "provenance", as in the audit's facets.
+    """
+    stated = [row["provenance"] for row in drawn_by if row["provenance"]]
+    if not stated:
+        return context
+    temperatures = {p["sampling"]["temperature"] for p in stated}
+    filtered = [p for p in stated if Sampling(**p["sampling"]).filtered]
+    warped = [p for p in stated if Sampling(**p["sampling"]).filtered or p["sampling"]["temperature"] != 1]
+    own = {
+        "temperature": temperatures.pop() if len(temperatures) == 1 else None,
+        "filter_replayed": all("support" in p["replayed"] for p in filtered) if filtered else None,
+        "raw_stated": any(p["logprobs"] == "raw" for p in warped),
+    }
+    return replace(context, **{name: x for name, x in own.items() if getattr(context, name) is None})
 
 
 def read_audit(path: Path) -> dict[str, Any]:

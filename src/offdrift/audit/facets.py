@@ -1,16 +1,16 @@
-"""`Facets`: metrics by length, position, sign of the advantage, policy lag and token class, and by rollout worker.
+"""`Facets`: metrics by length, position, sign of the advantage, policy lag and token class, by worker and by engine.
 
 A token falls into one cell of the product of all axes, so that every sum is scattered once and then added up along
-each axis. Only the tables by axis are kept: parts whose logs hold different fields add up. Workers, whose names are
-known from the log alone, are no such axis: the sums of their sequences are added up.
+each axis. Only the tables by axis are kept: parts whose logs hold different fields add up. What has names that are
+known from the log alone (`NAMED`) is no such axis: the sums of its sequences are added up.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -19,8 +19,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from offdrift.errors import BadValueError
 from offdrift.numerics import BLOCK, at_least_float32, clamped
 from offdrift.records.batch import Logged
+from offdrift.records.rollouts import Provenance
 from offdrift.stats import METRICS
 from offdrift.stats.drift import SECOND, TOKEN_LOGS
 from offdrift.stats.signature import PerSequence
@@ -237,17 +239,17 @@ class Facets:
     sums: Mapping[str, np.ndarray] = field(default_factory=dict)
     maxima: Mapping[str, np.ndarray] = field(default_factory=dict)
     logs: Mapping[str, np.ndarray] = field(default_factory=dict)
-    workers: Mapping[str, Facets] = field(default_factory=dict)
-    """Of the sequences of each rollout worker, one bucket under `worker/column`: see `_by_worker`."""
+    named: Mapping[str, Mapping[str, Facets]] = field(default_factory=dict)
+    """For each of `NAMED`, by name: of the sequences of that name, one bucket under `axis/column`; see `_by_name`."""
 
     @staticmethod
     def of(batch: Logged) -> tuple[Facets, dict[str, PerSequence]]:
         """Summarize one batch, also by sequence for each of its ratios to the rollout policy."""
         if batch.logp_rollout is None or not batch.num_tokens:
-            return Facets(_by_length(batch, {}), workers=_by_worker(batch, {})), {}
+            return Facets(_by_length(batch, {}), named=_by_name(batch, {})), {}
         sums, maxima, logs, per_sequence = _summed(batch)
         sums = {**_by_length(batch, per_sequence), **sums}
-        return Facets(sums, maxima, logs, _by_worker(batch, per_sequence)), per_sequence
+        return Facets(sums, maxima, logs, _by_name(batch, per_sequence)), per_sequence
 
     def merge(self, other: Facets) -> Facets:
         """The sums of both."""
@@ -255,7 +257,7 @@ class Facets:
             joined(np.add, self.sums, other.sums),
             joined(np.maximum, self.maxima, other.maxima),
             joined(np.logaddexp, self.logs, other.logs),
-            fewest(joined(Facets.merge, self.workers, other.workers)),
+            joined(lambda a, b: fewest(joined(Facets.merge, a, b)), self.named, other.named),
         )
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
@@ -264,9 +266,12 @@ class Facets:
         for name, axis in AXES.items():
             rows = (self._row(name, axis, i) for i in range(len(axis)))
             tables[name] = [r for r in rows if name == "length" or r["sequences"]]
-        tables["worker"] = [
-            own._row("worker", Axis((name,), (None,), (None,)), 0) for name, own in sorted(self.workers.items())
-        ]
+        for kind in NAMED:
+            tables[kind] = [
+                own._row(kind, Axis((name,), (None,), (None,)), 0)
+                for name, own in sorted(self.named.get(kind, {}).items())
+            ]
+        tables["drawn_by"] = [{**row, **_stated(row["label"])} for row in tables["drawn_by"]]
         return tables
 
     def _row(self, name: str, axis: Axis, i: int) -> dict[str, Any]:
@@ -288,7 +293,7 @@ class Facets:
             on = key.removesuffix("/abs_max")
             n, excess = numbers[f"{on}/n"], numbers[f"{on}/excess"]
             numbers[f"{on}/w"] = n + excess
-            if name != "worker":
+            if name not in NAMED:
                 numbers[f"{on}/w2"] = n + 2 * excess + numbers[f"{on}/excess_sq"]
             numbers[f"{on}/k3"] = excess - numbers[f"{on}/l_limited"]
             numbers[f"{on}/l_max"] = numbers[f"{on}/-l_min"] = worst
@@ -344,39 +349,57 @@ def _by_length(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> dict[s
     return sums
 
 
-WORKERS = 256
-"""Workers with a row of their own, the first by name."""
-LONGEST_NAME = 80
-"""Characters of a worker's name: longer ones that begin alike are one."""
-OTHERS, UNNAMED = "(other workers)", "(no name)"
-"""Rows of the workers beyond, and of the responses whose worker the log does not name."""
+NAMED: Mapping[str, tuple[str, int]] = {"worker": ("workers", 80), "drawn_by": ("drawn_by", 2000)}
+"""Axes whose buckets have names: the field of the log that holds them, and how many characters of them count. Longer
+names that begin alike are one."""
+NAMES = 256
+"""Names with a row of their own along each axis, the first in their order."""
+OTHERS, UNNAMED = "(others)", "(no name)"
+"""Rows of the names beyond, and of the responses for which the log gives none."""
 
 
-def worker_name(name: str) -> str:
-    """What a log calls a worker, as a row is called."""
-    return name[:LONGEST_NAME] or UNNAMED
+def name_of(kind: str, name: str) -> str:
+    """What a log calls a worker (or another of `NAMED`), as a row is called."""
+    return name[: NAMED[kind][1]] or UNNAMED
 
 
-def fewest(workers: Mapping[str, Facets]) -> dict[str, Facets]:
-    """The first `WORKERS` by name; those beyond are one. However parts are merged, the same are left."""
-    names = sorted(workers.keys() - {OTHERS})
-    beyond = [workers[name] for name in (*names[WORKERS:], *([OTHERS] if OTHERS in workers else []))]
-    kept = {name: workers[name] for name in names[:WORKERS]}
+def fewest(names: Mapping[str, Facets]) -> dict[str, Facets]:
+    """The first `NAMES` in order; those beyond are one. However parts are merged, the same are left."""
+    ordered = sorted(names.keys() - {OTHERS})
+    beyond = [names[name] for name in (*ordered[NAMES:], *([OTHERS] if OTHERS in names else []))]
+    kept = {name: names[name] for name in ordered[:NAMES]}
     return kept | ({OTHERS: functools.reduce(Facets.merge, beyond)} if beyond else {})
 
 
-def _by_worker(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> dict[str, Facets]:
-    """What the sequences of each rollout worker add up to; the worker that ended a response has all of it.
+def _by_name(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> dict[str, dict[str, Facets]]:
+    """What the sequences of each name add up to; the worker that ended a response has all of it.
 
     k3 is the sum of e^l - 1, l limited at 20 nats, less that of l: as in `PerSequence`.
     """
-    if batch.workers is None:
-        return {}
-    names, index = np.unique([*map(worker_name, batch.workers)], return_inverse=True)
-    worker, lengths = torch.from_numpy(index), batch.cu_seqlens.diff().double()
+    axes: dict[str, dict[str, Facets]] = {}
+    for kind, (field_name, _) in NAMED.items():
+        if (texts := getattr(batch, field_name)) is not None:
+            axes[kind] = _of_names(batch, per_sequence, kind, texts)
+    return axes
+
+
+def _stated(text: str) -> dict[str, Any]:
+    """A short label, and provenance as plain data; None where the log has words of its own."""
+    try:
+        provenance = Provenance.from_text(text)
+    except BadValueError:
+        return {"label": text[:80], "provenance": None}
+    return {"label": str(provenance), "provenance": asdict(provenance)}
+
+
+def _of_names(
+    batch: Logged, per_sequence: Mapping[str, PerSequence], kind: str, texts: Sequence[str]
+) -> dict[str, Facets]:
+    names, index = np.unique([name_of(kind, text) for text in texts], return_inverse=True)
+    place, lengths = torch.from_numpy(index), batch.cu_seqlens.diff().double()
 
     def added(x: Tensor) -> np.ndarray:
-        return torch.bincount(worker, x.double(), len(names)).numpy()
+        return torch.bincount(place, x.double(), len(names)).numpy()
 
     sums = {"sequences": added(torch.ones(len(index))), "tokens": added(lengths)}
     if batch.rewards is not None:
@@ -395,11 +418,11 @@ def _by_worker(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> dict[s
             **{f"accepted_{gate}": accepted for gate, accepted in s.accepted().items()},
         }  # fmt: skip
         sums |= {f"{on}/{name}": added(x) for name, x in columns.items()}
-        largest = torch.zeros(len(names), dtype=s.worst.dtype).scatter_reduce_(0, worker, s.worst, "amax")
+        largest = torch.zeros(len(names), dtype=s.worst.dtype).scatter_reduce_(0, place, s.worst, "amax")
         maxima[f"{on}/abs_max"] = largest.double().numpy()
     own: dict[str, Facets] = {}
     for i, name in enumerate(names):
-        added_up, largest = ({f"worker/{k}": x[[i]] for k, x in table.items()} for table in (sums, maxima))
+        added_up, largest = ({f"{kind}/{k}": x[[i]] for k, x in table.items()} for table in (sums, maxima))
         own[str(name)] = Facets(added_up, largest)
     return fewest(own)
 

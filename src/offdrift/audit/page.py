@@ -14,7 +14,7 @@ from typing import Any
 
 from offdrift.audit.charts import along, choices, explorable, histogram_chart, inhabited, labels, over_time
 from offdrift.audit.method_table import method_columns, tried, untried
-from offdrift.audit.view import missing, unanswered
+from offdrift.audit.view import drawn_by, missing, unanswered
 from offdrift.show.charts import PAIR_COLORS, PAIR_DASHES, Columns, chart_data, rounded
 from offdrift.show.headline import PAIRS, all_numbers, best_numbers, common_context, headlines, length_unit, meaning_of
 from offdrift.show.html import render_document, write_document
@@ -34,6 +34,7 @@ FACETS = {
     "lag": "by policy lag",
     "token_class": "by token class",
     "worker": "by rollout worker",
+    "drawn_by": "by what drew",
 }
 OF_FACETS = ("version_lag/mean", "worst_frac")
 """What the tables by bucket show beside drift, where it is known."""
@@ -221,6 +222,7 @@ def provenance(audit: Fields) -> list[tuple[str, str]]:
     pairs = [
         *((k, clipped(v, 500)) for k, v in sources),
         *((f"counts.{k}", v) for k, v in flatten(mapping(audit.get("counts")))),
+        *((f"drawn by {i}" if i > 1 else "drawn by", engine) for i, engine in enumerate(drawn_by(audit), 1)),
         ("fields of the log", ", ".join(text(x) for x in items(audit.get("has")))),
         ("steps per point", f"{per_point:,.0f}" if per_point > 1 else ""),
         ("audited with", f"offdrift {text(audit.get('offdrift'))}".strip()),

@@ -31,7 +31,7 @@ from offdrift.errors import EngineError, RecordError
 from offdrift.records.atomic import write_atomically
 from offdrift.records.readers import Piece, fingerprint
 
-LAYOUT = 4
+LAYOUT = 5
 """Layout of stored parts; a part of another layout is made again."""
 
 Run = Callable[[Job, list[Piece]], Iterator[bytes]]

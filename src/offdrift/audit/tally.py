@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from offdrift.audit.facets import OTHERS, Facets, by_step, chunks, joined, runs, worker_name
+from offdrift.audit.facets import NAMED, OTHERS, Facets, by_step, chunks, joined, name_of, runs
 from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import at_least_float32, clamped, one_thread
@@ -163,7 +163,7 @@ def _turn_starts(batch: Logged, start: int, end: int) -> list[int] | None:
 
 
 def _place(batch: Logged, i: int, file: str) -> Entry:
-    worker = {} if batch.workers is None else {"worker": worker_name(batch.workers[i])}
+    worker = {} if batch.workers is None else {"worker": name_of("worker", batch.workers[i])}
     return {"step": int(batch.step[i]), "file": file, "row": int(batch.row[i]), **worker}
 
 
@@ -420,8 +420,9 @@ class Tally:
         overall      metrics of the whole log; grade and quantiles are beside it
         steps        the same of each step; beyond 2000 steps, of `steps_per_point` step numbers
         histograms   of the log-ratio by ratio
-        facets       metrics by length, position, advantage, lag and token class, and by worker: there `worst_frac`
-                     is its share of `worst`'s sequences, `{on}/k3_se` a standard error, clustered by sequence
+        facets       metrics by length, position, advantage, lag and token class, by worker and by what drew: there
+                     `{on}/k3_se` is a standard error, clustered by sequence, and a worker's `worst_frac` its share
+                     of `worst`'s sequences
         worst        sequences and tokens
         """
         whole, timeline = self.timeline.whole(), self.timeline
@@ -466,7 +467,7 @@ class Tally:
                 "has": [name for name in content["has"] if name not in ("version", "rollout_version")],
                 "overall": ageless(content["overall"]),
                 "steps": [ageless(step) for step in content["steps"]],
-                "facets": {**facets, "lag": [], "worker": [ageless(row) for row in facets["worker"]]},
+                "facets": {**facets, "lag": []} | {kind: [ageless(row) for row in facets[kind]] for kind in NAMED},
             }
         return content
 

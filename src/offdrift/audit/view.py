@@ -30,6 +30,8 @@ def audit_view(audit: Fields, width: int = 100) -> RenderableType:
     if detected := text(at(audit, "source", "detected")):
         parts.append(Text(safe(detected)))
     parts.append(Text(" · ".join(count_words(audit)), style="dim"))
+    if engines := drawn_by(audit):
+        parts.append(Text(f"drawn by {'; '.join(map(safe, engines))}", style="dim"))
     if sentences := missing(audit):
         parts.append(Text("\n".join(safe(x) for x in sentences), style="yellow"))
     parts += [verdict_view(audit.get("verdict"), width=width), _numbers(headlines(audit), width)]
@@ -93,6 +95,17 @@ def unanswered(audit: Fields) -> Unanswered:
         [(text(q.get("question")), text(q.get("because"))) for q in questions],
         [(x, f"for {', '.join(n)}" if len(questions) > 1 else "") for x, n in needed.items()],
     )
+
+
+def drawn_by(audit: Fields) -> list[str]:
+    """What drew the responses, as far as the log says, with its share of them if it is not alone."""
+    table = rows(at(audit, "facets", "drawn_by"))
+    ordered = sorted(table, key=lambda row: -(number(row.get("sequences")) or 0))
+    total = sum(number(row.get("sequences")) or 0 for row in table)
+    if len(table) == 1:
+        return [text(ordered[0].get("label"))]
+    shown = [f"{text(row.get('label'))} ({(number(row.get('sequences')) or 0) / total:.0%})" for row in ordered[:3]]
+    return [*shown, f"{len(table) - 3} more"] if len(table) > 3 else shown
 
 
 def missing(audit: Fields) -> list[str]:

@@ -182,7 +182,7 @@ class Log:
             self.grew.pop(step, None)
             self.last_step = step
             (row,) = tally.as_dict()["steps"]
-            self.recent.append(Facets(workers=tally.facets.workers))
+            self.recent.append(Facets(named=tally.facets.named))
             workers = functools.reduce(Facets.merge, self.recent).rows()["worker"]
             versions = tally.versions
             if self.versions is not None and versions == self.versions and still(versions):

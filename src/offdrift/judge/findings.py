@@ -37,11 +37,13 @@ class Context:
     filter_replayed: bool | None = None
     """Whether the trainer's policies live on the tokens that the sampler's filters left over; None: unknown, or
     nothing was filtered."""
+    raw_stated: bool | None = None
+    """Whether the log says that its rollout log-probs are those before temperature and filters; None: unknown."""
     overall: Row = field(default_factory=dict)
     """Metrics over all tokens of the run."""
     facets: Mapping[str, Sequence[Row]] = field(default_factory=dict)
-    """Metrics by bucket of a property ("length", "lag", "worker", ...): rows with "label", and "low", its smallest
-    value."""
+    """Metrics by bucket of a property ("length", "lag", "worker", "drawn_by", ...): rows with "label", and "low", its
+    smallest value."""
 
 
 def num_experts(model: Any) -> int:

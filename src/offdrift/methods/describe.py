@@ -361,7 +361,7 @@ def facts(name: str, row: Method) -> dict[str, Any]:
 
 SYSTEM_FACTS = (
     "name kind family title summary unit ratio evidence sign stop_gradient certifies raises aggregate mechanism "
-    "is_treatment target model_class fails bias reference status experimental where here watch related"
+    "is_treatment target model_class fails bias reference status experimental where here watch related command"
 )
 """What is said of a row, in this order; what a technique outside the loss does not have is None."""
 
@@ -371,7 +371,7 @@ def system_facts(name: str, row: System) -> dict[str, Any]:
     words = {k: list(x) if isinstance(x, tuple) else x for k, x in vars(row).items()}
     words |= {"name": name, "kind": "system", "aggregate": row.aggregation, "experimental": row.status == "unverified"}
     words |= {"family": next(title for title, rows in SYSTEM_FAMILIES.items() if name in rows)}
-    words |= {"unit": [], "ratio": [], "evidence": []}
+    words |= {"unit": [], "ratio": [], "evidence": [], "command": f"offdrift train {row.run}" if row.run else None}
     return {key: words.get(key) for key in SYSTEM_FACTS.split()}
 
 

@@ -320,6 +320,8 @@ class System:
     fails: str
     where: str
     """Who would have to implement it, and what part of it is here."""
+    run: str = ""
+    """What `offdrift train` takes to run it; empty where nothing here does."""
     here: tuple[str, ...] = ()
     """Functions of this library that compute a part of it."""
     watch: tuple[str, ...] = ()

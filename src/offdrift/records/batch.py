@@ -7,8 +7,8 @@ present: sequences that lack a field are in a batch of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, make_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, make_dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offdrift.errors import BadValueError, EvidenceError, ShapeError
 from offdrift.logprobs import LogProbs
-from offdrift.records.rollouts import Rollouts, cumulative
+from offdrift.records.rollouts import REPLAYABLE, Rollouts, cumulative
 from offdrift.records.schema import ARGUMENTS, FIELDS, MASK, LogValues
 from offdrift.segments import Segments
 
@@ -41,8 +41,15 @@ class Logged(LogValues):
     `records.readers.assemble`); a token without two of them counts in both."""
 
     @staticmethod
-    def of(rollouts: Rollouts, *, step: Int[Tensor, " b"], **columns: Any) -> Logged:
-        """The log of rollouts: what was sampled, and `columns` with what a trainer computed from it."""
+    def of(rollouts: Rollouts, *, step: Int[Tensor, " b"], replayed: Sequence[str] = (), **columns: Any) -> Logged:
+        """The log of rollouts: what was sampled, and `columns` with what a trainer computed from it.
+
+        Args:
+            replayed: of `REPLAYABLE`, what all policies of the trainer did again.
+        """
+        present = {"support": rollouts.support, "routes": rollouts.routes}
+        recorded = tuple(name for name in REPLAYABLE if present[name] is not None)
+        drawn_by = replace(rollouts.provenance, recorded=recorded, replayed=tuple(replayed)).as_text()
         return Logged(
             cu_seqlens=rollouts.cu_seqlens,
             step=step,
@@ -56,6 +63,7 @@ class Logged(LogValues):
             workers=rollouts.workers,
             queue_seconds=rollouts.queue_seconds,
             generation_seconds=rollouts.generation_seconds,
+            drawn_by=(drawn_by,) * rollouts.num_sequences,
             **columns,
         )
 

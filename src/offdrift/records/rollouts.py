@@ -7,8 +7,9 @@ those of the distribution that was really sampled.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from jaxtyping import Bool, Float, Int, Integer, Shaped
 from torch import Tensor
 
 from offdrift.divergence.head import Head
-from offdrift.errors import EvidenceError, ShapeError
+from offdrift.errors import BadValueError, EvidenceError, ShapeError
 from offdrift.segments import Segments
 
 EvidenceKind = Literal["full", "hidden", "sampled"] | int
@@ -35,9 +36,15 @@ Reference: "Missing Old Logits", arXiv:2605.12070.
 """
 
 
+STRICT = {"extra": "forbid"}
+"""Fields that a record does not have are an error where it is read from text."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn. The defaults sample the model's own distribution, unfiltered."""
+
+    __pydantic_config__ = STRICT
 
     max_tokens: int
     temperature: float = 1.0
@@ -65,6 +72,8 @@ class Sampling:
 class Provenance:
     """Where a batch of rollouts comes from: what is needed to say how far off-policy it is."""
 
+    __pydantic_config__ = STRICT
+
     engine: str
     engine_version: str
     model: str
@@ -82,6 +91,66 @@ class Provenance:
     "recompute": computed anew, so that every token is drawn by the weights of its version. "keep": kept, so that
     tokens behind a change are drawn by a policy that no version has.
     """
+    recorded: tuple[str, ...] = ()
+    """Of `REPLAYABLE`, what was recorded with the tokens, so that a trainer can do the same again."""
+    replayed: tuple[str, ...] = ()
+    """Of these, what all of the trainer's policies did again. Logs say so; rollouts on their own do not."""
+
+    def __post_init__(self) -> None:
+        for name in ("recorded", "replayed"):
+            if unknown := [x for x in getattr(self, name) if x not in REPLAYABLE]:
+                raise BadValueError(f"provenance: {name} names {unknown[0]!r}; choose from {', '.join(REPLAYABLE)}")
+
+    @property
+    def filter_replayed(self) -> bool | None:
+        """Whether the trainer's policies live on the tokens that filters left over; None: nothing was filtered."""
+        return "support" in self.replayed if self.sampling.filtered else None
+
+    def __str__(self) -> str:
+        """In one line, without what is as usual.
+
+        Example:
+            >>> str(Provenance("vllm", "0.32.0", "tiny", "bfloat16", "fp8", Sampling(64, top_p=0.95)))
+            'vllm 0.32.0, bfloat16, fp8, top-p 0.95'
+        """
+        s = self.sampling
+        parts = {
+            f"{self.engine} {self.engine_version}".strip(): True,
+            self.dtype: True,
+            f"{self.quantization}": self.quantization is not None,
+            f"temperature {s.temperature:g}": s.temperature != 1,
+            f"top-k {s.top_k}": s.top_k > 0,
+            f"top-p {s.top_p:g}": s.top_p < 1,
+            f"min-p {s.min_p:g}": s.min_p > 0,
+            "raw log-probs": self.logprobs == "raw",
+            "chosen by results": self.selected,
+            f"cache {self.cache}": self.cache is not None,
+            f"replayed {' and '.join(self.replayed)}": bool(self.replayed),
+        }
+        return ", ".join(text for text, shown in parts.items() if shown)
+
+    def as_text(self) -> str:
+        """As a JSON object: the same text for the same provenance."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @staticmethod
+    def from_text(text: str) -> Provenance:
+        """What `as_text` wrote, here or by an earlier version, which knew fewer fields.
+
+        Raises: `BadValueError` naming the field, if the text is no JSON object of these fields and types.
+        """
+        from pydantic import TypeAdapter, ValidationError
+
+        try:
+            return TypeAdapter(Provenance).validate_json(text, strict=True)
+        except ValidationError as e:
+            first = e.errors(include_url=False)[0]
+            field = ".".join(map(str, first["loc"])) or "provenance"
+            raise BadValueError(f"provenance: {field}: {first['msg']} (is {first['input']!r:.80})") from e
+
+
+REPLAYABLE = ("support", "routes")
+"""What a trainer can do again as the engine did it: filters (`Rollouts.support`) and the choice of experts."""
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,16 @@ class LogValues:
     generation_seconds: Float[Tensor, " b"] | None = _row(
         "sequence", "float32", "seconds from the beginning of the response's first token to its end"
     )
+    drawn_by: tuple[str, ...] | None = _row(
+        "sequence",
+        "string",
+        "what drew the response: the fields of `offdrift.records.Provenance` as a JSON object (its `as_text()`), or "
+        "words",
+        default="one engine drew all",
+        spellings=("provenance",),
+        repeats=True,
+        repr=False,
+    )
     prompts: tuple[str, ...] | None = _row(
         "sequence",
         "string",

@@ -37,7 +37,6 @@ from offdrift.records.rollouts import (
     Provenance,
     Rollouts,
     Routes,
-    Sampling,
     Support,
     TopK,
     Turns,
@@ -192,7 +191,7 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
             prompt_cu_seqlens=prompt_cu_seqlens,
             group_ids=_tensor(table.column("group_id").chunk(0)) if len(table) else torch.zeros(0).long(),
             finish=tuple(table.column("finish").to_pylist()),
-            provenance=_provenance(header),
+            provenance=Provenance.from_text(json.dumps(header["provenance"])),
             evidence=_evidence(table, header["evidence"], path),
             support=support,
             components={n: _tensor(table.column(column).chunk(0)) for n, column in components.items()} or None,
@@ -210,7 +209,7 @@ def read_drawn_by(path: str | os.PathLike[str]) -> tuple[Provenance, list[int]]:
     with _table(Path(path), ["rollout_version"]) as (table, header):
         chunks = table.column("rollout_version").chunks
         versions = {v for chunk in chunks for v in chunk.flatten().unique().to_pylist()}
-        return _provenance(header), sorted(versions)
+        return Provenance.from_text(json.dumps(header["provenance"])), sorted(versions)
 
 
 @contextmanager
@@ -248,13 +247,6 @@ def _list(values: Tensor, offsets: Tensor, kind: pa.DataType) -> pa.Array:
 
 def _cut(values: pa.Array, offsets: Tensor) -> pa.Array:
     return pa.LargeListArray.from_arrays(pa.array(offsets.to(torch.int64).numpy()), values)
-
-
-def _provenance(header: dict[str, Any]) -> Provenance:
-    stated = dict(header["provenance"])
-    sampling = dict(stated.pop("sampling"))
-    sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
-    return Provenance(sampling=Sampling(**sampling), **stated)
 
 
 def _evidence(table: pa.Table, stated: dict[str, Any], path: Path) -> Evidence | None:

@@ -265,7 +265,8 @@ def method_page(row: Row) -> RenderableType:
     why = [("against", row["target"]), ("mechanism", row["mechanism"]), ("fails", row["fails"]), status]
     title = Text(row["name"], style="bold")
     if row["kind"] == "system":
-        title.append("  a system, not a method: nothing here runs it", style="yellow")
+        runs = row["command"]
+        title.append(f"  a system, not a method{'' if runs else ': nothing here runs it'}", style="yellow")
         title.append(f"\n{row['title']}: {row['summary']}", style="not bold default")
         models = {"both": "dense and MoE"}.get(row["model_class"], row["model_class"])
         about = [("importance", row["is_treatment"]), ("models", models), *why, ("reference", row["reference"])]
@@ -276,7 +277,8 @@ def method_page(row: Row) -> RenderableType:
             ("watch", ", ".join(row["watch"])),
             ("correct with", ", ".join(row["related"])),
         ]
-        return Group(title, section("What it is", [*level, *about]), section("What it takes", place))
+        parts = [title, section("What it is", [*level, *about]), section("What it takes", place)]
+        return Group(*parts, *([Text.assemble(("\nRun it\n", "bold"), (f"  {runs}\n", "green"))] if runs else []))
     title.append(f"  {row['family']}", style="not bold cyan")
     if row["experimental"]:
         title.append("  EXPERIMENTAL: the formula is unverified", style="bold yellow")

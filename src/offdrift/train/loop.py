@@ -142,7 +142,7 @@ def train_batches(arm: Arm, source: Source) -> dict[str, Any]:
                 source.buffer.learn(metrics)
         if log.tokens:
             assert isinstance(batch, Batch)
-            token_log = TokenLog(batch, arm.logs_old_divergences, views)
+            token_log = TokenLog(batch, arm.logs_old_divergences, arm.replay.replayed(batch.rollouts), views)
             token_log.write(arm.files.path / "log" / run.shard.file_name(index))
         arm.trim(source)
         # Publish: engines take new weights as often as the lag, or the schedule, says. A checkpoint is taken only

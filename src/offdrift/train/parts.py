@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from offdrift.advantages import ADVANTAGES
 from offdrift.methods import Method
-from offdrift.records.rollouts import Sampling
+from offdrift.records.rollouts import Rollouts, Sampling
 from offdrift.schedules import Schedule
 
 Positive = Annotated[int, Field(ge=1)]
@@ -408,6 +408,11 @@ class Replay(Part):
     def records(self) -> bool:
         """Whether the engine has to record routes."""
         return self.routes in ("record", "rollout")
+
+    def replayed(self, rollouts: Rollouts) -> tuple[str, ...]:
+        """What of these rollouts' recorded choices all of the trainer's policies repeat: see `Provenance.replayed`."""
+        repeated = {"support": self.support and rollouts.support is not None, "routes": self.routes == "rollout"}
+        return tuple(name for name, does in repeated.items() if does)
 
     def check_routes(
         self, arm: str, *, scores_old: bool, adapters: bool, always_current: bool, whole: Mapping[str, bool]

@@ -173,6 +173,8 @@ class TokenLog:
     batch: Batch
     of_old: bool = True
     """Whether divergences of the old from the rollout policy are kept: every batch of a run has them, or none."""
+    replayed: tuple[str, ...] = ()
+    """See `Provenance.replayed`."""
     steps: list[tuple[Tensor, TokenView, int]] = field(default_factory=list)
     """Of each step: its sequences, their tokens, and the version of the weights that it was taken from."""
 
@@ -193,6 +195,7 @@ class TokenLog:
             worst_status = used.segments.max(batch.old_status[rows].double()).long()
         log = Logged.of(
             used,
+            replayed=self.replayed,
             step=version + 1,  # metrics call an update by the number of steps taken after it
             logp_old=logp if batch.old_is_current else None if old is None else old.logp[rows],
             logp=logp,

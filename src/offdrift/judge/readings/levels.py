@@ -114,6 +114,11 @@ LEVELS.rows({
         "1 if the context says that rollouts were filtered and the trainer scored whole vocabularies, 0 if it scored "
         "what the filters left over",
     ),
+    "raw_stated": (
+        lambda v: None if v.context.raw_stated is None else float(v.context.raw_stated),
+        "1 if the log's provenance says that log-probs were taken before the temperature or filters that tokens were "
+        "drawn with, 0 if it says that they were not",
+    ),
     "delta_router": (
         "router/delta_router",
         "Share of a layer's experts whose membership differs between the engines, mean over tokens and layers: "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from offdrift.errors import RecordError
 from offdrift.records.readers.columns import LARGE, Columns, Lists, Numbers, text_of
 from offdrift.records.readers.files import LIMIT, BadRow, Resume, fingerprint, is_url, opened, too_large
 from offdrift.records.rollouts import cumulative
-from offdrift.records.schema import COLUMNS, LogField
+from offdrift.records.schema import COLUMNS, ROLLOUTS_KEY, LogField
 
 pc: Any = pyarrow.compute
 """Its functions are made at import, where no type checker sees them."""
@@ -290,6 +291,10 @@ def to_columns(table: pa.Table, before: int, wanted: Mapping[str, str]) -> Colum
             lists[field] = _lists(array, not f.is_whole)
         elif f.per != "token":
             numbers[field] = _numbers(array, f)
+    if "drawn_by" not in texts and (header := (table.schema.metadata or {}).get(ROLLOUTS_KEY)):
+        # A file of rollouts says once what drew them all.
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
+            texts["drawn_by"] = [text_of(json.loads(header)["provenance"])] * len(table)
     row = torch.arange(before + 1, before + 1 + len(table))
     return Columns(row, lists, numbers, texts)
 
