@@ -115,6 +115,7 @@ def ragged(sequences: int, seed: int = 0, longest: int = 40) -> Logged:
         workers=tuple(f"worker-{i % 3}" for i in range(sequences)),
         queue_seconds=torch.rand(sequences, generator=g),
         generation_seconds=torch.rand(sequences, generator=g) * 9,
+        mix_alpha=torch.rand(sequences, generator=g),
         prompts=tuple(f"prompt {i // 2}" for i in range(sequences)),
         completions=tuple(f"completion {i} é <b>" for i in range(sequences)),
     )

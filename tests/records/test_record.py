@@ -36,6 +36,7 @@ BY_ROW = {
     "workers": ["node-1/0", "node-1/1", "node-1/0", ""],
     "queue_seconds": [0.25, 0.0, NAN, 4.0],
     "generation_seconds": torch.tensor([2.0, 8.5, 0.5, NAN]),
+    "mix_alpha": [0.5, 0.0, NAN, 1.0],
     "prompts": ["a", "a", "b", "b"],
     "completions": ("w", "x", "", "z <b>"),
 }

@@ -56,6 +56,7 @@ class Logged(LogValues):
             workers=rollouts.workers,
             queue_seconds=rollouts.queue_seconds,
             generation_seconds=rollouts.generation_seconds,
+            mix_alpha=rollouts.mix_alpha,
             **columns,
         )
 

@@ -210,6 +210,13 @@ class LogValues:
     generation_seconds: Float[Tensor, " b"] | None = _row(
         "sequence", "float32", "seconds from the beginning of the response's first token to its end"
     )
+    mix_alpha: Float[Tensor, " b"] | None = _row(
+        "sequence",
+        "float32",
+        "share of a teacher's logits in those that the response was drawn from, [0, 1] (logit fusion); `logp_rollout` "
+        "is then the mixture's",
+        default="the policy drew alone",
+    )
     prompts: tuple[str, ...] | None = _row(
         "sequence",
         "string",
