@@ -114,6 +114,10 @@ LEVELS.rows({
         "1 if the context says that rollouts were filtered and the trainer scored whole vocabularies, 0 if it scored "
         "what the filters left over",
     ),
+    "mixed": (
+        "fusion/alpha_mean",
+        "Share of a teacher's logits in those that responses were drawn from, mean over responses: `fusion/alpha_mean`",
+    ),
     "delta_router": (
         "router/delta_router",
         "Share of a layer's experts whose membership differs between the engines, mean over tokens and layers: "
