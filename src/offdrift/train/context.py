@@ -181,7 +181,7 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
             seed=recipe.seed,
             progress=lambda step, loss: watch(Event("warm_start", step=step, total=steps, metrics={"loss": loss})),
         )
-    teacher = None if recipe.fusion is None else _teacher(recipe, tokenizer, task, accelerator, watch)
+    teacher = None if recipe.fusion is None else _teacher(recipe, model, tokenizer, task, accelerator, watch)
     model.to(accelerator.device)
     watch(Event("setup", text=f"starting the {recipe.rollout.engine} engine"))
     rollout = recipe.rollout
@@ -238,6 +238,7 @@ def _engine(recipe: Recipe, source: Any, options: dict[str, Any], sampling: Samp
 
 def _teacher(
     recipe: Recipe,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     task: Task | Environment,
     accelerator: Accelerator,
@@ -245,7 +246,7 @@ def _teacher(
 ) -> PreTrainedModel:
     """The model that decodes along, on this process's device.
 
-    Raises: `RecipeError` if it has another tokenizer than the policy, or a file's problems lack the difficulties that
+    Raises: `RecipeError` if it has another vocabulary than the policy, or a file's problems lack the difficulties that
         the recipe reads.
     """
     fusion = recipe.fusion
@@ -258,6 +259,13 @@ def _teacher(
     watch(Event("setup", text=f"loading the teacher {fusion.teacher}"))
     teacher, its_tokenizer = load_model(fusion.teacher, seed=recipe.seed)
     check_same_tokens(fusion.teacher, (its_tokenizer.get_vocab(), tokenizer.get_vocab()))
+    logits, of_student = (m.config.get_text_config().vocab_size for m in (teacher, model))
+    if logits != of_student:
+        raise RecipeError(
+            f"fusion.teacher = {fusion.teacher!r}: the teacher gives {logits} logits, the model {of_student}; they are "
+            "mixed token by token: pad or cut one of the two (resize_token_embeddings), or take another teacher"
+        )
+    teacher.config.name_or_path = fusion.teacher  # what records call it
     start = fusion.warm_start
     if start.steps:
         watch(Event("setup", text=f"warm start of the teacher: at most {start.steps} supervised steps"))
