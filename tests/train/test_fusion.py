@@ -20,8 +20,8 @@ from offdrift.records.store import read
 from offdrift.train import models
 from offdrift.train.fusion import Mixture, probed_difficulties
 from offdrift.train.loop import train
-from offdrift.train.page import render
 from offdrift.train.models import load_model, tiny_tokenizer
+from offdrift.train.page import render
 from offdrift.train.problems import Problem, digest
 from offdrift.train.source import Source, batch_seed, rollout
 from offdrift.train.stored import read_run

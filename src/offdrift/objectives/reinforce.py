@@ -87,7 +87,9 @@ class ImportanceSampled:
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise MethodError(f"{name}={value} must be positive")
         if self.cap is not None and self.saturation is not None:
-            raise MethodError(f"cap={self.cap} and saturation={self.saturation}: a shaped ratio stays below 1; leave out one")
+            raise MethodError(
+                f"cap={self.cap} and saturation={self.saturation}: a shaped ratio stays below 1; leave out one"
+            )
 
     @property
     def formula(self) -> str:

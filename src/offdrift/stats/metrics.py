@@ -533,8 +533,8 @@ _ROWS = [
            "neither", mean("router/bytes")),
     Metric("fusion/alpha_mean", "1", "mean over responses of the teacher's share in the logits they were drawn from",
            "neither", mean("fusion/alpha", "fusion/responses")),
-    Metric("fusion/kl_mean", "nat", "mean over tokens of KL(mixture || policy alone), both as the engine drew: the part "
-           "of the drift that is deliberate", "neither", mean("fusion/kl")),
+    Metric("fusion/kl_mean", "nat", "mean over tokens of KL(mixture || policy alone), both as the engine drew: the "
+           "deliberate part of the drift", "neither", mean("fusion/kl")),
     Metric("fusion/kl_max", "nat", "max over tokens of KL(mixture || policy alone)", "neither",
            lambda s: s["fusion/kl_max"]),
     Metric("fusion/difficulty_mean", "1", "mean over prompts of the difficulty that scaled the share; probed, 1 less "

@@ -27,10 +27,11 @@ class Mixture(Part):
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share at update 0, of the hardest prompts; 0: the policy draws alone."""
     decay_updates: Positive | None = None
-    """The share falls linearly to 0 by this update: of an engine that lags, by that of its weights. Absent: it stays."""
+    """Update by which the share has fallen to 0, linearly; for an engine that lags, that of its weights. Absent: the
+    share stays."""
     difficulty: Literal["uniform", "probe", "given"] = "uniform"
-    """What multiplies the share of a prompt, in [0, 1]. uniform: 1. probe: how far the mean reward of responses that the
-    policy draws alone is from the upper end of `reward_range`. given: field "difficulty" of a file's problem."""
+    """Factor of a prompt's share, in [0, 1]. uniform: 1. probe: how far the mean reward of responses that the policy
+    draws alone is from the upper end of `reward_range`. given: field "difficulty" of a file's problem."""
     probe_samples: Positive = 4
     """probe: responses per prompt that are drawn, rewarded and discarded for it, as long as the share is above 0."""
 
@@ -51,7 +52,7 @@ class Mixture(Part):
             )
         if self.difficulty != "probe" and "probe_samples" in changed:
             raise ValueError(
-                f'arms.{name}: fusion.probe_samples = {self.probe_samples} does nothing with fusion.difficulty = '
+                f"arms.{name}: fusion.probe_samples = {self.probe_samples} does nothing with fusion.difficulty = "
                 f'"{self.difficulty}"; set that to "probe", or leave it out'
             )
         if self.difficulty == "given" and not task.endswith(".jsonl"):
@@ -79,7 +80,7 @@ class Fusion(Mixture):
     (docs/fusion.md). Evaluations are the policy's alone."""
 
     teacher: str
-    """What a recipe's `model` may be, over the same tokens. Its weights stay; the engine holds them at `rollout.dtype`."""
+    """What a recipe's `model` may be, over the same tokens. Its weights stay, in the engine, at `rollout.dtype`."""
     warm_start: WarmStart = WarmStart()
     """Supervised steps of the teacher, where it is to learn the task first."""
 
@@ -125,7 +126,7 @@ def check_same_tokens(teacher: str, vocabularies: tuple[Mapping[str, int], Mappi
     of_teacher, of_student = (set(vocabulary.items()) for vocabulary in vocabularies)
     if different := of_teacher ^ of_student:
         raise RecipeError(
-            f"fusion.teacher = {teacher!r} has another tokenizer than the model: {len(different)} entries are in one of "
-            f"the two alone, such as {min(different)!r}; logits are mixed token by token, so take a teacher of the "
+            f"fusion.teacher = {teacher!r} has another tokenizer than the model: {len(different)} entries are in one "
+            f"alone, such as {min(different)!r}; logits are mixed token by token, so take a teacher of the "
             "model's own family"
         )
