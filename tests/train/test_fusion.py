@@ -29,6 +29,7 @@ from offdrift.train.tasks import TASKS
 from tests.train.conftest import Digits, short_arms, small_recipe
 from tests.train.test_loop import rows, weights
 from tests.train.test_old_policy import audited
+from tests.train.test_processes import WHITENED, check_step_of_two_processes, two_processes
 from tests.train.test_routes import smaller
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -133,10 +134,11 @@ def check_what_is_said(run: Path) -> None:
         assert "teacher_mixed" in rules
         assert not rules & accusations
         assert any("a teacher's logits were mixed in, with a share of" in note for note in summary["notes"])
-        heard = audited(run / "arms" / arm / "log", run / "audits" / arm)
-        assert heard["overall"]["fusion/alpha_mean"] > 0
-        assert "teacher_mixed" in {finding["rule"] for finding in heard["findings"]}
-        assert not {finding["rule"] for finding in heard["findings"]} & accusations
+    heard = audited(run / "arms" / "fused" / "log", run / "audit")
+    shares = [row["fusion/alpha_mean"] for row in rows(run, "fused")]
+    assert heard["overall"]["fusion/alpha_mean"] == pytest.approx(sum(shares) / len(shares))
+    assert "teacher_mixed" in {finding["rule"] for finding in heard["findings"]}
+    assert not {finding["rule"] for finding in heard["findings"]} & accusations
     assert "KL of the mixture" in render(read_run(run))
 
 
@@ -155,6 +157,55 @@ def test_every_response_to_a_prompt_has_its_share_whenever_it_is_drawn(tmp_path)
             assert len(shares.unique()) == 1
     assert len(sizes) > 1, "a group was to be enlarged"
     assert len(rows(tmp_path, "fused")) == 2
+
+
+BESIDE = {
+    "filters": {"rollout__top_p": 0.7},
+    "top k": {"rollout__evidence": 5},
+    "sampled": {"rollout__evidence": "sampled"},
+    "int8": {"rollout__quantization": "int8"},
+    "temperature": {"rollout__temperature": 0.5},
+    "buffer": {"buffer": {"capacity": 8, "reuse": 2}},
+    "adapters": {"lora": {"rank": 4}},
+    "queue": {"lag": {"queue": 1}},
+    "routes": {"model": TEACHER, "replay": {"routes": "rollout"}, "fusion": {"teacher": "tiny-qwen3", "alpha": 0.5}},
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_teacher_decodes_along_beside(tmp_path, name):
+    """At equal weights the drift of the first update is the recorded KL of the mixture, on what filters left over."""
+    fusion = {**FUSION, "alpha": 0.5, "decay_updates": 40}
+    changes = {"fusion": fusion, "arms": {"fused": ARMS["fused"]}, "batches": 2, "lag": {}, **BESIDE[name]}
+    train(recipe_of_arms(**changes), tmp_path)
+    first, second = rows(tmp_path, "fused")
+    assert first["fusion/kl_mean"] > 0.02
+    assert 0 < second["fusion/alpha_mean"] <= 0.5
+    if name == "routes":
+        assert first["router/flip_frac"] < 0.01, "routes were to be the policy's"
+    if name == "top k":
+        assert 0 < first["divergence/kl_rollout_current_mean"] < first["fusion/kl_mean"]
+    elif name == "int8":
+        difference = first["divergence/kl_rollout_current_mean"] - first["fusion/kl_mean"]
+        assert 0 < abs(difference) < 0.05 * first["fusion/kl_mean"]
+    elif name != "sampled":
+        assert first["divergence/kl_rollout_current_mean"] == pytest.approx(first["fusion/kl_mean"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_two_processes_each_have_the_teacher(tmp_path):
+    """Their halves of a batch are drawn by one schedule, and the metrics are of both."""
+    changes = {
+        "fusion": {"teacher": "tiny-qwen3-moe", "alpha": 0.5, "difficulty": "probe"},
+        "rollout__dtype": "float32",
+    }
+    changes |= {"arms": {"arm": {"method": "logit_fusion"}}, "batches": 1, "optim": WHITENED}
+    run = two_processes(tmp_path / "two", changes)
+    halves = check_step_of_two_processes(run, "arm", changes)
+    shares = torch.cat([half.mix_alpha for half in halves])
+    (row,) = rows(run, "arm")
+    assert row["fusion/alpha_mean"] == pytest.approx(float(shares.mean()))
+    assert row["fusion/difficulty_mean"] == pytest.approx(float(shares.mean()) / 0.5)
 
 
 def test_greedy_responses_are_the_mixtures_too(tmp_path):
