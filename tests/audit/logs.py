@@ -118,6 +118,7 @@ def asynchronous(
         workers=tuple(f"worker-{i}" for i in worker.tolist()),
         queue_seconds=torch.rand(sequences, generator=g),
         generation_seconds=lengths / 10,
+        mix_alpha=torch.rand(sequences, generator=g),
     )
 
 

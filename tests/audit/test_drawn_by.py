@@ -29,6 +29,7 @@ EVERYTHING = Provenance(
     "raw",
     True,
     "keep",
+    teacher="a teacher",
     recorded=REPLAYABLE,
     replayed=("routes",),
 )

@@ -130,6 +130,7 @@ FIRES: dict[str, Example] = {
     "raw_stated": Example(clean(), Context(raw_stated=True)),
     "one_sided_filter": Example(altered(both(k1=0.048, k3=0.0015, ratio_mean=0.9535, ratio_mean_z=-20.0))),
     "filter_not_replayed": Example(clean(), Context(filter_replayed=False)),
+    "teacher_mixed": Example(altered({**drift(0.06), "fusion/alpha_mean": 0.5})),
     "untempered_trainer": Example(
         altered({**drift(0.06, slope=0.85, slope_r2=0.98), **without_lag()}),
         Context(temperature=0.8),

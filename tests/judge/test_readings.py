@@ -251,7 +251,9 @@ def test_every_reading_can_be_made_and_is_documented():
     )  # fmt: skip
     data = ("batch/unscored_frac", "data/unread_frac", "data/cuts", "data/partly_frac", "data/probability", "data/negated", "data/ahead_frac", "data/lacking_frac/rewards")  # fmt: skip
     data += ("old/version_lag", "old/stale_frac", "pipeline/lost_workers", "pipeline/worker_idle")
-    rows = altered({"router/delta_router": 0.01, "gate/drop_frac_seq": 0.1, **dict.fromkeys(data, 0.0)})
+    rows = altered(
+        {"router/delta_router": 0.01, "fusion/alpha_mean": 0.1, "gate/drop_frac_seq": 0.1, **dict.fromkeys(data, 0.0)}
+    )
     rows[-1] = {**rows[-1], "optim/loss": math.nan}
     made = reading_after(rows, context)
     assert set(made) == set(READINGS)

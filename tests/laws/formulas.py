@@ -34,7 +34,10 @@ def reinforce(o: Reinforce, s: Sequence, step: Step) -> Matrix:
 
 
 def importance_sampled(o: ImportanceSampled, s: Sequence, step: Step) -> Matrix:
-    return ratio_push(s, o.on, "token", "unit", lambda u, a, t: o.cap is not None and u > o.cap)
+    push = ratio_push(s, o.on, "token", "unit", lambda u, a, t: o.cap is not None and u > o.cap)
+    if (c := o.saturation) is not None:  # d/du of u / (u + c)
+        push = [[x * c / (ratio(s.l(o.on)[t]) + c) ** 2 for x in row] for t, row in enumerate(push)]
+    return push
 
 
 def clipped(o: Clipped, s: Sequence, step: Step) -> Matrix:

@@ -99,7 +99,7 @@ NEVER_STOP: dict[type, str] = {
 
 COMPARES = {Preference: "pushes the answers of a pair apart, and never stops; a token alone is in no pair"}
 
-CAPPED = {ImportanceSampled: "a cap ends the push of either sign above it"}
+CAPPED = {ImportanceSampled: "a cap ends the push of either sign above it, a shape makes it small"}
 
 
 def free_of_gates(row: Method) -> Method:
@@ -182,12 +182,13 @@ def test_a_mask_drops_both_signs(name):
 @pytest.mark.parametrize("name", names(CAPPED))
 def test_a_cap_ends_the_push_of_either_sign(name):
     row = METHODS[name]
-    cap = row.objective.cap  # type: ignore[attr-defined]
+    cap, c = row.objective.cap, row.objective.saturation  # type: ignore[attr-defined]
     pull = 2 * row.objective.pull  # type: ignore[attr-defined]
     for r in (0.05, 0.9, 1.0, 1.9, 2.1, 2.9, 3.1, 30.0):
         for a in (0.5, -0.5):
             got = float(alone(row, r, a).grad)
-            expected = 0.0 if cap is not None and r > cap else -a * r
+            slope = 1.0 if c is None else c / (r + c) ** 2
+            expected = 0.0 if cap is not None and r > cap else -a * r * slope
             assert got == pytest.approx(expected + pull * math.log(r), rel=1e-9, abs=0)
 
 

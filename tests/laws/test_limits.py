@@ -25,7 +25,7 @@ FAR, NEAR = 1e9, 1e-12
 
 NO_LIMITS: dict[type, dict[str, Any]] = {
     Reinforce: {},
-    ImportanceSampled: {"cap": None, "pull": 0.0},
+    ImportanceSampled: {"cap": None, "saturation": None, "pull": 0.0},
     Clipped: {"eps_low": 1.0, "eps_high": FAR, "dual_clip": None, "negatives": "low"},
     PrefixClipped: {"eps_low": FAR, "eps_high": FAR, "dual_clip": None},
     PrefixMinClipped: {"eps_low": 1.0, "eps_high": FAR},

@@ -21,6 +21,11 @@ def saturated(step: list[Sequence]) -> list[list[float]]:
     return [[-a / 1.1 for a in s.a] for s in step]
 
 
+def shaped(step: list[Sequence]) -> list[list[float]]:
+    """d/du of u / (u + 0.1) at u = 1."""
+    return [[-a * 0.1 / 1.1**2 for a in s.a] for s in step]
+
+
 def through_the_prefix(step: list[Sequence]) -> list[list[float]]:
     """Token s is in the prefix of every later token t: -(1/T) sum over t >= s of A_t."""
     return [[-sum(s.a[t:]) / len(s) for t in range(len(s))] for s in step]
@@ -60,6 +65,7 @@ def preference(step: list[Sequence]) -> list[list[float]]:
 
 EXCEPTIONS: dict[str, tuple[str, Callable[[list[Sequence]], list[list[float]]]]] = {
     "shaped_is": ("w / (w + 0.1) is below 1 at w = 1", saturated),
+    "logit_fusion_shaped": ("the slope of u / (u + 0.1) is 0.083 at u = 1", shaped),
     "ctpo_paper": ("early tokens collect every later advantage", through_the_prefix),
     "espo": ("groups of a sequence weigh alike, not tokens", entropy_groups),
     "oapl": ("fits rewards; reads no advantages", regression),

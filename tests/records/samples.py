@@ -116,6 +116,7 @@ def ragged(sequences: int, seed: int = 0, longest: int = 40) -> Logged:
         queue_seconds=torch.rand(sequences, generator=g),
         generation_seconds=torch.rand(sequences, generator=g) * 9,
         drawn_by=tuple(f"engine {i % 2}" for i in range(sequences)),
+        mix_alpha=torch.rand(sequences, generator=g),
         prompts=tuple(f"prompt {i // 2}" for i in range(sequences)),
         completions=tuple(f"completion {i} é <b>" for i in range(sequences)),
     )

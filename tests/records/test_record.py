@@ -37,6 +37,7 @@ BY_ROW = {
     "queue_seconds": [0.25, 0.0, NAN, 4.0],
     "generation_seconds": torch.tensor([2.0, 8.5, 0.5, NAN]),
     "drawn_by": ["vllm", "", "vllm", "sglang"],
+    "mix_alpha": [0.5, 0.0, NAN, 1.0],
     "prompts": ["a", "a", "b", "b"],
     "completions": ("w", "x", "", "z <b>"),
 }

@@ -66,6 +66,8 @@ def made(evidence: str = "full", sequences: int = 3) -> Rollouts:
         workers=("worker-0", "worker-1", "worker-0")[:sequences],
         queue_seconds=torch.tensor([0.5, 0.0, 3.25])[:sequences],
         generation_seconds=torch.tensor([2.0, 0.125, 7.5])[:sequences],
+        mix_alpha=torch.tensor([0.5, 0.0, 0.25])[:sequences],
+        mix_kl=torch.rand(len(tokens), generator=g),
     )
 
 
@@ -113,19 +115,21 @@ def same(a: Rollouts, b: Rollouts, *, ulps: int = 0) -> int:
 def test_what_is_read_is_what_was_written(tmp_path, evidence):
     before = made(evidence)
     after = store.read(store.write(before, tmp_path / "new" / "x.parquet"))
-    assert same(after, before) == 11
+    assert same(after, before) == 13
     assert after.completions == ("x?y", "\x00", "naïve 你好")  # a lone surrogate is no text
 
 
 def test_parts_and_wholes():
     whole = made()
     parts = [whole.select(torch.tensor([i])) for i in (0, 1, 2)]
-    assert same(concatenate(parts), whole) == 11
+    assert same(concatenate(parts), whole) == 13
     back = whole.select(torch.tensor([2, 0]))
     assert back.tokens.tolist() == [8, 9, 10, 5, 6]
     assert (back.greedy_rewards.tolist(), back.components["short"].tolist()) == ([1.0, 1.0], [0.25, 0.5])
     assert (back.workers, back.queue_seconds.tolist()) == (("worker-0", "worker-0"), [3.25, 0.5])
     assert back.generation_seconds.tolist() == [7.5, 2.0]
+    assert back.mix_alpha.tolist() == [0.25, 0.5]
+    assert torch.equal(back.mix_kl, whole.mix_kl[[3, 4, 5, 0, 1]])
     assert back.prompt_tokens.tolist() == [3, 1, 2]
     assert torch.equal(back.evidence.logp[3:], whole.evidence.logp[:2])
     rows = torch.tensor([3, 4, 5, 0, 1])
@@ -281,7 +285,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def test_every_bit_of_states_and_head_comes_back(tmp_path, dtype):
     before = hidden(dtype)
     after = store.read(store.write(before, tmp_path / "new" / "x.parquet"))
-    assert same(after.with_(evidence=None), before.with_(evidence=None)) == 11
+    assert same(after.with_(evidence=None), before.with_(evidence=None)) == 13
     a, b = after.evidence, before.evidence
     assert a.states.dtype == a.head.weight.dtype == a.head.bias.dtype == dtype
     for x, y in ((a.states, b.states), (a.head.weight, b.head.weight), (a.head.bias, b.head.bias)):
@@ -444,8 +448,8 @@ def test_files_of_the_first_format_are_still_read(name, kind):
     back = store.read(path)
     assert isinstance(back.evidence, kind)
     # Computed elsewhere: another processor adds up a softmax in another order.
-    later = ("support", "components", "greedy_rewards", "workers", "queue_seconds", "generation_seconds")
-    assert same(back, made(name).with_(**dict.fromkeys(later)), ulps=4) == 8
+    later = ("support", "components", "greedy_rewards", "workers", "queue_seconds", "generation_seconds", "mix_alpha")
+    assert same(back, made(name).with_(**dict.fromkeys((*later, "mix_kl"))), ulps=4) == 8
 
 
 # -- logs in the plain schema ---------------------------------------------------------------------

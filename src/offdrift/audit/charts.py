@@ -59,6 +59,7 @@ RUN_CHARTS = (
     ("entropy", "Entropy", "nat", "current/entropy", ""),
     ("grad", "Gradient norm", "before clipping", "optim/grad_norm", ""),
     ("acceptance", "Acceptance", "of sequences", "gate/acceptance_seq", ""),
+    ("alpha", "Share of a teacher", "of the logits, mean", "fusion/alpha_mean", ""),
 )
 """Charts of one number of the run: id, title, unit, metric, and the quantiles of its band, if there are any."""
 FACET_CHARTS = (

@@ -253,6 +253,10 @@ def _facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor |
     if batch.rewards is not None:
         finite = batch.rewards.isfinite()
         sums |= {"reward": batch.rewards.double().where(finite, 0.0).sum(), "reward/n": finite.sum()}
+    if batch.mix_alpha is not None:
+        stated = batch.mix_alpha.isfinite()
+        alpha = batch.mix_alpha.double().where(stated, 0.0).sum()
+        sums |= {"fusion/alpha": alpha, "fusion/responses": stated.sum()}
     if batch.truncated is not None:
         sums |= {"truncated": batch.truncated.count_nonzero(), "truncated/n": float(b)}
     if batch.old_status is not None and n:

@@ -50,10 +50,13 @@ class Request(NamedTuple):
     evidence: EvidenceKind
     seed: int = 0
     forced: Tokens | None = None
+    alphas: Sequence[float] | None = None
+    """The teacher's share in the logits of each response; None: the policy draws alone."""
 
     def part(self, rows: slice) -> Request:
         """The same of some of the prompts."""
-        return self._replace(prompts=self.prompts[rows], forced=self.forced and self.forced[rows])
+        forced, alphas = self.forced and self.forced[rows], self.alphas and self.alphas[rows]
+        return self._replace(prompts=self.prompts[rows], forced=forced, alphas=alphas)
 
 
 def request_seed(seed: int, index: int) -> int:
@@ -80,6 +83,8 @@ class Draws:
     support: Support | None = None
     experts: Integer[Tensor, "p layers k"] | None = None
     """Of `Routes`, where they are recorded."""
+    mix_kl: Float[Tensor, " n"] | None = None
+    """See `Rollouts`; where a teacher decodes along."""
 
 
 def check_request(
@@ -171,6 +176,7 @@ def rollouts_from(
     groups = [first_seen.setdefault(tuple(p), len(first_seen)) for p in prompts]
     prompt_tokens, prompt_cuts = pack_sequences(prompts)
     experts = [d.experts for d in draws if d.experts is not None]
+    mix_kl = [d.mix_kl for d in draws if d.mix_kl is not None]
     computed = cuts + prompt_cuts - torch.arange(len(cuts))
     return Rollouts(
         tokens=tokens,
@@ -185,6 +191,7 @@ def rollouts_from(
         evidence=joined_evidence(evidence) if evidence else None,
         routes=Routes(_joined(experts), computed) if experts else None,
         support=Support.joined([d.support for d in draws]),
+        mix_kl=_joined(mix_kl) if mix_kl else None,
     )
 
 
@@ -225,30 +232,46 @@ class Drawing(ABC):
     evidence_limit_mib: int
     record_routes: bool = False
     """Whether rollouts carry the experts that tokens were sent to."""
+    teacher_name: str | None = None
+    """Of the model that decodes along where `generate` is given shares for it."""
     stream: Stream | None = None
     """The stream that is open on this engine."""
     _state_bytes: int  # of one hidden state
 
     def generate(
-        self, prompts: Tokens, sampling: Sampling, *, seed: int, evidence: EvidenceKind = "sampled"
+        self,
+        prompts: Tokens,
+        sampling: Sampling,
+        *,
+        seed: int,
+        evidence: EvidenceKind = "sampled",
+        alphas: Sequence[float] | None = None,
     ) -> Rollouts:
         """One response per prompt, in order; see `Engine.generate`.
 
+        Args:
+            alphas: share of the engine's teacher in the logits that each response is drawn from, [0, 1]; log-probs,
+                evidence and support are then those of the mixture. None: the policy draws alone.
+
         Raises: `EngineError` if the request makes no sense, the engine is closed, the evidence outgrows the
-            limit, or if hidden states are asked of a model or a backend that does not show them.
+            limit, if hidden states are asked of a model or a backend that does not show them, or if there is no
+            teacher to mix in.
         """
-        return self._rollouts(Request(prompts, sampling, evidence, seed))
+        return self._rollouts(Request(prompts, sampling, evidence, seed, alphas=alphas))
 
     def rescore(
         self, rollouts: Rollouts, *, evidence: EvidenceKind = "full", sampling: Sampling | None = None
     ) -> Rollouts:
         """The same tokens as this engine would have recorded them; see `Rescores`.
 
+        An engine with a teacher mixes it in by the shares of the rollouts; any other scores them by the policy alone.
+
         Raises: `EngineError` as `generate` does, if a filter excludes a token, or if it cannot follow tokens.
         """
         responses = responses_of(rollouts)
         sampling = replace(sampling or rollouts.provenance.sampling, max_tokens=max(map(len, responses)))
-        rescored = self._rollouts(Request(prompts_of(rollouts), sampling, evidence, forced=responses))
+        alphas = None if rollouts.mix_alpha is None or self.teacher_name is None else rollouts.mix_alpha.tolist()
+        rescored = self._rollouts(Request(prompts_of(rollouts), sampling, evidence, forced=responses, alphas=alphas))
         if not torch.equal(rescored.tokens, rollouts.tokens.long()):
             raise EngineError(
                 f"engine {self.name!r} did not follow the tokens that it was given; "
@@ -261,6 +284,8 @@ class Drawing(ABC):
             evidence=rescored.evidence,
             routes=rescored.routes,
             support=rescored.support,
+            mix_alpha=rescored.mix_alpha,
+            mix_kl=rescored.mix_kl,
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -298,7 +323,11 @@ class Drawing(ABC):
         self.check(request)
         draws = self._draws(request)
         provenance = self.provenance(request.sampling)
-        return rollouts_from(draws, request.prompts, version=self.version, provenance=provenance)
+        if request.alphas is None:
+            return rollouts_from(draws, request.prompts, version=self.version, provenance=provenance)
+        provenance = replace(provenance, teacher=self.teacher_name)
+        rollouts = rollouts_from(draws, request.prompts, version=self.version, provenance=provenance)
+        return rollouts.with_(mix_alpha=torch.tensor(request.alphas, dtype=torch.float32))
 
     def provenance(self, sampling: Sampling) -> Provenance:
         """What a record says of this engine's draws."""
@@ -312,6 +341,27 @@ class Drawing(ABC):
             state_bytes=self._state_bytes,
             limit_mib=self.evidence_limit_mib,
         )
+        if request.alphas is not None:
+            self._check_alphas(request)
+
+    def _check_alphas(self, request: Request) -> None:
+        alphas = request.alphas
+        assert alphas is not None
+        if self.teacher_name is None:
+            raise EngineError(
+                f"engine {self.name!r} has no teacher to mix in; construct a transformers engine with teacher=MODEL, "
+                "or leave alphas out"
+            )
+        if len(alphas) != len(request.prompts) or not all(0 <= a <= 1 for a in alphas):
+            raise EngineError(
+                f"alphas must be {len(request.prompts)} numbers in [0, 1], one per prompt, got {len(alphas)} from "
+                f"{min(alphas, default=math.nan)} to {max(alphas, default=math.nan)}"
+            )
+        if request.evidence == "hidden":
+            raise EngineError(
+                "evidence = \"hidden\" gives the policy's states, which do not make the mixture's log-probs; ask for "
+                '"full", "sampled" or a number of top log-probs'
+            )
 
     def checked(self, draws: Draws, sampling: Sampling) -> Draws:
         """The same, once its hidden states have reproduced the log-probs beside them."""

@@ -49,9 +49,12 @@ class TransformersEngine(Drawing):
             it. Such a model draws from another distribution than it scores; for experiments.
         evidence_limit_mib: memory that recorded evidence may take, MiB.
         record_routes: also record the experts that every token was sent to (`Rollouts.routes`).
+        teacher: a model over the same vocabulary whose logits are mixed in by the `alphas` that `generate` is given; it
+            is copied at `dtype`, and keeps its weights.
         version: trainer version of the given weights, optimizer steps.
 
-    Raises: `EngineError` if the model cannot generate, or has no routers to record.
+    Raises: `EngineError` if the model cannot generate, or has no routers to record, or if the teacher has another
+        vocabulary.
 
     Example:
         >>> from offdrift.records.rollouts import Sampling
@@ -76,6 +79,7 @@ class TransformersEngine(Drawing):
         as_in_training: bool = False,
         evidence_limit_mib: int = 1024,
         record_routes: bool = False,
+        teacher: PreTrainedModel | None = None,
         name: str = "transformers",
         version: int = 0,
     ) -> None:
@@ -110,7 +114,20 @@ class TransformersEngine(Drawing):
         if as_in_training:
             model.gradient_checkpointing_enable()
             model.train()
+        self._teacher = None if teacher is None else self._copied(teacher)
         self.load_weights(weights, version=version)
+
+    def _copied(self, teacher: PreTrainedModel) -> PreTrainedModel:
+        vocab_size = teacher.config.get_text_config().vocab_size
+        if vocab_size != self.vocab_size:
+            raise EngineError(
+                f"the teacher's vocabulary has {vocab_size} tokens, the student's {self.vocab_size}; logits are mixed "
+                "token by token: give a teacher with the student's tokenizer"
+            )
+        copied = copy.deepcopy(teacher).eval()
+        recast(copied, self.dtype)
+        self.teacher_name = teacher.config.name_or_path or type(teacher).__name__
+        return copied
 
     @property
     def model(self) -> PreTrainedModel:
@@ -167,7 +184,7 @@ class TransformersEngine(Drawing):
         """Free the copy of the model. Idempotent."""
         if self.stream is not None:
             self.stream.close()
-        self._model = None
+        self._model = self._teacher = None
 
     def _draws(self, request: Request) -> list[Draws]:
         level = logging.get_verbosity()
@@ -191,7 +208,7 @@ class TransformersEngine(Drawing):
                 filtered=request.sampling.filtered,
                 choices=choices,
             )
-            draws = decode(self.model, request, recorder, uniforms)
+            draws = decode(self.model, request, recorder, uniforms, self._teacher)
         return self.checked(draws, request.sampling) if hidden else draws
 
     @property

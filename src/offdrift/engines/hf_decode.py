@@ -30,6 +30,7 @@ from offdrift.divergence.head import Head
 from offdrift.engines.generate import Draws, Request, Tokens
 from offdrift.engines.output_head import HeadInput
 from offdrift.engines.routing import Choices
+from offdrift.methods.schedules import fused_logits
 from offdrift.records.rollouts import (
     Evidence,
     EvidenceKind,
@@ -113,7 +114,7 @@ class Recorder:
 
     Full evidence keeps a row of the vocabulary per token, top-k evidence its k largest entries, hidden evidence what
     the head consumed. Where `filtered`, what the filters left over is kept besides; with `choices`, the experts that
-    every text was sent to.
+    every text was sent to; with a teacher, how far the mixture is from the policy.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class Recorder:
         rows: Int[Tensor, " a"],
         state: Tensor | None,
         text: Int[Tensor, " a"] | None = None,
+        mix_kl: Float[Tensor, " n"] | None = None,
     ) -> None:
         """One step: the tempered and filtered log-probs of `n` texts, and the tokens drawn for the responses `rows`.
 
@@ -159,6 +161,8 @@ class Recorder:
             step["evidence"] = state
         if self.choices is not None:
             step["experts"] = self._experts(len(logp))[:, -1]
+        if mix_kl is not None:
+            step["mix_kl"] = mix_kl
         if self.filtered:
             self.support.append(Support.of(logp > -torch.inf))
         self.steps.append(step)
@@ -211,19 +215,33 @@ class Recorder:
             sequence = [torch.arange(len(lengths)).repeat_interleave(n.cpu()) for n in (counts, lengths)]
             order_of_places = torch.cat(sequence).argsort(stable=True)
             experts = torch.cat([own.cpu(), shared("experts")])[order_of_places]
-        return Draws(packed("tokens"), lengths.cpu(), packed("logp"), evidence, support, experts)
+        mix_kl = shared("mix_kl") if "mix_kl" in self.steps[0] else None
+        return Draws(packed("tokens"), lengths.cpu(), packed("logp"), evidence, support, experts, mix_kl)
 
 
 @torch.no_grad()
-def decode(model: PreTrainedModel, request: Request, recorder: Recorder, uniforms: Float[Tensor, "b t"]) -> Draws:
-    """One response per prompt: tokens drawn at `uniforms`, or those of `request.forced` (teacher forcing)."""
-    lengths = _decode(model, request, recorder, uniforms)
+def decode(
+    model: PreTrainedModel,
+    request: Request,
+    recorder: Recorder,
+    uniforms: Float[Tensor, "b t"],
+    teacher: PreTrainedModel | None = None,
+) -> Draws:
+    """One response per prompt: tokens drawn at `uniforms`, or those of `request.forced` (teacher forcing).
+
+    With `request.alphas`, the teacher reads every token along, and tokens are drawn from the mixture.
+    """
+    lengths = _decode(model, request, recorder, uniforms, teacher)
     return recorder.draws(lengths)  # outside of inference mode, whose tensors can't enter a loss
 
 
 @torch.inference_mode()
 def _decode(
-    model: PreTrainedModel, request: Request, recorder: Recorder, uniforms: Float[Tensor, "b t"]
+    model: PreTrainedModel,
+    request: Request,
+    recorder: Recorder,
+    uniforms: Float[Tensor, "b t"],
+    teacher: PreTrainedModel | None,
 ) -> Int[Tensor, " b"]:
     """Record every step; how many tokens of each response count."""
     device, sampling, forced = model.device, request.sampling, request.forced
@@ -237,12 +255,16 @@ def _decode(
     steps = int(lengths.max())
     check_every = CHECK_EVERY.get(device.type, CHECK_EVERY_ELSEWHERE)
     # Each text once; the response `rows[i]` continues `text[i]`.
-    number: dict[tuple[int, ...], int] = {}
-    text = torch.tensor([number.setdefault(tuple(p), len(number)) for p in request.prompts], device=device)
-    ids, mask = left_padded(list(number), device)
+    number: dict[tuple[tuple[int, ...], float], int] = {}
+    keys = zip(map(tuple, request.prompts), request.alphas or [0.0] * count, strict=True)
+    text = torch.tensor([number.setdefault(key, len(number)) for key in keys], device=device)
+    ids, mask = left_padded([prompt for prompt, _ in number], device)
     width, rows = ids.shape[1], torch.arange(count, device=device)
-    cache = cache_of(model, width + steps, count)
-    forward = Forward(model, cache)
+    forward = Forward(model, cache_of(model, width + steps, count))
+    if request.alphas is not None:
+        assert teacher is not None
+        theirs = Forward(teacher, cache_of(teacher, width + steps, count)) if any(request.alphas) else None
+        forward = FusedForward(forward, theirs, torch.tensor([alpha for _, alpha in number], device=device))
     scores = forward(ids, mask, mask.cumsum(1) - 1)
     recorder.read(mask, text)
     places, mask = mask.sum(1, keepdim=True), torch.cat([mask, mask.new_ones(len(mask), steps)], 1)
@@ -252,7 +274,8 @@ def _decode(
             scores = apply(None, scores)
         logp = scores.log_softmax(-1)
         drawn = given[rows, step] if given is not None else inverted(logp, uniforms[rows, step], text)
-        recorder.add(logp, drawn, rows, recorder.state(), text)
+        mix_kl = forward.divergence(logp, sampling.temperature) if isinstance(forward, FusedForward) else None
+        recorder.add(logp, drawn, rows, recorder.state(), text, mix_kl)
         ended = torch.isin(drawn, stops)
         lengths[rows] = lengths[rows].where(~ended, lengths[rows].clamp(max=step + 1))
         if step + 1 == steps:
@@ -269,7 +292,7 @@ def _decode(
         elif len(rows) > len(logp) or len(rows) <= KEPT_SHARE * len(logp):
             moves, text = text, torch.arange(len(rows), device=device)
         if moves is not None:
-            cache.reorder_cache(moves)  # type: ignore[arg-type]
+            forward.reorder(moves)
             mask, places = mask[moves], places[moves]
         # A text that nobody continues any more reads padding.
         ids = drawn.new_full((len(mask), 1), PAD)
@@ -350,6 +373,49 @@ class Forward:
             **self.options,
         )
         return output.logits[:, -1]
+
+    def reorder(self, rows: Int[Tensor, " n"]) -> None:
+        """Go on with these rows of the cache, in this order."""
+        self.cache.reorder_cache(rows)  # type: ignore[arg-type]
+
+
+class FusedForward:
+    """Mixed logits of the last place: teacher and student read every token in lock-step, each with its own cache.
+
+        pi_mix = softmax(alpha l_T + (1 - alpha) l_S)
+
+    Args:
+        teacher: None where no text has a share of it.
+        alpha: the teacher's share in each text.
+
+    Reference: Zhang et al., "Logit Fusion", 2026.
+    """
+
+    def __init__(self, student: Forward, teacher: Forward | None, alpha: Float[Tensor, " n"]) -> None:
+        self.student, self.teacher, self.alpha = student, teacher, alpha
+
+    def __call__(self, ids: Int[Tensor, "a t"], mask: Int[Tensor, "a s"], position: Int[Tensor, "a t"]) -> Tensor:
+        self.own = self.student(ids, mask, position).float()
+        if self.teacher is None:
+            return self.own
+        return fused_logits(self.teacher(ids, mask, position), self.own, self.alpha)
+
+    def reorder(self, rows: Int[Tensor, " n"]) -> None:
+        """Go on with these rows of both caches, in this order."""
+        self.alpha = self.alpha[rows]
+        for forward in (self.student, self.teacher):
+            if forward is not None:
+                forward.reorder(rows)
+
+    def divergence(self, logp: Float[Tensor, "n v"], temperature: float) -> Float[Tensor, " n"]:
+        """KL(pi_mix || pi_S) at the last place, nats: both tempered, and on the tokens that the filters left over.
+
+        Args:
+            logp: of the mixture, tempered and filtered.
+        """
+        possible = logp > -torch.inf
+        own = (self.own / temperature).where(possible, -torch.inf).log_softmax(-1)
+        return (logp.exp() * (logp - own).where(possible, 0.0)).sum(-1).clamp(min=0)
 
 
 def filters_of(sampling: Sampling) -> list[Callable[..., Tensor]]:

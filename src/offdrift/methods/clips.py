@@ -264,4 +264,14 @@ ROWS: dict[str, Method] = {
         fails="a capped token teaches nothing; the mixture must be recorded as rollout policy",
         reference="Zhang et al., Logit Fusion, 2026",
     ),
+    "logit_fusion_shaped": row(
+        ImportanceSampled(on="full", saturation=0.1),
+        summary="the ratio to a teacher-student mixture as u / (u + 0.1), with its gradient",
+        mechanism="saturating ratio",
+        target="tokens of a teacher that the student deems unlikely",
+        fails="reported unstable; a likely token hardly has a gradient, on-policy a twelfth",
+        bias="O(1)",
+        reference="LUFFY, arXiv:2504.14945; option of Logit Fusion, 2026 (gamma unverified)",
+        status="unverified",
+    ),
 }  # fmt: skip

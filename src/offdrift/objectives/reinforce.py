@@ -67,30 +67,45 @@ class ImportanceSampled:
 
     Args:
         cap: L = -A min(w, cap), the one-sided cap of Logit Fusion; a capped token has no gradient.
+        saturation: L = -A w / (w + saturation), the shaped ratio of LUFFY: its slope, saturation / (w + saturation)^2,
+            favors tokens that the policy deems unlikely. Excludes a cap.
         pull: adds pull * (log w)^2, which neither gates nor weights touch (prime-rl's kl_tau).
     """
 
     on: RatioName = "full"
     cap: float | None = None
+    saturation: float | None = None
     pull: float = 0.0
     gradient = "unit"
 
     def __post_init__(self) -> None:
         check_choice("on", self.on, get_args(RatioName))
         check_number("cap", self.cap)
+        check_number("saturation", self.saturation)
         check_number("pull", self.pull)
-        if self.cap is not None and self.cap <= 0:
-            raise MethodError(f"cap={self.cap} must be positive")
+        for name in ("cap", "saturation"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise MethodError(f"{name}={value} must be positive")
+        if self.cap is not None and self.saturation is not None:
+            raise MethodError(
+                f"cap={self.cap} and saturation={self.saturation}: a shaped ratio stays below 1; leave out one"
+            )
 
     @property
     def formula(self) -> str:
         w = f"ratio({self.on})"
+        shape = w if self.cap is None else f"min({w}, {self.cap:g})"
+        if self.saturation is not None:
+            shape = f"u / (u + {self.saturation:g}), u = {w}"
         pull = f" + {self.pull:g} log({w})^2" if self.pull else ""
-        return f"L = -A {w if self.cap is None else f'min({w}, {self.cap:g})'}{pull}"
+        return f"L = -A {shape}{pull}"
 
     def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         log_w = log_ratio(logprobs, on=self.on)
         pull = self.pull * clamped(log_w).square() if self.pull else None
+        if self.saturation is not None:
+            w = ratio(log_w)
+            return TokenLoss(-advantages * w / (w + self.saturation), None, pull)
         if self.cap is None:
             return TokenLoss(importance_sampled(log_w, advantages), None, pull)
         w = ratio(log_w)

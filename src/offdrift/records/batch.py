@@ -64,6 +64,7 @@ class Logged(LogValues):
             queue_seconds=rollouts.queue_seconds,
             generation_seconds=rollouts.generation_seconds,
             drawn_by=(drawn_by,) * rollouts.num_sequences,
+            mix_alpha=rollouts.mix_alpha,
             **columns,
         )
 

@@ -91,6 +91,8 @@ class Provenance:
     "recompute": computed anew, so that every token is drawn by the weights of its version. "keep": kept, so that
     tokens behind a change are drawn by a policy that no version has.
     """
+    teacher: str | None = None
+    """Name of the model whose logits were mixed into those of the policy, by the shares `Rollouts.mix_alpha`."""
     recorded: tuple[str, ...] = ()
     """Of `REPLAYABLE`, what was recorded with the tokens, so that a trainer can do the same again."""
     replayed: tuple[str, ...] = ()
@@ -125,6 +127,7 @@ class Provenance:
             "raw log-probs": self.logprobs == "raw",
             "chosen by results": self.selected,
             f"cache {self.cache}": self.cache is not None,
+            f"mixed with {self.teacher}": self.teacher is not None,
             f"replayed {' and '.join(self.replayed)}": bool(self.replayed),
         }
         return ", ".join(text for text, shown in parts.items() if shown)
@@ -339,6 +342,10 @@ def expert_dtype(experts: int) -> torch.dtype:
     return torch.uint8 if experts <= 256 else torch.int16
 
 
+PER_TOKEN = ("tokens", "logp_rollout", "rollout_version", "mix_kl")
+"""Tensors of `Rollouts` with a value for every response token."""
+
+
 @dataclass(frozen=True)
 class Rollouts:
     """A batch of sampled sequences on the packed layout.
@@ -371,6 +378,10 @@ class Rollouts:
     """Seconds from the submission of the response's group until a worker began its first token."""
     generation_seconds: Float[Tensor, " b"] | None = None
     """Seconds from the beginning of its first token to the end of the response."""
+    mix_alpha: Float[Tensor, " b"] | None = None
+    """Where a teacher decoded along: its share of the logits that each response was drawn from, [0, 1]."""
+    mix_kl: Float[Tensor, " n"] | None = None
+    """There: KL(mixture || policy alone) at each response token, nats, exact over the tokens that could be drawn."""
     prompts: tuple[str, ...] | None = field(default=None, repr=False)
     completions: tuple[str, ...] | None = field(default=None, repr=False)
     turns: Turns | None = field(default=None, repr=False)
@@ -417,7 +428,7 @@ class Rollouts:
         for name in {f.name for f in fields(self)} - {"cu_seqlens", "prompt_tokens", "prompt_cu_seqlens"}:
             x = getattr(self, name)
             if isinstance(x, Tensor):
-                values[name] = x[rows if name in ("tokens", "logp_rollout", "rollout_version") else sequences]
+                values[name] = x[rows if name in PER_TOKEN else sequences]
             elif isinstance(x, Mapping):
                 values[name] = {key: value[sequences] for key, value in x.items()}
             elif isinstance(x, tuple):

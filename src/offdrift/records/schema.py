@@ -220,6 +220,13 @@ class LogValues:
         repeats=True,
         repr=False,
     )
+    mix_alpha: Float[Tensor, " b"] | None = _row(
+        "sequence",
+        "float32",
+        "share of a teacher's logits in those that the response was drawn from, [0, 1] (logit fusion); `logp_rollout` "
+        "is then the mixture's",
+        default="the policy drew alone",
+    )
     prompts: tuple[str, ...] | None = _row(
         "sequence",
         "string",

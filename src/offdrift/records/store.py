@@ -46,8 +46,8 @@ from offdrift.records.schema import ROLLOUTS_KEY
 
 FORMAT = 4
 READABLE = (1, 2, 3, FORMAT)
-"""Format 2 adds hidden states, format 3 turns, format 4 supports and routes; whatever else a file of an earlier format
-holds is the same."""
+"""Format 2 adds hidden states, format 3 turns, format 4 supports, routes and teachers; whatever else a file of an
+earlier format holds is the same."""
 KEY = ROLLOUTS_KEY
 
 TOKEN_COLUMNS = {"tokens": pa.int32(), "logp_rollout": pa.float32(), "rollout_version": pa.int32()}
@@ -56,6 +56,7 @@ TOKEN_COLUMNS = {"tokens": pa.int32(), "logp_rollout": pa.float32(), "rollout_ve
 NUMBERS = {
     "rewards": "reward",
     "greedy_rewards": "greedy_reward",
+    "mix_alpha": "mix_alpha",
     "queue_seconds": "queue_seconds",
     "generation_seconds": "generation_seconds",
 }
@@ -95,6 +96,8 @@ def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
         _, layers, k = routes.experts.shape
         chosen = pa.FixedSizeListArray.from_arrays(pa.array(routes.experts.reshape(-1).numpy()), k)
         columns["routes"] = _cut(pa.FixedSizeListArray.from_arrays(chosen, layers), routes.cu_seqlens)
+    if rollouts.mix_kl is not None:
+        columns["mix_kl"] = _list(rollouts.mix_kl, offsets, pa.float32())
     if (support := rollouts.support) is not None:
         columns["support_counts"] = _list(support.cu_seqlens.diff(), offsets, pa.int32())
         columns["support_ids"] = _list(support.ids, support.cu_seqlens[offsets], pa.int32())
@@ -150,7 +153,7 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
         table = table.combine_chunks()
         known = set(table.column_names)
         tokens, cu_seqlens = _stream(table, "tokens")
-        for name in TOKEN_COLUMNS:
+        for name in (*TOKEN_COLUMNS, *({"mix_kl"} & known)):
             if not torch.equal(_stream(table, name)[1], cu_seqlens):
                 raise ValueError(f"{name} and tokens have different lengths")
         turns = None
@@ -180,6 +183,7 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
         components = {n.removeprefix(COMPONENT): n for n in table.column_names if n.startswith(COMPONENT)}
         optional: dict[str, Any] = {
             **{name: _tensor(table.column(column).chunk(0)) for name, column in NUMBERS.items() if column in known},
+            "mix_kl": _stream(table, "mix_kl")[0] if "mix_kl" in known else None,
             **{name: tuple(table.column(column).to_pylist()) for name, column in TEXTS.items() if column in known},
         }
         return Rollouts(

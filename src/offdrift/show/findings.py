@@ -42,6 +42,7 @@ CAUSES = {
     "misaligned": "log-probs off by one token",
     "one_sided_filter": "a filter that only one side applies",
     "router_flips": "experts routed differently",
+    "teacher_mixed": "a teacher whose logits are mixed in, on purpose",
     "wrong_weights": "the engine does not hold the weights it claims",
     "stale_engine": "a stale rollout policy",
     "old_policy_stale": "old log-probs taken at newer weights",

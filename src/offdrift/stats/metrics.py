@@ -531,6 +531,15 @@ _ROWS = [
            mean("router/kl_elsewhere")),
     Metric("router/bytes_per_token", "byte", "size of the recorded experts, prompts' included, over response tokens",
            "neither", mean("router/bytes")),
+    Metric("fusion/alpha_mean", "1", "mean over responses of the teacher's share in the logits they were drawn from",
+           "neither", mean("fusion/alpha", "fusion/responses")),
+    Metric("fusion/kl_mean", "nat", "mean over tokens of KL(mixture || policy alone), both as the engine drew: the "
+           "deliberate part of the drift", "neither", mean("fusion/kl")),
+    Metric("fusion/kl_max", "nat", "max over tokens of KL(mixture || policy alone)", "neither",
+           lambda s: s["fusion/kl_max"]),
+    Metric("fusion/difficulty_mean", "1", "mean over prompts of the difficulty that scaled the share; probed, 1 less "
+           "the policy's own mean reward on the scale of reward_range", "neither",
+           mean("fusion/difficulty", "fusion/prompts")),
     Metric("objective/clip_frac_active", "1", "share of tokens whose loss a clip changed", "worse",
            mean("objective/clipped")),
 ]  # fmt: skip

@@ -303,6 +303,7 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
         "start": position.batch,
         "greedy": "greedy_rewards" in inputs,
         "by_component": "components" in inputs,
+        "mixture": run.recipe.mixture_of(name),
     }
     if run.recipe.pipeline is None:
         source = Source(**options)

@@ -25,12 +25,13 @@ from offdrift.errors import CheckpointError, EngineError, RecipeError
 from offdrift.judge import num_experts
 from offdrift.records.rollouts import Sampling
 from offdrift.train.environments import Environment, find_environment, is_environment
+from offdrift.train.fusion import check_same_tokens, given_difficulties
 from offdrift.train.judge import Judge
 from offdrift.train.lora import add_adapters, keep_trained, remove_adapters
 from offdrift.train.models import load_model, prompt_ids, save_for_engine
 from offdrift.train.old_policy import EXACT_NORMS_BELOW
 from offdrift.train.perturb import decoder_layers
-from offdrift.train.problems import read_problems
+from offdrift.train.problems import ProblemFile, read_problems
 from offdrift.train.recipe import Recipe, Replay
 from offdrift.train.rewards import OwnReward
 from offdrift.train.run_folder import RunFolder
@@ -176,9 +177,11 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
             steps=steps,
             batch_size=recipe.warm_start.batch_size,
             lr=recipe.warm_start.lr,
+            target=recipe.warm_start.target,
             seed=recipe.seed,
             progress=lambda step, loss: watch(Event("warm_start", step=step, total=steps, metrics={"loss": loss})),
         )
+    teacher = None if recipe.fusion is None else _teacher(recipe, model, tokenizer, task, accelerator, watch)
     model.to(accelerator.device)
     watch(Event("setup", text=f"starting the {recipe.rollout.engine} engine"))
     rollout = recipe.rollout
@@ -189,6 +192,8 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     }
     if any(recipe.replay_of(name).records for name in recipe.arms):
         engine_options["record_routes"] = True
+    if teacher is not None:
+        engine_options["teacher"] = teacher
     source: Any = model
     if rollout.engine == "transformers":
         engine_options["batch_size"] = 256
@@ -229,6 +234,56 @@ def _engine(recipe: Recipe, source: Any, options: dict[str, Any], sampling: Samp
     workers = Workers(recipe.pipeline, spec, weights_mib=weights / 2**20)
     workers.start()
     return RemoteEngine(workers, vocab_size=model.config.get_text_config().vocab_size)
+
+
+def _teacher(
+    recipe: Recipe,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task | Environment,
+    accelerator: Accelerator,
+    watch: Watch,
+) -> PreTrainedModel:
+    """The model that decodes along, on this process's device.
+
+    Raises: `RecipeError` if it has another vocabulary than the policy, or a file's problems lack the difficulties that
+        the recipe reads.
+    """
+    fusion = recipe.fusion
+    assert fusion is not None
+    problems = getattr(task, "problems", None)
+    if isinstance(problems, ProblemFile) and any(
+        mixture is not None and mixture.difficulty == "given" for mixture in map(recipe.mixture_of, recipe.arms)
+    ):
+        given_difficulties(problems.problems["train"])
+    watch(Event("setup", text=f"loading the teacher {fusion.teacher}"))
+    teacher, its_tokenizer = load_model(fusion.teacher, seed=recipe.seed)
+    check_same_tokens(fusion.teacher, (its_tokenizer.get_vocab(), tokenizer.get_vocab()))
+    logits, of_student = (m.config.get_text_config().vocab_size for m in (teacher, model))
+    if logits != of_student:
+        raise RecipeError(
+            f"fusion.teacher = {fusion.teacher!r}: the teacher gives {logits} logits, the model {of_student}; they are "
+            "mixed token by token: pad or cut one of the two (resize_token_embeddings), or take another teacher"
+        )
+    teacher.config.name_or_path = fusion.teacher  # what records call it
+    start = fusion.warm_start
+    if start.steps:
+        watch(Event("setup", text=f"warm start of the teacher: at most {start.steps} supervised steps"))
+    with accelerator.main_process_first():  # the others find the result in the cache
+        warm_start(
+            teacher,
+            tokenizer,
+            task,
+            steps=start.steps,
+            batch_size=start.batch_size,
+            lr=start.lr,
+            target=start.target,
+            seed=recipe.seed,
+            progress=lambda step, loss: watch(
+                Event("warm_start", step=step, total=start.steps, metrics={"loss": loss})
+            ),
+        )
+    return teacher.to(accelerator.device)  # type: ignore[arg-type]
 
 
 def half_precision(recipe: Recipe) -> torch.dtype | None:

@@ -202,9 +202,33 @@ QUANTITIES = (
 )
 
 
+OF_MIXTURES = (
+    Quantity(
+        "alpha",
+        "Share of the teacher",
+        "of the logits",
+        "fusion/alpha_mean",
+        "Mean over responses of the teacher's share in the logits that they were drawn from; 0 where the policy drew "
+        "alone.",
+        digits=".2f",
+    ),
+    Quantity(
+        "mixture_kl",
+        "KL of the mixture",
+        "nat",
+        "fusion/kl_mean",
+        "Mean over tokens of KL(mixture || policy alone), both as the engine drew: the part of the drift that is "
+        "deliberate. It falls with the share, and as the policy comes nearer to the teacher.",
+    ),
+)
+"""Shown where a teacher decoded along."""
+
+
 def all_charts(arms: Sequence[Arm]) -> list[Chart]:
     """Every chart of the report, in the order of the page."""
-    return [reward_chart(arms), *(line_chart(quantity, arms) for quantity in QUANTITIES)]
+    mixed = any(arm.series(OF_MIXTURES[0].key)[0] for arm in arms)
+    quantities = (*QUANTITIES, *(OF_MIXTURES if mixed else ()))
+    return [reward_chart(arms), *(line_chart(quantity, arms) for quantity in quantities)]
 
 
 OVERLAPS = (

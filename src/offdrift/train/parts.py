@@ -299,6 +299,8 @@ class WarmStart(Part):
     """Demonstrations per step."""
     lr: PositiveFloat = 2e-3
     """Peak learning rate."""
+    target: PositiveFloat = 0.5
+    """It is over 20 steps after a sampled completion is the demonstration so often, before that; above 1: never."""
 
 
 class Lag(Part):

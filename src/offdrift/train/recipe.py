@@ -24,6 +24,7 @@ from offdrift.methods.method import Interpolated, RolloutAsOld
 from offdrift.schedules import Schedule, schedule
 from offdrift.schedules import override as with_rules
 from offdrift.train.environments import ENVIRONMENTS, check_turns, is_environment
+from offdrift.train.fusion import Fusion, Mixture
 from offdrift.train.optim import Optim
 from offdrift.train.parts import (
     Buffer,
@@ -62,6 +63,8 @@ class Arm(Part):
     """This arm's old policy, where it differs from the recipe's."""
     replay: Replay | None = None
     """This arm's replay, where it differs from the recipe's."""
+    fusion: Mixture | None = None
+    """This arm's share of the teacher, where it differs from the recipe's."""
     schedule: str | None = None
     """This arm's schedule, where it differs from `pipeline.schedule`."""
     rules: dict[str, Any] = Field(default_factory=dict)
@@ -103,6 +106,8 @@ class Recipe(Part):
     `reward_range`."""
     warm_start: WarmStart = WarmStart()
     rollout: Rollout = Rollout()
+    fusion: Fusion | None = None
+    """Absent: the policy draws alone. `{teacher = ...}`: from logits that a teacher's are mixed into."""
     draws: Draws = Draws()
     penalties: Penalties = Penalties()
     lag: Lag = Lag()
@@ -146,6 +151,7 @@ class Recipe(Part):
             self._check_replay(name)
         check_turns(self.task, self.rollout.max_turns, reward=self.reward)
         self._check_rollout()
+        self._check_fusion()
         self._check_buffer()
         self._check_draws()
         self._check_pipeline()
@@ -234,6 +240,28 @@ class Recipe(Part):
             )
         for name in self.arms:
             self.replay_of(name).check_support(rollout)
+
+    def _check_fusion(self) -> None:
+        """Refuse a teacher that cannot decode along, or that no arm listens to."""
+        if self.fusion is None:
+            for name, arm in self.arms.items():
+                if arm.fusion is not None:
+                    raise ValueError(f"arms.{name}: fusion does nothing without [fusion], which names the teacher")
+            return
+        setting, engine = f'fusion.teacher = "{self.fusion.teacher}"', self.rollout.engine
+        absent = {
+            f'rollout.engine = "{engine}", which decodes one model; use "transformers"': engine != "transformers",
+            "[pipeline], whose workers decode one model": self.pipeline is not None,
+            f'task = "{self.task}", whose episodes are drawn turn by turn': is_environment(self.task),
+            'rollout.evidence = "hidden", states of the policy that do not make the mixture; use "full", "sampled" or '
+            "a number of top log-probs": self.rollout.evidence == "hidden",
+        }
+        if unfit := [reason for reason, is_so in absent.items() if is_so]:
+            raise ValueError(f"{setting} has no place beside {unfit[0]}; or leave [fusion] out")
+        for name in self.arms:
+            self.mixture_of(name).check(name, task=self.task)  # type: ignore[union-attr]
+        if not any(self.mixture_of(name).alpha for name in self.arms):  # type: ignore[union-attr]
+            raise ValueError(f"{setting} does nothing: fusion.alpha is 0 in every arm; raise it, or leave [fusion] out")
 
     def _check_optim(self) -> None:
         """Refuse settings of the optimizer that do nothing, or that contradict each other."""
@@ -427,6 +455,10 @@ class Recipe(Part):
     def replay_of(self, name: str) -> Replay:
         """The replay of an arm: its own, or the recipe's."""
         return self.arms[name].replay or self.replay
+
+    def mixture_of(self, name: str) -> Mixture | None:
+        """The teacher's share in an arm: its own, or the recipe's; None where there is no teacher."""
+        return self.arms[name].fusion or self.fusion
 
     def row(self, name: str) -> Method:
         """The method that an arm trains with, with its old policy.

@@ -280,6 +280,12 @@ def _notes(row: Method, metrics: Sequence[Row]) -> Iterator[str]:
         elif largest is not None:
             sentence += f"; the largest |log {on} ratio| was {largest:.2g} nat"
         yield f"{sentence} ({part.formula})"
+    shares, kl = _recorded(metrics, "fusion/alpha_mean"), _recorded(metrics, "fusion/kl_mean")
+    if any(shares):
+        yield (
+            f"a teacher's logits were mixed in, with a share of {shares[0]:.2g} at first and {shares[-1]:.2g} at last: "
+            f"KL(mixture || policy) of a token was {kl[0]:.2g} and {kl[-1]:.2g} nat, which the drift contains"
+        )
     filled = _recorded(metrics, "draws/filled_frac")
     if any(filled):
         yield (

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -27,6 +27,7 @@ from offdrift.train.buffer import Buffer, Picked
 from offdrift.train.draws import COST, History, has_spread, joined, of_groups, penalized
 from offdrift.train.environments import Environment
 from offdrift.train.episodes import play
+from offdrift.train.fusion import Mixture, given_difficulties, probed_difficulties
 from offdrift.train.models import prompt_ids
 from offdrift.train.problems import Problem, ProblemFile, digest
 from offdrift.train.recipe import Recipe
@@ -55,6 +56,7 @@ class Source:
         start: index of the next batch to return.
         greedy: also draw a greedy response to every prompt, for its reward alone.
         by_component: a group has a spread if any component of its rewards does, not if their sum does.
+        mixture: the share of the engine's teacher in what is drawn; None: the policy draws alone.
     """
 
     engine: Engine
@@ -67,6 +69,7 @@ class Source:
     start: int = 0
     greedy: bool = False
     by_component: bool = False
+    mixture: Mixture | None = None
     buffer: Buffer | None = field(default=None, init=False)
     _waiting: deque[tuple[int, Rollouts]] = field(default_factory=deque, init=False)
     _drawn: int = field(default=0, init=False)
@@ -75,6 +78,8 @@ class Source:
     """Batches trained on since one has entered the buffer."""
     _cost: Counter[str] = field(default_factory=Counter, init=False)
     """What `draws.COST` names, since the last batch was asked for."""
+    _difficulties: list[Tensor] = field(default_factory=list, init=False)
+    """Of the prompts whose share of a teacher depends on them, since the last batch was asked for."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float), init=False)
     """What "draw" and "publish" have taken since the last row of metrics."""
 
@@ -137,6 +142,7 @@ class Source:
         recipe, buffer, index, count = self.recipe, self.buffer, self.start, self._groups
         self.start += 1
         self._cost.clear()
+        self._difficulties.clear()
         if buffer is None:
             return Picked(self._oldest(index)[1], independent=not recipe.draws.selects)
         buffer.expire(version)
@@ -181,6 +187,9 @@ class Source:
         if self.recipe.draws.selects:
             counts |= {f"draws/{name}": self._cost[name] for name in COST} | {"draws/left_out": self.history.left_out}
         groups = {name: torch.tensor(float(n)) for name, n in counts.items()}
+        if self.mixture is not None and self.mixture.difficulty != "uniform":  # in every process, whatever it drew
+            difficulties = torch.cat([torch.zeros(0), *self._difficulties])
+            groups |= {"fusion/difficulty": difficulties.sum(), "fusion/prompts": torch.tensor(len(difficulties))}
         if self.buffer is None:
             return groups
         done = {"drawn": self._drawn - len(self._waiting), "trained": self.start, "earlier": picked.earlier_uses}
@@ -286,16 +295,29 @@ class Source:
     def _answers(self, problems: list[Problem], index: int, turn: int) -> tuple[Rollouts, Bool[Tensor, " g"]]:
         """The groups of some problems, enlarged as long as the recipe wants; and whether their rewards differ."""
         recipe, samples = self.recipe, self.recipe.rollout.samples
+        first_seed = batch_seed(recipe.seed, index, self.shard.rank)
 
-        def ask(asked: list[Problem], samples: int, stage: int, sampling: Sampling = self.sampling) -> Rollouts:
-            evidence = recipe.rollout.evidence if sampling is self.sampling else "sampled"
-            seed = batch_seed(recipe.seed, index, self.shard.rank)
-            if turn or stage:
-                seed = digest("draw", seed, turn, stage) % 2**63
+        def ask(
+            asked: list[Problem],
+            samples: int,
+            stage: int | str,
+            sampling: Sampling = self.sampling,
+            alphas: Tensor | None = None,
+        ) -> Rollouts:
+            probe, greedy = stage == "probe", sampling is not self.sampling
+            seed = digest("draw", first_seed, turn, stage) % 2**63 if turn or stage else first_seed
             self._cost["responses"] += samples * len(asked)
-            options: dict[str, Any] = {"samples": samples, "seed": seed, "evidence": evidence}
             return rollout(
-                self.engine, asked, self.task, self.tokenizer, sampling, max_turns=recipe.max_turns, **options
+                self.engine,
+                asked,
+                self.task,
+                self.tokenizer,
+                sampling,
+                samples=samples,
+                seed=seed,
+                evidence="sampled" if probe or greedy else recipe.rollout.evidence,
+                max_turns=recipe.max_turns,
+                alphas=alphas,
             )
 
         def spread_of(drawn: Rollouts) -> Bool[Tensor, " g"]:
@@ -303,23 +325,46 @@ class Source:
             columns = list((drawn.components or {}).values()) if self.by_component else []
             return has_spread(torch.stack(columns or [drawn.rewards], 1), drawn.group_ids)
 
-        drawn, stage = ask(problems, samples, 0), 0
+        alphas = self._alphas(problems, lambda samples: ask(problems, samples, "probe"))
+        drawn, stage = ask(problems, samples, 0, alphas=alphas), 0
         spread = spread_of(drawn)
         while samples < (recipe.draws.max_samples or 0) and not spread.all():
             more, stage = min(samples, (recipe.draws.max_samples or 0) - samples), stage + 1
             flat = (~spread).nonzero()[:, 0]
-            extra = ask([problems[i] for i in flat.tolist()], more, stage)
+            of_flat = None if alphas is None else alphas[flat]
+            extra = ask([problems[i] for i in flat.tolist()], more, stage, alphas=of_flat)
             drawn, samples = concatenate([drawn, extra.with_(group_ids=flat[extra.group_ids])]), samples + more
             drawn = drawn.select(drawn.group_ids.argsort(stable=True))
             spread = spread_of(drawn)
         self.history.visit(problems, drawn)
         drawn = penalized(drawn, recipe.penalties, max_tokens=recipe.horizon)
         if self.greedy:
-            best = ask(problems, 1, 0, replace(self.sampling, top_k=1))
+            best = ask(problems, 1, 0, replace(self.sampling, top_k=1), alphas)
             best = penalized(best, recipe.penalties, max_tokens=recipe.horizon)
             assert best.rewards is not None
             drawn = drawn.with_(greedy_rewards=best.rewards[drawn.group_ids])
         return drawn, spread
+
+    def _alphas(self, problems: list[Problem], probe: Callable[[int], Rollouts]) -> Float[Tensor, " g"] | None:
+        """The teacher's share in the responses to each problem; None without a teacher.
+
+        Args:
+            probe: so many responses to each problem that the policy draws alone.
+        """
+        mixture = self.mixture
+        if mixture is None:
+            return None
+        shares = mixture.shares(self.engine.version, torch.ones(len(problems)))
+        if mixture.difficulty == "uniform" or not shares.any():
+            return shares
+        if mixture.difficulty == "given":
+            difficulties = given_difficulties(problems)
+        else:
+            drawn = probe(mixture.probe_samples)
+            assert drawn.rewards is not None
+            difficulties = probed_difficulties(drawn.rewards, drawn.group_ids, self.recipe.reward_range)
+        self._difficulties.append(difficulties)
+        return shares * difficulties
 
     def path(self, index: int) -> Path:
         """The file of a batch."""
@@ -337,14 +382,20 @@ def rollout(
     seed: int,
     evidence: EvidenceKind = "sampled",
     max_turns: int = 1,
+    alphas: Float[Tensor, " g"] | None = None,
 ) -> Rollouts:
-    """Draw `samples` responses, or episodes, per problem and reward them; the problem's index is the group id."""
+    """Draw `samples` responses, or episodes, per problem and reward them; the problem's index is the group id.
+
+    Args:
+        alphas: share of the engine's teacher in the responses to each problem.
+    """
     if isinstance(task, Environment):
         options: dict[str, Any] = {"samples": samples, "max_turns": max_turns, "seed": seed, "evidence": evidence}
         return play(engine, problems, task, tokenizer, sampling, **options)
     asked = [p for p in problems for _ in range(samples)]
     prompts = [prompt_ids(p, tokenizer) for p in asked]
-    drawn = engine.generate(prompts, sampling, seed=seed, evidence=evidence)
+    mixed = {} if alphas is None else {"alphas": alphas.repeat_interleave(samples).tolist()}
+    drawn = engine.generate(prompts, sampling, seed=seed, evidence=evidence, **mixed)
     responses = drawn.tokens.split(drawn.lengths.tolist())
     completions = tuple(str(tokenizer.decode(r.tolist(), skip_special_tokens=True)) for r in responses)
     rewards = rewards_of(task, completions, asked)

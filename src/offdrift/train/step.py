@@ -530,6 +530,13 @@ def _with_batch_stats(stats: DriftStats, batch: Batch, version: int) -> DriftSta
     stats = stats.with_max("length_max", rollouts.lengths.max())
     if (turns := rollouts.segments.turns) is not None:
         stats = stats.plus({"turns": float(len(turns)), "turns/n": float(len(rollouts.lengths))})
+    if rollouts.mix_alpha is not None and rollouts.mix_kl is not None:
+        of_mixture = {
+            "alpha": rollouts.mix_alpha.sum(),
+            "responses": len(rollouts.mix_alpha),
+            "kl": rollouts.mix_kl.sum(),
+        }
+        stats = stats.plus({f"fusion/{k}": x for k, x in of_mixture.items()}, {"fusion/kl_max": rollouts.mix_kl.max()})
     if rollouts.rewards is not None:
         stats = stats.plus({"reward": rollouts.rewards.sum(), "reward/n": float(len(rollouts.rewards))})
     return stats.plus({f"component/{name}": x.sum() for name, x in (rollouts.components or {}).items()})

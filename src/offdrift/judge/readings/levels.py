@@ -119,6 +119,10 @@ LEVELS.rows({
         "1 if the log's provenance says that log-probs were taken before the temperature or filters that tokens were "
         "drawn with, 0 if it says that they were not",
     ),
+    "mixed": (
+        "fusion/alpha_mean",
+        "Share of a teacher's logits in those that responses were drawn from, mean over responses: `fusion/alpha_mean`",
+    ),
     "delta_router": (
         "router/delta_router",
         "Share of a layer's experts whose membership differs between the engines, mean over tokens and layers: "
