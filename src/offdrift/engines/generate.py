@@ -21,6 +21,7 @@ from offdrift.records.rollouts import (
     EvidenceKind,
     HiddenStates,
     Provenance,
+    Retention,
     Rollouts,
     Routes,
     Sampling,
@@ -80,6 +81,8 @@ class Draws:
     support: Support | None = None
     experts: Integer[Tensor, "p layers k"] | None = None
     """Of `Routes`, where they are recorded."""
+    until: Int[Tensor, "p layers heads"] | None = None
+    """Of `Retention`, where the cache is compressed."""
 
 
 def check_request(
@@ -171,6 +174,7 @@ def rollouts_from(
     groups = [first_seen.setdefault(tuple(p), len(first_seen)) for p in prompts]
     prompt_tokens, prompt_cuts = pack_sequences(prompts)
     experts = [d.experts for d in draws if d.experts is not None]
+    until = [d.until for d in draws if d.until is not None]
     computed = cuts + prompt_cuts - torch.arange(len(cuts))
     return Rollouts(
         tokens=tokens,
@@ -184,6 +188,7 @@ def rollouts_from(
         provenance=provenance,
         evidence=joined_evidence(evidence) if evidence else None,
         routes=Routes(_joined(experts), computed) if experts else None,
+        retention=Retention(_joined(until), computed) if until else None,
         support=Support.joined([d.support for d in draws]),
     )
 
@@ -260,6 +265,7 @@ class Drawing(ABC):
             provenance=rescored.provenance,
             evidence=rescored.evidence,
             routes=rescored.routes,
+            retention=rescored.retention,
             support=rescored.support,
         )
 

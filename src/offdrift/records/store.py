@@ -31,10 +31,12 @@ from offdrift.divergence.head import Head
 from offdrift.errors import RecordError
 from offdrift.records.atomic import write_atomically
 from offdrift.records.rollouts import (
+    Eviction,
     Evidence,
     FullVocab,
     HiddenStates,
     Provenance,
+    Retention,
     Rollouts,
     Routes,
     Sampling,
@@ -47,8 +49,8 @@ from offdrift.records.schema import ROLLOUTS_KEY
 
 FORMAT = 4
 READABLE = (1, 2, 3, FORMAT)
-"""Format 2 adds hidden states, format 3 turns, format 4 supports and routes; whatever else a file of an earlier format
-holds is the same."""
+"""Format 2 adds hidden states, format 3 turns, format 4 supports, routes and retention; whatever else a file of an
+earlier format holds is the same."""
 KEY = ROLLOUTS_KEY
 
 TOKEN_COLUMNS = {"tokens": pa.int32(), "logp_rollout": pa.float32(), "rollout_version": pa.int32()}
@@ -96,6 +98,10 @@ def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
         _, layers, k = routes.experts.shape
         chosen = pa.FixedSizeListArray.from_arrays(pa.array(routes.experts.reshape(-1).numpy()), k)
         columns["routes"] = _cut(pa.FixedSizeListArray.from_arrays(chosen, layers), routes.cu_seqlens)
+    if (retention := rollouts.retention) is not None:
+        _, layers, heads = retention.until.shape
+        by_head = pa.FixedSizeListArray.from_arrays(pa.array(retention.until.reshape(-1).numpy()), heads)
+        columns["kept_until"] = _cut(pa.FixedSizeListArray.from_arrays(by_head, layers), retention.cu_seqlens)
     if (support := rollouts.support) is not None:
         columns["support_counts"] = _list(support.cu_seqlens.diff(), offsets, pa.int32())
         columns["support_ids"] = _list(support.ids, support.cu_seqlens[offsets], pa.int32())
@@ -170,14 +176,15 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
             if not (torch.equal(of_tokens, cu_seqlens) and torch.equal(cuts, support.cu_seqlens[cu_seqlens])):
                 raise ValueError("support_counts or support_ids have other lengths than the tokens they are about")
         prompt_tokens, prompt_cu_seqlens = _stream(table, "prompt_tokens")
-        routes = None
-        if "routes" in known:
-            chunk = table.column("routes").chunk(0)
-            layers, k = chunk.values.type.list_size, chunk.values.values.type.list_size
-            cuts = _tensor(chunk.offsets)
-            if not torch.equal(cuts, cu_seqlens + prompt_cu_seqlens - torch.arange(len(cuts))):
-                raise ValueError("routes do not cover every prompt, and every response but its last token")
-            routes = Routes(_tensor(chunk.values.values.values).reshape(-1, layers, k), cuts)
+        by_position = {}
+        for name, kind in (("routes", Routes), ("kept_until", Retention)):
+            if name in known:
+                chunk = table.column(name).chunk(0)
+                layers, width = chunk.values.type.list_size, chunk.values.values.type.list_size
+                cuts = _tensor(chunk.offsets)
+                if not torch.equal(cuts, cu_seqlens + prompt_cu_seqlens - torch.arange(len(cuts))):
+                    raise ValueError(f"{name} does not cover every prompt, and every response but its last token")
+                by_position[name] = kind(_tensor(chunk.values.values.values).reshape(-1, layers, width), cuts)
         components = {n.removeprefix(COMPONENT): n for n in table.column_names if n.startswith(COMPONENT)}
         optional: dict[str, Any] = {
             **{name: _tensor(table.column(column).chunk(0)) for name, column in NUMBERS.items() if column in known},
@@ -197,7 +204,8 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
             support=support,
             components={n: _tensor(table.column(column).chunk(0)) for n, column in components.items()} or None,
             turns=turns,
-            routes=routes,
+            routes=by_position.get("routes"),
+            retention=by_position.get("kept_until"),
             **optional,
         )
 
@@ -254,7 +262,9 @@ def _provenance(header: dict[str, Any]) -> Provenance:
     stated = dict(header["provenance"])
     sampling = dict(stated.pop("sampling"))
     sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
-    return Provenance(sampling=Sampling(**sampling), **stated)
+    eviction = stated.pop("eviction", None)
+    eviction = None if eviction is None else Eviction(**eviction)
+    return Provenance(sampling=Sampling(**sampling), eviction=eviction, **stated)
 
 
 def _evidence(table: pa.Table, stated: dict[str, Any], path: Path) -> Evidence | None:
