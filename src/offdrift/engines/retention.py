@@ -193,23 +193,46 @@ def retention_sums(rollouts: Rollouts) -> dict[str, Tensor]:
     }
 
 
-def distillation(logp_dense: Float[Tensor, " n"], logp_shadow: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Distance of the policy that sees everything from the one that sees what the cache kept, by the sampled token:
+def distillation(
+    dense: Float[Tensor, "n v"], shadow: Float[Tensor, "n v"]
+) -> Float[Tensor, " n"]:
+    """Distance of the policy that sees everything from the one that sees what the cache kept, at every token:
+
+        KL(pi_dense || pi_shadow) = sum_a pi_dense(a) (log pi_dense(a) - log pi_shadow(a))   nats
+
+    Args:
+        dense, shadow: tempered logits of the two, -inf on the same tokens.
+
+    Gradient: to `dense` alone, pi_dense (log pi_dense - log pi_shadow - KL).
+
+    Example:
+        >>> distillation(torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log())
+        tensor([0.1438])
+
+    Reference: Shadow Mask Distillation, arXiv:2605.06850.
+    """
+    logp, other = dense.log_softmax(-1), shadow.detach().log_softmax(-1)
+    apart = torch.where(logp > -torch.inf, logp - other, 0.0)
+    return (logp.exp() * apart).sum(-1)
+
+
+def sampled_distillation(logp_dense: Float[Tensor, " n"], logp_shadow: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """The same distance estimated from the sampled token, as the authors' code does:
 
         k3 = e^d - 1 - d,   d = log pi_shadow - log pi_dense
 
-    The estimator is that of KL(pi_dense || pi_shadow) for tokens of pi_dense. Tokens here are drawn under the compressed
-    cache; its mean over those is chi^2(pi_shadow || pi_dense) - KL(pi_shadow || pi_dense), which is 0 where the two
-    agree, positive elsewhere, and pulls the same way.
+    That is an estimate of KL(pi_dense || pi_shadow) for tokens of pi_dense. Tokens here are drawn under the compressed
+    cache, where its mean is chi^2(pi_shadow || pi_dense) - KL(pi_shadow || pi_dense): 0 where the two agree, positive
+    elsewhere, and as heavy-tailed as the ratio itself.
 
     Gradient: to `logp_dense` alone, 1 - pi_shadow / pi_dense.
 
     Example:
         >>> dense, shadow = torch.tensor([-0.5, -1.2, -0.9]), torch.tensor([-0.6, -1.0, -1.1])
-        >>> distillation(dense, shadow)
+        >>> sampled_distillation(dense, shadow)
         tensor([0.0048, 0.0214, 0.0187])
 
-    Reference: Shadow Mask Distillation, arXiv:2605.06850; weight 0.1 in its authors' code.
+    Reference: Shadow Mask Distillation, arXiv:2605.06850.
     """
     d = logp_shadow.detach() - logp_dense
     return d.exp() - 1 - d

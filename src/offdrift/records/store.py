@@ -183,7 +183,7 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
                 layers, width = chunk.values.type.list_size, chunk.values.values.type.list_size
                 cuts = _tensor(chunk.offsets)
                 if not torch.equal(cuts, cu_seqlens + prompt_cu_seqlens - torch.arange(len(cuts))):
-                    raise ValueError(f"{name} does not cover every prompt, and every response but its last token")
+                    raise ValueError(f"{name}: values do not cover every prompt, and every response but its last token")
                 by_position[name] = kind(_tensor(chunk.values.values.values).reshape(-1, layers, width), cuts)
         components = {n.removeprefix(COMPONENT): n for n in table.column_names if n.startswith(COMPONENT)}
         optional: dict[str, Any] = {
