@@ -1,6 +1,6 @@
 """What a compressed KV cache costs a policy, what its replay takes off the mismatch, and what a run learns.
 
-    python benchmarks/kv.py [--budgets 8 10 12 14] [--seeds 0 1 2] [--batches 32] [--only drift|speed|train] [--json PATH]
+    python benchmarks/kv.py [--budgets 8 10 12 14] [--seeds 0 1 2] [--batches 24] [--only drift|speed|train] [--json PATH]
 
 `drift`: the warm-started tiny model answers sums with caches of several budgets; both sides have its weights in
 float32. Per policy and budget: reward, share of keys that tokens saw, bytes recorded per token, and the exact
@@ -84,12 +84,20 @@ def trained(seed, batches):
         train(recipe, Path(folder) / "run")
         for name in recipe.arms:
             arm = Path(folder) / "run" / "arms" / name
-            metrics, evals = ([json.loads(x) for x in (arm / f).read_text().splitlines()] for f in ("metrics.jsonl", "eval.jsonl"))
+            metrics, evals = (
+                [json.loads(x) for x in (arm / f).read_text().splitlines()] for f in ("metrics.jsonl", "eval.jsonl")
+            )
             row = {"part": "train", "seed": seed, "arm": name, "batches": batches}
             row |= {"dense_before": evals[0]["reward"], "dense_after": evals[-1]["reward"]}
             row |= {"compressed_before": metrics[0]["reward/mean"]}
             row["compressed_after"] = sum(m["reward/mean"] for m in metrics[-LAST:]) / len(metrics[-LAST:])
-            for key in ("divergence/kl_rollout_current_mean", "full/ess_frac", "kv/kept_frac", "kv/distill", "kv/kl_dense"):
+            for key in (
+                "divergence/kl_rollout_current_mean",
+                "full/ess_frac",
+                "kv/kept_frac",
+                "kv/distill",
+                "kv/kl_dense",
+            ):
                 if metrics[0].get(key) is not None:
                     row |= {f"{key} first": metrics[0][key], f"{key} last": metrics[-1][key]}
             row["seconds"] = sum(m["throughput/seconds"] for m in metrics)
@@ -100,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budgets", type=int, nargs="+", default=[8, 10, 12, 14, 16])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--batches", type=int, default=32)
+    parser.add_argument("--batches", type=int, default=24)
     parser.add_argument("--only", choices=["drift", "speed", "train"])
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     args = parser.parse_args()

@@ -35,7 +35,7 @@ from offdrift.engines.score import chunks, computed_cells, left_right_padded, sc
 from offdrift.errors import EngineError, RecipeError
 from offdrift.methods import METHODS
 from offdrift.records import Sampling
-from offdrift.records.rollouts import Eviction, Retention, Rollouts, concatenate
+from offdrift.records.rollouts import Eviction, Rollouts
 from offdrift.records.store import read
 from offdrift.train.batch import Batch
 from offdrift.train.loop import train
@@ -290,7 +290,9 @@ def test_pieces_give_the_gradient_of_the_whole_batch(model, batch, distill):
 def test_activations_computed_again_see_the_same_keys(model, batch, reentrant, distill):
     model, batch = copy.deepcopy(model), replace(batch, distill=distill)
     expected = gradients(model, batch, token_budget=60)
-    assert far(gradients(model, replace(batch, rollouts=batch.rollouts.with_(retention=None), distill=0)), expected) > 0.1
+    assert (
+        far(gradients(model, replace(batch, rollouts=batch.rollouts.with_(retention=None), distill=0)), expected) > 0.1
+    )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     check_same(gradients(model, batch, token_budget=60), expected)
 
@@ -309,9 +311,14 @@ def test_the_terms_are_the_sources_and_their_gradients_reach_the_dense_policy_al
     g = torch.Generator().manual_seed(0)
     a, b = (torch.randn(5, 7, generator=g, dtype=torch.float64) for _ in range(2))
     a[:, 2] = b[:, 2] = -torch.inf
-    a.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: distillation(x.index_fill(1, torch.tensor([2]), -torch.inf), b), a.detach().index_fill(1, torch.tensor([2]), 0.0).requires_grad_())  # fmt: skip
-    p, q = a.detach().softmax(-1), b.softmax(-1)
+    b.requires_grad_()
+    out = torch.tensor([2])  # a token that the sampler's filters left out
+    masked = lambda x: distillation(x.index_fill(1, out, -torch.inf), b.detach())  # noqa: E731
+    assert torch.autograd.gradcheck(masked, a.index_fill(1, out, 0.0).requires_grad_())
+    distillation(a.requires_grad_(), b).sum().backward()
+    assert b.grad is None
+    assert a.grad.abs().max() > 0
+    p, q = a.detach().softmax(-1), b.detach().softmax(-1)
     by_hand = torch.special.xlogy(p, p / q.where(q > 0, 1.0)).sum(-1)
     torch.testing.assert_close(distillation(a, b).detach(), by_hand)
     assert (distillation(a, a).detach().abs() < 1e-15).all()
@@ -358,7 +365,10 @@ KV = {"policy": "attention", "budget": 5}
         ({"rollout__kv": KV, "replay": {"distill_by": "k3"}}, "does nothing without replay.distill"),
         ({"rollout__kv": KV, "replay": {"distill": 0.1}, "optim__perturb": {}}, "with optim.perturb"),
         ({"rollout__kv": {**KV, "sinks": 2}}, 'rollout.kv.sinks = 2 does nothing with rollout.kv.policy = "attention"'),
-        ({"rollout__kv": {"budget": 5, "recent": 2}}, 'rollout.kv.recent = 2 does nothing with rollout.kv.policy = "win'),
+        (
+            {"rollout__kv": {"budget": 5, "recent": 2}},
+            'rollout.kv.recent = 2 does nothing with rollout.kv.policy = "win',
+        ),
         ({"rollout__kv": {**KV, "recent": 5}}, "rollout.kv.recent = 5 leaves no key of rollout.kv.budget = 5"),
         ({"rollout__kv": {"policy": "window"}}, "rollout.kv.budget is missing"),
         ({"rollout__kv": KV, "rollout__engine": "vllm"}, 'with rollout.engine = "vllm"'),
@@ -376,7 +386,7 @@ def test_a_model_that_cannot_be_led_is_refused_before_training(tmp_path, digits)
 
     config = GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, eos_token_id=1, pad_token_id=0)
     save_for_engine(made(config), tiny_tokenizer(), tmp_path / "start")
-    with pytest.raises(RecipeError, match="rollout.kv.budget = 5: GPT2LMHeadModel has 0 attention modules"):
+    with pytest.raises(RecipeError, match=r"rollout.kv.budget = 5: GPT2LMHeadModel has 0 attention modules"):
         train(small_recipe(model=str(tmp_path / "start"), rollout__kv=KV), tmp_path / "run")
     assert not list((tmp_path / "run").glob("arms/*"))
 
@@ -390,7 +400,9 @@ ARMS = {
 
 def recipe_of_arms(**changes: Any) -> Any:
     changes = {"arms": ARMS, "batches": 4, "optim__lr": 1e-3, "rollout__kv": KV, "rollout__dtype": "float32", **changes}
-    return small_recipe(**{"optim__token_budget": 100, "certificate__looks": "once", "lag": {"sync_every": 2}, **changes})
+    return small_recipe(
+        **{"optim__token_budget": 100, "certificate__looks": "once", "lag": {"sync_every": 2}, **changes}
+    )
 
 
 def test_runs_replay_what_their_arms_say_and_resume_bit_for_bit(tmp_path, digits, monkeypatch):
@@ -432,7 +444,10 @@ def test_runs_replay_what_their_arms_say_and_resume_bit_for_bit(tmp_path, digits
         train(recipe, tmp_path / "cut", watch=stop)
     train(recipe, tmp_path / "cut", resume=True)
     assert rows(tmp_path / "cut", "distill") == by_arm["distill"]
-    assert all(torch.equal(w, weights(tmp_path / "whole", "distill")[n]) for n, w in weights(tmp_path / "cut", "distill").items())
+    assert all(
+        torch.equal(w, weights(tmp_path / "whole", "distill")[n])
+        for n, w in weights(tmp_path / "cut", "distill").items()
+    )
 
 
 def test_windows_adapters_and_filters_go_together(tmp_path, digits, monkeypatch):

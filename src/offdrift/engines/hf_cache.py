@@ -73,6 +73,8 @@ class EvictingLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states, value_states
         else:
+            assert self.keys is not None
+            assert self.values is not None
             at = self.slot[..., None, None].expand(*self.slot.shape, 1, key_states.shape[-1])
             self.keys.scatter_(2, at, key_states)
             self.values.scatter_(2, at[..., :1].expand_as(value_states), value_states)
@@ -81,6 +83,8 @@ class EvictingLayer(DynamicLayer):
 
     def cut(self, weights: Float[Tensor, "b queries w w"] | None) -> None:
         """The prompts have been read, with these weights of attention: keep the budget's keys of every row and head."""
+        assert self.keys is not None
+        assert self.values is not None
         b, heads, width, _ = self.keys.shape
         real, budget = self.real, self.eviction.budget
         mass = torch.zeros(b, heads, width, device=real.device)
@@ -147,7 +151,7 @@ class Evictions:
         """A new cache, for prompts of this mask."""
         cache = DynamicCache(config=model.config)
         self.layers = [EvictingLayer(self.eviction, mask.bool()) for _ in cache.layers]
-        cache.layers = list(self.layers)
+        cache.layers = [*self.layers]
         return cache
 
     def _by_layer(self, name: str) -> Tensor:
@@ -176,8 +180,10 @@ def evicting(model: PreTrainedModel, eviction: Eviction) -> Iterator[Evictions]:
         if not layer.is_initialized:
             return None
         visible, own = by_query(module, layer.make_room()), kwargs["attention_mask"]
-        additive = own is not None and own.dtype != torch.bool
-        everything = torch.zeros((), dtype=own.dtype) if additive else torch.ones((), dtype=torch.bool)
+        if own is None or own.dtype == torch.bool:
+            everything = torch.ones((), dtype=torch.bool)
+        else:
+            everything = torch.zeros((), dtype=own.dtype)
         return args, {**kwargs, "attention_mask": hidden(everything.to(visible.device), visible)}
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -202,8 +208,8 @@ def check_eviction(model: PreTrainedModel, eviction: Eviction) -> None:
     """
     if not 0 <= eviction.protected < eviction.budget:
         raise EngineError(
-            f"eviction: protected = {eviction.protected} of budget = {eviction.budget} keys; at least one key has to be "
-            "free to go"
+            f"eviction: protected = {eviction.protected} of budget = {eviction.budget} keys; at least one key has to "
+            "be free to go"
         )
     kinds = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers} - {DynamicLayer.__name__}
     if kinds:

@@ -37,7 +37,9 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     named = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "num_key_value_groups")]
     modules, layers = sorted(named, key=lambda m: m.layer_idx), config_of(model).num_hidden_layers  # type: ignore[arg-type]
     if [m.layer_idx for m in modules] != list(range(layers)):
-        raise EngineError(f"{type(model).__name__} has {len(modules)} attention modules in {layers} layers; it needs one in each")
+        raise EngineError(
+            f"{type(model).__name__} has {len(modules)} attention modules in {layers} layers; it needs one in each"
+        )
     for module in modules:
         kind = module.config._attn_implementation  # type: ignore[union-attr]
         if kind not in MASKED:
@@ -193,9 +195,7 @@ def retention_sums(rollouts: Rollouts) -> dict[str, Tensor]:
     }
 
 
-def distillation(
-    dense: Float[Tensor, "n v"], shadow: Float[Tensor, "n v"]
-) -> Float[Tensor, " n"]:
+def distillation(dense: Float[Tensor, "n v"], shadow: Float[Tensor, "n v"]) -> Float[Tensor, " n"]:
     """Distance of the policy that sees everything from the one that sees what the cache kept, at every token:
 
         KL(pi_dense || pi_shadow) = sum_a pi_dense(a) (log pi_dense(a) - log pi_shadow(a))   nats

@@ -536,10 +536,10 @@ _ROWS = [
            mean("kv/kept", "kv/pairs")),
     Metric("kv/bytes_per_token", "byte", "size of the recorded retention, prompts' included, over response tokens",
            "neither", mean("kv/bytes")),
-    Metric("kv/distill", "nat", "mean KL(dense || shadow), by replay.distill_by: of the current policy that sees everything "
-           "from the one that sees what the engine's cache had", "worse", mean("kv/distill")),
-    Metric("kv/kl_dense", "nat", "mean KL(rollout || current) of the current policy that sees everything, where that of "
-           "the loss sees what the engine's cache had (replay.distill); lower end of intervals", "worse",
+    Metric("kv/distill", "nat", "mean KL(dense || shadow), by replay.distill_by: of the current policy that sees "
+           "everything from the one that sees what the engine's cache had", "worse", mean("kv/distill")),
+    Metric("kv/kl_dense", "nat", "mean KL(rollout || current) of the current policy that sees everything, where that "
+           "of the loss sees what the engine's cache had (replay.distill); lower end of intervals", "worse",
            mean("kv/kl_dense")),
     Metric("objective/clip_frac_active", "1", "share of tokens whose loss a clip changed", "worse",
            mean("objective/clipped")),

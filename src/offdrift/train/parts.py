@@ -55,8 +55,8 @@ class KV(Part):
         own, value = ("sinks", self.sinks) if self.policy == "window" else ("recent", self.recent)
         if its is not None:
             raise ValueError(
-                f'rollout.kv.{other} = {its} does nothing with rollout.kv.policy = "{self.policy}"; set {own}, or leave '
-                "it out"
+                f'rollout.kv.{other} = {its} does nothing with rollout.kv.policy = "{self.policy}"; set {own}, or '
+                "leave it out"
             )
         if value is not None and value >= self.budget:
             raise ValueError(
@@ -510,7 +510,8 @@ class Replay(Part):
         asked = {"replay.kv = false": not self.kv, f"replay.distill = {self.distill}": self.distill > 0}
         if self.distill_by != "exact" and not self.distill:
             raise ValueError(
-                f'arms.{arm}: replay.distill_by = "{self.distill_by}" does nothing without replay.distill; set it to 0.1'
+                f'arms.{arm}: replay.distill_by = "{self.distill_by}" does nothing without replay.distill; set it to '
+                "0.1"
             )
         if rollout.kv is None:
             if inert := next((name for name, is_set in asked.items() if is_set), None):
@@ -521,13 +522,13 @@ class Replay(Part):
             return
         if self.distill and not self.kv:
             raise ValueError(
-                f"arms.{arm}: replay.distill = {self.distill} pulls the policy that sees everything towards the one that "
-                "sees what the cache had, and replay.kv = false has no such policy; leave one of the two out"
+                f"arms.{arm}: replay.distill = {self.distill} pulls the policy that sees everything towards the one "
+                "that sees what the cache had, and replay.kv = false has no such policy; leave one of the two out"
             )
         if self.distill and (unfit := next((name for name, is_set in whole.items() if is_set), None)):
             raise ValueError(
-                f"arms.{arm}: replay.distill = {self.distill} with {unfit}: the step takes its gradient from one forward "
-                "pass; leave one of the two out"
+                f"arms.{arm}: replay.distill = {self.distill} with {unfit}: the step takes its gradient from one "
+                "forward pass; leave one of the two out"
             )
 
     def check_support(self, rollout: Rollout) -> None:

@@ -239,8 +239,8 @@ class Recipe(Part):
         }
         if rollout.kv is not None and (unfit := next((name for name, is_so in without.items() if is_so), None)):
             raise ValueError(
-                f"rollout.kv.budget = {rollout.kv.budget}: caches are not compressed with {unfit}; leave one of the two "
-                "out"
+                f"rollout.kv.budget = {rollout.kv.budget}: caches are not compressed with {unfit}; leave one of the "
+                "two out"
             )
         twice = {"optim.perturb": self.optim.perturb is not None, "critic.shared = true": self.critic.shared}
         for name in self.arms:
