@@ -1,6 +1,6 @@
 """What a compressed KV cache costs a policy, what its replay takes off the mismatch, and what a run learns.
 
-    python benchmarks/kv.py [--budgets 8 10 12 14] [--seeds 0 1 2] [--batches 24] [--only drift|speed|train] [--json PATH]
+    python benchmarks/kv.py [--budgets 8 10 12 14] [--seeds 0 1 2] [--batches 16] [--only drift|speed|train] [--json PATH]
 
 `drift`: the warm-started tiny model answers sums with caches of several budgets; both sides have its weights in
 float32. Per policy and budget: reward, share of keys that tokens saw, bytes recorded per token, and the exact
@@ -62,7 +62,7 @@ def drift(budgets, steps=900, prompts=64, samples=8):
             yield row
 
 
-def speed(tokens=480, responses=32, budget=64):
+def speed(tokens=240, responses=16, budget=32):
     """Rows by cache, of responses that all have as many tokens."""
     model, tokenizer = load_model("tiny-qwen3", seed=0)
     prompts = [prompt_ids(p, tokenizer) for p in find_task("arithmetic").sample(responses, seed=0, split="train")]
@@ -108,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budgets", type=int, nargs="+", default=[8, 10, 12, 14, 16])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--batches", type=int, default=24)
+    parser.add_argument("--batches", type=int, default=16)
     parser.add_argument("--only", choices=["drift", "speed", "train"])
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     args = parser.parse_args()
@@ -119,12 +119,11 @@ def main() -> None:
     kept = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
     rows = {key(row): row for row in kept}
     for name, part in parts.items():
-        if args.only in (None, name):
-            for row in part():
-                rows[key(row)] = row
-                print(json.dumps(row), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps({"rows": list(rows.values()), **machine()}, indent=1) + "\n")
+        for row in part() if args.only in (None, name) else ():
+            rows[key(row)] = row
+            print(json.dumps(row), flush=True)
+            if args.json:  # at once: a run that is cut short keeps what it has
+                args.json.write_text(json.dumps({"rows": list(rows.values()), **machine()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
