@@ -31,7 +31,7 @@ from offdrift.engines.retention import (
     retention_sums,
     sampled_distillation,
 )
-from offdrift.engines.score import chunks, computed_cells, left_right_padded, score
+from offdrift.engines.score import chunks, computed_cells, divergences, left_right_padded, score
 from offdrift.errors import EngineError, RecipeError
 from offdrift.methods import METHODS
 from offdrift.records import Sampling
@@ -91,6 +91,20 @@ def test_at_equal_weights_the_trainer_has_the_engines_log_probs(model, eviction)
     # The record of another batch of the same shape is another policy.
     shifted = replace(rollouts.retention, until=(rollouts.retention.until + 1))
     assert gap(model, rollouts.with_(retention=shifted)) > 0.1
+
+
+@pytest.mark.parametrize(("dtype", "evidence"), [("bfloat16", "hidden"), ("float16", 5), ("float32", "hidden")])
+def test_every_precision_and_evidence_goes_with_it(model, dtype, evidence):
+    """Filtered draws of an engine that rounds: what is left under the record is rounding."""
+    engine = TransformersEngine(model, eviction=ATTENTION, dtype=dtype)
+    rollouts = engine.generate([[5, 6, 7, 8]] * 8, Sampling(max_tokens=16, top_p=0.95), seed=0, evidence=evidence)
+    with torch.no_grad():
+        scored, whole = score(model, rollouts), score(model, rollouts.with_(retention=None))
+    off = (scored.logp - rollouts.logp_rollout).abs().mean()
+    assert off < (1e-5 if dtype == "float32" else 0.1)
+    assert (whole.logp - rollouts.logp_rollout).abs().mean() > 0.5
+    kl = divergences(rollouts, scored.logits)["kl_rollout_current"].lo.mean()
+    assert kl < 0.1 * divergences(rollouts, whole.logits)["kl_rollout_current"].lo.mean()
 
 
 def test_a_budget_for_everything_changes_nothing(model):
@@ -214,7 +228,7 @@ def test_attention_that_does_not_follow_is_refused(model, monkeypatch):
     forward = type(attention_modules(model)[0]).forward
     blind = lambda self, *args, attention_mask, **options: forward(self, *args, attention_mask=None, **options)  # noqa: E731
     monkeypatch.setattr(type(attention_modules(model)[0]), "forward", blind)
-    with pytest.raises(EngineError, match="does not see what it is told to see"):
+    with pytest.raises(EngineError, match="does not follow the masks"):
         need_led(model)
 
 

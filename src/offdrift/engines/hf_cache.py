@@ -151,7 +151,7 @@ class Evictions:
         """A new cache, for prompts of this mask."""
         cache = DynamicCache(config=model.config)
         self.layers = [EvictingLayer(self.eviction, mask.bool()) for _ in cache.layers]
-        cache.layers = [*self.layers]
+        cache.layers[:] = self.layers
         return cache
 
     def _by_layer(self, name: str) -> Tensor:
@@ -171,13 +171,20 @@ class Evictions:
         return self._by_layer("victim")
 
 
+def layer_of(module: nn.Module, kwargs: dict[str, Any]) -> EvictingLayer | None:
+    """The layer of such a cache that a pass of an attention module reads; None where it reads none."""
+    cache = kwargs.get("past_key_values")
+    layer = None if cache is None else cache.layers[module.layer_idx]
+    return layer if isinstance(layer, EvictingLayer) else None
+
+
 @contextmanager
 def evicting(model: PreTrainedModel, eviction: Eviction) -> Iterator[Evictions]:
-    """Passes with caches of `Evictions.cache` see what those keep."""
+    """Passes with caches of `Evictions.cache` see what those keep; others see everything."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        layer = kwargs["past_key_values"].layers[module.layer_idx]
-        if not layer.is_initialized:
+        layer = layer_of(module, kwargs)
+        if layer is None or not layer.is_initialized:
             return None
         visible, own = by_query(module, layer.make_room()), kwargs["attention_mask"]
         if own is None or own.dtype == torch.bool:
@@ -187,8 +194,8 @@ def evicting(model: PreTrainedModel, eviction: Eviction) -> Iterator[Evictions]:
         return args, {**kwargs, "attention_mask": hidden(everything.to(visible.device), visible)}
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        weights = output[1] if eviction.policy == "attention" else None
-        kwargs["past_key_values"].layers[module.layer_idx].note(weights)
+        if (layer := layer_of(module, kwargs)) is not None:
+            layer.note(output[1] if eviction.policy == "attention" else None)
 
     handles = []
     for module in attention_modules(model):

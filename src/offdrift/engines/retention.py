@@ -27,6 +27,8 @@ MASKED = ("eager", "sdpa")
 """Implementations of attention that take a mask of their own for every sequence, head and layer."""
 PROBED = 6
 """Tokens on which attention is tried before anything relies on it."""
+ROUNDING = 0.05
+"""Mean difference of logits there, in standard deviations, that a mask which hides nothing may make."""
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
@@ -59,7 +61,7 @@ def need_led(model: nn.Module) -> None:
 
     Where every key stays, log-probs have to be the model's own; where the second one goes, those behind it must change.
 
-    Raises: `EngineError` saying which of the two fails.
+    Raises: `EngineError` if one of the two is not so.
     """
     layers, device = len(attention_modules(model)), next(model.parameters()).device
     ids = torch.arange(1, PROBED + 1, device=device)[None] % config_of(model).vocab_size
@@ -74,8 +76,9 @@ def need_led(model: nn.Module) -> None:
             logits.append(model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float())
     model.train(was_training)
     own, same, less = logits
-    if not torch.allclose(own, same, atol=1e-2 * float(own.std()), rtol=0) or torch.equal(own[0, -1], less[0, -1]):
-        raise EngineError(f"the attention of {type(model).__name__} does not see what it is told to see")
+    moved = (own - same).abs().mean() > ROUNDING * own.std()  # in half precision, other kernels round otherwise
+    if moved or torch.equal(own[0, -1], less[0, -1]):
+        raise EngineError(f"the attention of {type(model).__name__} does not follow the masks that it is given")
 
 
 @contextmanager
@@ -116,11 +119,11 @@ def imposed(
 
     def mask_of(layer: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            seen = by_query(module, visible(layer) if shared is None else shared)
+            allowed = by_query(module, visible(layer) if shared is None else shared)
             own = kwargs["attention_mask"]
             if own is None:  # causal, without padding
-                own = torch.ones(t, t, dtype=torch.bool, device=seen.device).tril()
-            return args, {**kwargs, "attention_mask": hidden(own, seen)}
+                own = torch.ones(t, t, dtype=torch.bool, device=allowed.device).tril()
+            return args, {**kwargs, "attention_mask": hidden(own, allowed)}
 
         return hook
 
