@@ -37,7 +37,7 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     Raises: `EngineError` if not every layer has one that takes masks.
     """
     named = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "num_key_value_groups")]
-    modules, layers = sorted(named, key=lambda m: m.layer_idx), config_of(model).num_hidden_layers  # type: ignore[arg-type]
+    modules, layers = sorted(named, key=lambda m: int(m.layer_idx)), config_of(model).num_hidden_layers  # type: ignore
     if [m.layer_idx for m in modules] != list(range(layers)):
         raise EngineError(
             f"{type(model).__name__} has {len(modules)} attention modules in {layers} layers; it needs one in each"
