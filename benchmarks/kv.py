@@ -1,6 +1,6 @@
 """What a compressed KV cache costs a policy, what its replay takes off the mismatch, and what a run learns.
 
-    python benchmarks/kv.py [--budgets 8 10 12 14] [--seeds 0 1 2] [--batches 16] [--only drift|speed|train] [--json PATH]
+    python benchmarks/kv.py [--budgets 8 10 12 14] [--seeds 0 1 2] [--batches 12] [--only drift|speed|train] [--json PATH]
 
 `drift`: the warm-started tiny model answers sums with caches of several budgets; both sides have its weights in
 float32. Per policy and budget: reward, share of keys that tokens saw, bytes recorded per token, and the exact
@@ -108,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budgets", type=int, nargs="+", default=[8, 10, 12, 14, 16])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--batches", type=int, default=16)
+    parser.add_argument("--batches", type=int, default=12)
     parser.add_argument("--only", choices=["drift", "speed", "train"])
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     args = parser.parse_args()
