@@ -14,7 +14,7 @@ from offdrift.errors import BadValueError
 from offdrift.judge import Context
 from offdrift.records.readers import detect, pieces
 from offdrift.records.recorder import write_log
-from offdrift.records.rollouts import REPLAYABLE, Provenance, Sampling
+from offdrift.records.rollouts import REPLAYABLE, Eviction, Provenance, Sampling
 from tests.audit.logs import make_log
 
 FULL = Provenance("vllm", "0.32.0", "tiny", "bfloat16", "fp8_per_channel", Sampling(64, top_p=0.95))
@@ -30,6 +30,7 @@ EVERYTHING = Provenance(
     True,
     "keep",
     teacher="a teacher",
+    eviction=Eviction("window", 8, 2),
     recorded=REPLAYABLE,
     replayed=("routes",),
 )
@@ -55,7 +56,7 @@ def test_an_earlier_version_knew_fewer_fields():
         ({"logprobs": "cooked"}, "logprobs: Input should be 'processed' or 'raw'"),
         ({"sampling": {"max_tokens": 3, "best_of": 2}}, "sampling.best_of: "),
         ({"driver": "x"}, "driver: "),
-        ({"recorded": ["moods"]}, "recorded names 'moods'; choose from support, routes"),
+        ({"recorded": ["moods"]}, "recorded names 'moods'; choose from support, routes, retention"),
     ],
 )
 def test_what_is_no_provenance_is_refused_by_field(change, message):

@@ -123,13 +123,17 @@ def test_every_recipe_value_that_a_system_names_exists():
         'optim.length_guard.switch_to="bypass_pg_geo_rs"',
         "optim.length_guard={}",
         "optim.perturb={}",
+        "replay.distill=0.1",
         "replay.freeze_gates=true",
         "replay.freeze_router_bias=true",
+        "replay.kv=false",
         'replay.routes="old"',
         'replay.routes="rollout"',
         'replay.routes="rollout"',
         "replay.support=false",
         "rollout.dtype=float16",
+        "rollout.kv.budget=512",
+        "rollout.kv.policy=attention",
         "rollout.top_p=0.95",
     ]
     alone = ("draws", "lag", "old_policy", "optim", "buffer", "rollout")
@@ -143,11 +147,18 @@ def test_every_recipe_value_that_a_system_names_exists():
     assert recipe.optim.align is not None
     assert recipe.optim.perturb is not None
     assert (recipe.draws.max_samples, recipe.optim.advantage) == (16, "rl_zvp")
-    replay = {w for w in named if w.startswith("replay")} - {'replay.routes="rollout"', "replay.support=false"}
+    others = {'replay.routes="rollout"', "replay.support=false", "replay.kv=false", "replay.distill=0.1"}
+    replay = {w for w in named if w.startswith("replay")} - others
     changes = [*replay, "method=decoupled_token_is", "lag.sync_every=2"]
     recipe = load_recipe("recipes/tiny-moe.toml", changes=changes)
     assert (recipe.replay.routes, recipe.replay.freeze_gates, recipe.replay.freeze_router_bias) == ("old", True, True)
     assert load_recipe("recipes/tiny-moe.toml", changes=['replay.routes="rollout"']).replay.records
+    assert recipe.rollout.kv is None
+    kv = [w for w in named if w.startswith("rollout.kv")]
+    recipe = load_recipe("recipes/tiny.toml", changes=[*kv, "replay.distill=0.1"])
+    assert (recipe.rollout.kv.eviction.policy, recipe.rollout.kv.eviction.protected) == ("attention", 256)
+    assert (recipe.replay.kv, recipe.replay.distill) == (True, 0.1)
+    assert not load_recipe("recipes/tiny.toml", changes=[*kv, "replay.kv=false"]).replay.kv
     changes = ["replay.support=false", "rollout.top_p=0.95"]
     assert not load_recipe("recipes/tiny-moe.toml", changes=changes).replay.support
 

@@ -19,7 +19,7 @@ from offdrift.records import FullVocab, HiddenStates, Provenance, Rollouts, Samp
 from offdrift.records.batch import Logged
 from offdrift.records.readers import detect
 from offdrift.records.recorder import write_log
-from offdrift.records.rollouts import Routes, Support, concatenate, pack_sequences
+from offdrift.records.rollouts import Eviction, Retention, Routes, Support, concatenate, pack_sequences
 from offdrift.records.schema import BY_TOKEN
 from tests.records.samples import one, ragged, same_groups
 
@@ -162,6 +162,34 @@ def test_routes_are_stored_selected_and_joined(tmp_path: Path, dtype: torch.dtyp
     assert concatenate([after, after.with_(routes=None)]).routes is None
     # A file whose routes are those of other sequences.
     store.write(before.with_(routes=Routes(experts, torch.tensor([0, 2, 3, 6]))), path)
+    with pytest.raises(RecordError, match="do not cover every prompt"):
+        store.read(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
+def test_retention_is_stored_selected_and_joined(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Prompts of 2, 0 and 1 tokens, responses of 2, 1 and 3: 3, 0 and 3 positions, of 2 layers with 2 heads each."""
+    until = torch.arange(24).view(6, 2, 2).to(dtype) + (0 if dtype == torch.int16 else 40_000)
+    eviction = Eviction("attention", 8, 4)
+    before = made("none").with_(retention=Retention(until, torch.tensor([0, 3, 3, 6])))
+    before = before.with_(provenance=replace(before.provenance, eviction=eviction))
+    assert before.retention is not None
+    assert before.retention.bytes_per_position == 4 * dtype.itemsize
+    path = store.write(before, tmp_path / "x.parquet")
+    after = store.read(path)
+    assert after.provenance == before.provenance
+    assert after.retention is not None
+    assert after.retention.until.dtype == dtype
+    assert torch.equal(after.retention.until, until)
+    back = after.select(torch.tensor([2, 1, 0])).retention
+    assert back is not None
+    assert torch.equal(back.until, until[[3, 4, 5, 0, 1, 2]])
+    parts = concatenate([after.select(torch.tensor([i])) for i in range(3)]).retention
+    assert parts is not None
+    assert torch.equal(parts.until, until)
+    assert parts.cu_seqlens.tolist() == [0, 3, 3, 6]
+    assert concatenate([after, after.with_(retention=None)]).retention is None
+    store.write(before.with_(retention=Retention(until, torch.tensor([0, 2, 3, 6]))), path)
     with pytest.raises(RecordError, match="do not cover every prompt"):
         store.read(path)
 

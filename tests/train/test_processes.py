@@ -212,8 +212,9 @@ def one_process_step(rollouts: Rollouts, arm: str, changes: dict[str, Any]):
     model, _ = load_model(whole.model, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.9, 0.95), weight_decay=0.0)
     how = WHITENED["advantage"]
-    replays = whole.replay_of(arm).routes == "rollout"
-    batch = Batch(rollouts, advantages(rollouts.rewards, rollouts.segments, how=how), replays=replays)
+    replay = whole.replay_of(arm)
+    replayed = {"replays": replay.routes == "rollout", "distill": replay.distill}
+    batch = Batch(rollouts, advantages(rollouts.rewards, rollouts.segments, how=how), **replayed)
     row = whole.arms[arm].build()
     if row.scores_old:
         batch = replace(batch, old=score_batch(model, rollouts, token_budget=64))

@@ -21,6 +21,7 @@ from offdrift.records.rollouts import (
     EvidenceKind,
     HiddenStates,
     Provenance,
+    Retention,
     Rollouts,
     Routes,
     Sampling,
@@ -85,6 +86,8 @@ class Draws:
     """Of `Routes`, where they are recorded."""
     mix_kl: Float[Tensor, " n"] | None = None
     """See `Rollouts`; where a teacher decodes along."""
+    until: Int[Tensor, "p layers heads"] | None = None
+    """Of `Retention`, where the cache is compressed."""
 
 
 def check_request(
@@ -177,6 +180,7 @@ def rollouts_from(
     prompt_tokens, prompt_cuts = pack_sequences(prompts)
     experts = [d.experts for d in draws if d.experts is not None]
     mix_kl = [d.mix_kl for d in draws if d.mix_kl is not None]
+    until = [d.until for d in draws if d.until is not None]
     computed = cuts + prompt_cuts - torch.arange(len(cuts))
     return Rollouts(
         tokens=tokens,
@@ -190,6 +194,7 @@ def rollouts_from(
         provenance=provenance,
         evidence=joined_evidence(evidence) if evidence else None,
         routes=Routes(_joined(experts), computed) if experts else None,
+        retention=Retention(_joined(until), computed) if until else None,
         support=Support.joined([d.support for d in draws]),
         mix_kl=_joined(mix_kl) if mix_kl else None,
     )
@@ -283,6 +288,7 @@ class Drawing(ABC):
             provenance=rescored.provenance,
             evidence=rescored.evidence,
             routes=rescored.routes,
+            retention=rescored.retention,
             support=rescored.support,
             mix_alpha=rescored.mix_alpha,
             mix_kl=rescored.mix_kl,

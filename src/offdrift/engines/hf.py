@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -25,12 +26,13 @@ from transformers.utils import logging
 
 from offdrift.divergence.head import Head
 from offdrift.engines.generate import Drawing, Draws, Request, pieces
+from offdrift.engines.hf_cache import check_eviction, evicting
 from offdrift.engines.hf_decode import Recorder, decode, uniform_numbers
 from offdrift.engines.hf_stream import TransformersStream
 from offdrift.engines.output_head import head_input, head_of, kept, recast
 from offdrift.engines.routing import routers_of_mixture, routes_of, watched
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import EvidenceKind, Rollouts, Routes, Sampling
+from offdrift.records.rollouts import Eviction, EvidenceKind, Provenance, Rollouts, Routes, Sampling
 
 
 class TransformersEngine(Drawing):
@@ -51,10 +53,12 @@ class TransformersEngine(Drawing):
         record_routes: also record the experts that every token was sent to (`Rollouts.routes`).
         teacher: a model over the same vocabulary whose logits are mixed in by the `alphas` that `generate` is given; it
             is copied at `dtype`, and keeps its weights.
+        eviction: compress the KV cache, and record what it keeps (`Rollouts.retention`). Its policy "attention" needs
+            the weights of attention, which "eager" attention alone gives.
         version: trainer version of the given weights, optimizer steps.
 
-    Raises: `EngineError` if the model cannot generate, or has no routers to record, or if the teacher has another
-        vocabulary.
+    Raises: `EngineError` if the model cannot generate, has no routers to record, or a cache that cannot be
+        compressed, or if the teacher has another vocabulary.
 
     Example:
         >>> from offdrift.records.rollouts import Sampling
@@ -80,6 +84,7 @@ class TransformersEngine(Drawing):
         evidence_limit_mib: int = 1024,
         record_routes: bool = False,
         teacher: PreTrainedModel | None = None,
+        eviction: Eviction | None = None,
         name: str = "transformers",
         version: int = 0,
     ) -> None:
@@ -96,6 +101,7 @@ class TransformersEngine(Drawing):
         self.name, self.version, self.batch_size = name, version, batch_size
         self.dtype, self.quantization = dtype, quantization
         self.evidence_limit_mib, self.record_routes = evidence_limit_mib, record_routes
+        self.eviction = eviction
         if record_routes:
             routers_of_mixture(model)
         self.vocab_size: int = model.config.get_text_config().vocab_size
@@ -108,9 +114,13 @@ class TransformersEngine(Drawing):
         self._model: PreTrainedModel | None = model.eval()
         if getattr(model, "is_gradient_checkpointing", False):
             model.gradient_checkpointing_disable()
+        if eviction is not None and eviction.policy == "attention":
+            attn_implementation = "eager"
         recast(model, dtype, head_dtype=head_dtype, attn_implementation=attn_implementation)
         # generate() fills whatever a request leaves open from here: top_k, penalties, stop tokens.
         model.generation_config = GenerationConfig()
+        if eviction is not None:
+            check_eviction(model, eviction)
         if as_in_training:
             model.gradient_checkpointing_enable()
             model.train()
@@ -200,16 +210,23 @@ class TransformersEngine(Drawing):
     def _draw(self, request: Request, uniforms: Tensor) -> Draws:
         hidden = request.evidence == "hidden"
         heads = head_input(self.model) if hidden else nullcontext()
-        with heads as consumed, watched(self.model) if self.record_routes else nullcontext() as choices:
+        routes = watched(self.model) if self.record_routes else nullcontext()
+        cache = evicting(self.model, self.eviction) if self.eviction is not None else nullcontext()
+        with heads as consumed, routes as choices, cache as evictions:
             recorder = Recorder(
                 request.evidence,
                 self.head() if hidden else None,
                 consumed,
                 filtered=request.sampling.filtered,
                 choices=choices,
+                evictions=evictions,
             )
             draws = decode(self.model, request, recorder, uniforms, self._teacher)
         return self.checked(draws, request.sampling) if hidden else draws
+
+    def provenance(self, sampling: Sampling) -> Provenance:
+        """What a record says of this engine's draws."""
+        return replace(super().provenance(sampling), eviction=self.eviction)
 
     @property
     def _source(self) -> tuple[str, str]:

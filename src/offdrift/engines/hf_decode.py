@@ -28,7 +28,9 @@ from transformers.cache_utils import DynamicLayer
 
 from offdrift.divergence.head import Head
 from offdrift.engines.generate import Draws, Request, Tokens
+from offdrift.engines.hf_cache import Evictions
 from offdrift.engines.output_head import HeadInput
+from offdrift.engines.retention import kept_until
 from offdrift.engines.routing import Choices
 from offdrift.methods.schedules import fused_logits
 from offdrift.records.rollouts import (
@@ -114,7 +116,8 @@ class Recorder:
 
     Full evidence keeps a row of the vocabulary per token, top-k evidence its k largest entries, hidden evidence what
     the head consumed. Where `filtered`, what the filters left over is kept besides; with `choices`, the experts that
-    every text was sent to; with a teacher, how far the mixture is from the policy.
+    every text was sent to; with a teacher, how far the mixture is from the policy; with `evictions`, which keys the
+    cache let go.
     """
 
     def __init__(
@@ -125,11 +128,13 @@ class Recorder:
         *,
         filtered: bool = False,
         choices: Choices | None = None,
+        evictions: Evictions | None = None,
     ) -> None:
         self.evidence, self.head, self.consumed = evidence, head, consumed
-        self.filtered, self.choices = filtered, choices
+        self.filtered, self.choices, self.evictions = filtered, choices, evictions
         self.support: list[Support] = []  # per step, of its texts
         self.prompts: tuple[Tensor, Tensor] | None = None
+        self.lost: tuple[Tensor, Tensor] | None = None
         self.steps: list[dict[str, Tensor]] = []
 
     def state(self) -> Float[Tensor, "a d"] | None:
@@ -163,6 +168,8 @@ class Recorder:
             step["experts"] = self._experts(len(logp))[:, -1]
         if mix_kl is not None:
             step["mix_kl"] = mix_kl
+        if self.evictions is not None:
+            step["victims"] = self.evictions.victims
         if self.filtered:
             self.support.append(Support.of(logp > -torch.inf))
         self.steps.append(step)
@@ -172,6 +179,9 @@ class Recorder:
         if self.choices is not None:
             before = mask[text, :-1].bool()
             self.prompts = self._experts(len(mask))[text, :-1][before], before.sum(1)
+        if self.evictions is not None:
+            real = mask[text].bool()
+            self.lost = self.evictions.lost[text][real], real.sum(1)
 
     def _experts(self, texts: int) -> Integer[Tensor, "texts t layers k"]:
         """Experts at every place of the texts that the model has just read."""
@@ -216,7 +226,12 @@ class Recorder:
             order_of_places = torch.cat(sequence).argsort(stable=True)
             experts = torch.cat([own.cpu(), shared("experts")])[order_of_places]
         mix_kl = shared("mix_kl") if "mix_kl" in self.steps[0] else None
-        return Draws(packed("tokens"), lengths.cpu(), packed("logp"), evidence, support, experts, mix_kl)
+        until = None
+        if self.lost is not None:
+            lost, counts = self.lost
+            until = kept_until(counts.cpu(), lengths.cpu(), lost.cpu(), shared("victims"))
+        drawn = packed("tokens"), lengths.cpu(), packed("logp"), evidence, support, experts
+        return Draws(*drawn, mix_kl=mix_kl, until=until)
 
 
 @torch.no_grad()
@@ -260,7 +275,11 @@ def _decode(
     text = torch.tensor([number.setdefault(key, len(number)) for key in keys], device=device)
     ids, mask = left_padded([prompt for prompt, _ in number], device)
     width, rows = ids.shape[1], torch.arange(count, device=device)
-    forward = Forward(model, cache_of(model, width + steps, count))
+    if recorder.evictions is None:
+        cache = cache_of(model, width + steps, count)
+    else:
+        cache = recorder.evictions.cache(model, mask)
+    forward = Forward(model, cache)
     if request.alphas is not None:
         assert teacher is not None
         theirs = Forward(teacher, cache_of(teacher, width + steps, count)) if any(request.alphas) else None

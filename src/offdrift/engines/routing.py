@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Integer, Shaped
 from torch import Tensor, nn
 
-from offdrift.engines.score import Padded, chunks, left_right_padded, score
+from offdrift.engines.score import chunks, computed_cells, left_right_padded, score
 from offdrift.errors import EngineError
 from offdrift.records.rollouts import Rollouts, Routes, cumulative, expert_dtype
 from offdrift.segments import Segments
@@ -206,7 +206,7 @@ def replayed(model: nn.Module, rollouts: Rollouts, routes: Routes | None) -> Ite
     Raises: `EngineError` if the routes are those of another model or batch, or a router weighs its experts in a way
         that cannot be repeated for others.
     """
-    at = _places(left_right_padded(rollouts)).to(next(model.parameters()).device)
+    at = computed_cells(left_right_padded(rollouts)).to(next(model.parameters()).device)
     if routes is None:
         with watched(model, at=at) as choices:
             yield choices
@@ -348,11 +348,3 @@ def _parts(module: nn.Module, output: Any) -> tuple[Tensor, Tensor, Tensor]:
         f"the router {type(module).__name__} does not return logits, weights and experts; its "
         "choice can be neither read nor replayed"
     )
-
-
-def _places(inputs: Padded) -> Int[Tensor, " p"]:
-    """Cells of the padded batch, row after row, that hold the positions of routes: all real ones but the last."""
-    real = inputs.attention.bool()
-    followed = real & real.roll(-1, 1)
-    followed[:, -1] = False
-    return followed.flatten().nonzero().flatten().cpu()

@@ -21,6 +21,7 @@ from offdrift.divergence.fused import exact_divergences
 from offdrift.divergence.interval import topk_divergences
 from offdrift.divergence.losses import kl_rollout_current
 from offdrift.engines.output_head import logits_in_pieces
+from offdrift.engines.retention import imposed
 from offdrift.errors import EvidenceError
 from offdrift.numerics import at_least_float32
 from offdrift.records.rollouts import FullVocab, HiddenStates, Rollouts, TopK
@@ -49,6 +50,7 @@ def score(
     keep_graph: bool = False,
     half: torch.dtype | None = None,
     with_states: bool = False,
+    until: contextlib.ExitStack | None = None,
 ) -> Score:
     """Log-probs, entropies and logits of every response token, on the packed layout.
 
@@ -56,7 +58,8 @@ def score(
 
     Args:
         model: a causal language model with the `transformers` call signature.
-        rollouts: prompts and responses; only tokens, cuts and the sampler's support are read.
+        rollouts: prompts and responses; only tokens, cuts, the sampler's support and the cache's retention are read.
+            Where they record what a compressed cache kept (`Rollouts.retention`), attention sees no more than that.
         temperature: the sampling temperature, so that both policies are tempered alike. The tokens that the
             sampler's filters left over are replayed where the rollouts record them (`Rollouts.support`): all others
             have logit -inf, hence no probability and no gradient. Without that record, mass that a filter removed
@@ -65,6 +68,7 @@ def score(
         half: bfloat16 or float16, in which the model multiplies matrices (`torch.autocast`); weights, norms, residual
             stream and what follows the logits stay as they are. Absent: everything at the weights' precision.
         with_states: also give the hidden states that the head reads, for a value head beside it.
+        until: what has to stay as it is while activations are computed again, in a backward pass, is closed with it.
 
     Gradient: to the model's parameters through `logp`, through `states`, and through `logits` with `keep_graph`.
     """
@@ -76,6 +80,8 @@ def score(
             head = getattr(model, "module", model).get_output_embeddings()  # type: ignore[operator]
             hook = head.register_forward_pre_hook(lambda module, arguments: read.append(arguments[0]))
             contexts.callback(hook.remove)
+        shadow = imposed(model, rollouts.retention, inputs.positions, computed_cells(inputs))
+        (contexts if until is None else until).enter_context(shadow)
         # Every weight is read once a pass: a cache of them in half precision would only hold all of them at once.
         contexts.enter_context(torch.autocast(device.type, half, enabled=half is not None, cache_enabled=False))
         rows_btv = model(  # column j predicts the token at place j behind the prompt
@@ -141,6 +147,14 @@ def left_right_padded(rollouts: Rollouts, *, device: torch.device | str = "cpu")
     attention = ((place >= (widest - prompts)[:, None]) & (place < (widest + responses)[:, None])).long()
     positions = (attention.cumsum(-1) - 1).clamp(min=0)
     return Padded(*(x.to(device) for x in (ids, attention, positions, rows, columns)))
+
+
+def computed_cells(inputs: Padded) -> Int[Tensor, " p"]:
+    """Cells of the padded batch, row after row, that a rollout engine computes: all real ones but each row's last."""
+    real = inputs.attention.bool()
+    followed = real & real.roll(-1, 1)
+    followed[:, -1] = False
+    return followed.flatten().nonzero().flatten().cpu()
 
 
 def chunks(rollouts: Rollouts, *, token_budget: int) -> Iterator[Int[Tensor, " s"]]:

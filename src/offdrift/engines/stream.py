@@ -104,6 +104,11 @@ class Stream(ABC):
                 f"engine {engine.name!r} records routes, which streams do not; construct it without record_routes, or "
                 "call generate"
             )
+        if engine.provenance(sampling).eviction is not None:
+            raise EngineError(
+                f"engine {engine.name!r} compresses its KV cache, which streams do not; construct it without eviction, "
+                "or call generate"
+            )
         engine.check(Request([[0]], sampling, evidence))
         self.sampling = sampling
         self.evidence: EvidenceKind = evidence

@@ -47,7 +47,7 @@ class Logged(LogValues):
         Args:
             replayed: of `REPLAYABLE`, what all policies of the trainer did again.
         """
-        present = {"support": rollouts.support, "routes": rollouts.routes}
+        present = {"support": rollouts.support, "routes": rollouts.routes, "retention": rollouts.retention}
         recorded = tuple(name for name in REPLAYABLE if present[name] is not None)
         drawn_by = replace(rollouts.provenance, recorded=recorded, replayed=tuple(replayed)).as_text()
         return Logged(

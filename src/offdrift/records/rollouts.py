@@ -69,6 +69,27 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Eviction:
+    """Which keys a compressed KV cache of a rollout engine keeps, in every layer and key-value head by itself.
+
+    Prompts are read whole and then cut to the budget; from there on, every token that is read takes the place of one.
+    """
+
+    __pydantic_config__ = STRICT
+
+    policy: Literal["window", "attention"]
+    """"window": the oldest key goes. "attention": the one that has received the least attention, summed over all
+    tokens that were read and the head's group of queries."""
+    budget: int
+    """Keys kept, that of the token being read among them."""
+    protected: int
+    """Keys that never go. "window": the first ones of the sequence (attention sinks). "attention": the latest ones."""
+
+    def __str__(self) -> str:
+        return f"cache of {self.budget} keys by {self.policy}"
+
+
+@dataclass(frozen=True)
 class Provenance:
     """Where a batch of rollouts comes from: what is needed to say how far off-policy it is."""
 
@@ -91,6 +112,8 @@ class Provenance:
     "recompute": computed anew, so that every token is drawn by the weights of its version. "keep": kept, so that
     tokens behind a change are drawn by a policy that no version has.
     """
+    eviction: Eviction | None = None
+    """How the engine's cache forgets keys; None: it keeps all."""
     teacher: str | None = None
     """Name of the model whose logits were mixed into those of the policy, by the shares `Rollouts.mix_alpha`."""
     recorded: tuple[str, ...] = ()
@@ -128,6 +151,7 @@ class Provenance:
             "chosen by results": self.selected,
             f"cache {self.cache}": self.cache is not None,
             f"mixed with {self.teacher}": self.teacher is not None,
+            f"{self.eviction}": self.eviction is not None,
             f"replayed {' and '.join(self.replayed)}": bool(self.replayed),
         }
         return ", ".join(text for text, shown in parts.items() if shown)
@@ -152,8 +176,9 @@ class Provenance:
             raise BadValueError(f"provenance: {field}: {first['msg']} (is {first['input']!r:.80})") from e
 
 
-REPLAYABLE = ("support", "routes")
-"""What a trainer can do again as the engine did it: filters (`Rollouts.support`) and the choice of experts."""
+REPLAYABLE = ("support", "routes", "retention")
+"""What a trainer can do again as the engine did it: filters (`Rollouts.support`), the choice of experts, and which keys
+its cache kept."""
 
 
 @dataclass(frozen=True)
@@ -337,6 +362,48 @@ class Routes:
         return Routes(torch.cat([part.experts for part in parts]), cuts, torch.cat(gates) if gates else None)
 
 
+@dataclass(frozen=True)
+class Retention:
+    """Until when a compressed KV cache kept each key: which earlier positions every token could see.
+
+    A key that has gone does not come back, so one number per key says it for all tokens: the token at place q of its
+    sequence sees the key at place k if
+
+        k <= q < until_k
+
+    `p` positions, those of `Routes`: of each sequence its prompt and its response but the last token.
+
+    Reference: Shadow Mask Distillation, arXiv:2605.06850 (there a mask of positions x positions).
+    """
+
+    until: Int[Tensor, "p layers heads"]
+    """First place that no longer sees the key, the number of the sequence's positions where it stayed: 2 bytes each for
+    sequences of up to 32,767 positions, else 4. One layer and one head where all of them keep the same."""
+    cu_seqlens: Int[Tensor, " cuts"]
+    """Where the positions of each sequence begin and end."""
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Size of what an engine records, layers x heads x (2 or 4) bytes."""
+        return self.until[0].numel() * self.until.itemsize if len(self.until) else 0
+
+    def select(self, sequences: Int[Tensor, " s"]) -> Retention:
+        """That of the given sequences, in the given order."""
+        segments = Segments(self.cu_seqlens)
+        return Retention(self.until[segments.rows(sequences)], cumulative(segments.lengths[sequences]))
+
+    @staticmethod
+    def joined(parts: Sequence[Retention]) -> Retention:
+        """That of all parts' sequences."""
+        cuts = cumulative(torch.cat([part.cu_seqlens.diff() for part in parts]))
+        return Retention(torch.cat([part.until for part in parts]), cuts)
+
+
+def place_dtype(positions: int) -> torch.dtype:
+    """What a place in a sequence of so many positions is stored as."""
+    return torch.int16 if positions <= torch.iinfo(torch.int16).max else torch.int32
+
+
 def expert_dtype(experts: int) -> torch.dtype:
     """What a choice among so many experts is stored as. (Torch cannot index with, or by, its uint16.)"""
     return torch.uint8 if experts <= 256 else torch.int16
@@ -388,6 +455,8 @@ class Rollouts:
     """Where sequences are episodes of several turns; None: one turn each."""
     routes: Routes | None = field(default=None, repr=False)
     """Experts that the engine sent the tokens to, where it was asked to record them."""
+    retention: Retention | None = field(default=None, repr=False)
+    """What the engine's compressed KV cache kept, where it compresses; the trainer's attention then sees no more."""
 
     @property
     def num_sequences(self) -> int:
@@ -439,6 +508,7 @@ class Rollouts:
             support=None if self.support is None else self.support.select(rows),
             turns=None if self.turns is None else self.turns.select(rows, sequences),
             routes=None if self.routes is None else self.routes.select(sequences),
+            retention=None if self.retention is None else self.retention.select(sequences),
             cu_seqlens=cumulative(self.lengths[sequences]),
             prompt_tokens=self.prompt_tokens[Segments(self.prompt_cu_seqlens).rows(sequences)],
             prompt_cu_seqlens=cumulative(self.prompt_cu_seqlens.diff()[sequences]),
@@ -480,8 +550,8 @@ def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
             streams = {n: torch.cat([getattr(v, n) for v in values]) for n in ("ids", "context_tokens", "context_ids")}
             cuts = cumulative(torch.cat([v.context_cu_seqlens.diff() for v in values]))
             return Turns(**streams, context_cu_seqlens=cuts)
-        if isinstance(values[0], Routes):
-            return Routes.joined(values)
+        if isinstance(values[0], Routes | Retention):
+            return values[0].joined(values)
         if isinstance(values[0], Support):
             return Support.joined(values)
         if isinstance(values[0], Mapping):

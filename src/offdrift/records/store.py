@@ -35,6 +35,7 @@ from offdrift.records.rollouts import (
     FullVocab,
     HiddenStates,
     Provenance,
+    Retention,
     Rollouts,
     Routes,
     Support,
@@ -46,8 +47,8 @@ from offdrift.records.schema import ROLLOUTS_KEY
 
 FORMAT = 4
 READABLE = (1, 2, 3, FORMAT)
-"""Format 2 adds hidden states, format 3 turns, format 4 supports, routes and teachers; whatever else a file of an
-earlier format holds is the same."""
+"""Format 2 adds hidden states, format 3 turns, format 4 supports, routes, teachers and retention; whatever else a file
+of an earlier format holds is the same."""
 KEY = ROLLOUTS_KEY
 
 TOKEN_COLUMNS = {"tokens": pa.int32(), "logp_rollout": pa.float32(), "rollout_version": pa.int32()}
@@ -98,6 +99,10 @@ def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
         columns["routes"] = _cut(pa.FixedSizeListArray.from_arrays(chosen, layers), routes.cu_seqlens)
     if rollouts.mix_kl is not None:
         columns["mix_kl"] = _list(rollouts.mix_kl, offsets, pa.float32())
+    if (retention := rollouts.retention) is not None:
+        _, layers, heads = retention.until.shape
+        by_head = pa.FixedSizeListArray.from_arrays(pa.array(retention.until.reshape(-1).numpy()), heads)
+        columns["kept_until"] = _cut(pa.FixedSizeListArray.from_arrays(by_head, layers), retention.cu_seqlens)
     if (support := rollouts.support) is not None:
         columns["support_counts"] = _list(support.cu_seqlens.diff(), offsets, pa.int32())
         columns["support_ids"] = _list(support.ids, support.cu_seqlens[offsets], pa.int32())
@@ -172,14 +177,15 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
             if not (torch.equal(of_tokens, cu_seqlens) and torch.equal(cuts, support.cu_seqlens[cu_seqlens])):
                 raise ValueError("support_counts or support_ids have other lengths than the tokens they are about")
         prompt_tokens, prompt_cu_seqlens = _stream(table, "prompt_tokens")
-        routes = None
-        if "routes" in known:
-            chunk = table.column("routes").chunk(0)
-            layers, k = chunk.values.type.list_size, chunk.values.values.type.list_size
-            cuts = _tensor(chunk.offsets)
-            if not torch.equal(cuts, cu_seqlens + prompt_cu_seqlens - torch.arange(len(cuts))):
-                raise ValueError("routes do not cover every prompt, and every response but its last token")
-            routes = Routes(_tensor(chunk.values.values.values).reshape(-1, layers, k), cuts)
+        by_position = {}
+        for name, kind in (("routes", Routes), ("kept_until", Retention)):
+            if name in known:
+                chunk = table.column(name).chunk(0)
+                layers, width = chunk.values.type.list_size, chunk.values.values.type.list_size
+                cuts = _tensor(chunk.offsets)
+                if not torch.equal(cuts, cu_seqlens + prompt_cu_seqlens - torch.arange(len(cuts))):
+                    raise ValueError(f"{name}: values do not cover every prompt, and every response but its last token")
+                by_position[name] = kind(_tensor(chunk.values.values.values).reshape(-1, layers, width), cuts)
         components = {n.removeprefix(COMPONENT): n for n in table.column_names if n.startswith(COMPONENT)}
         optional: dict[str, Any] = {
             **{name: _tensor(table.column(column).chunk(0)) for name, column in NUMBERS.items() if column in known},
@@ -200,7 +206,8 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
             support=support,
             components={n: _tensor(table.column(column).chunk(0)) for n, column in components.items()} or None,
             turns=turns,
-            routes=routes,
+            routes=by_position.get("routes"),
+            retention=by_position.get("kept_until"),
             **optional,
         )
 

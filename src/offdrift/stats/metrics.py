@@ -540,6 +540,16 @@ _ROWS = [
     Metric("fusion/difficulty_mean", "1", "mean over prompts of the difficulty that scaled the share; probed, 1 less "
            "the policy's own mean reward on the scale of reward_range", "neither",
            mean("fusion/difficulty", "fusion/prompts")),
+    Metric("kv/kept_frac", "1", "share of earlier positions, their own included, whose keys tokens behind the prompt "
+           "still saw in the engine's compressed cache; mean over layers and heads", "better",
+           mean("kv/kept", "kv/pairs")),
+    Metric("kv/bytes_per_token", "byte", "size of the recorded retention, prompts' included, over response tokens",
+           "neither", mean("kv/bytes")),
+    Metric("kv/distill", "nat", "mean KL(dense || shadow), by replay.distill_by: of the current policy that sees "
+           "everything from the one that sees what the engine's cache had", "worse", mean("kv/distill")),
+    Metric("kv/kl_dense", "nat", "mean KL(rollout || current) of the current policy that sees everything, where that "
+           "of the loss sees what the engine's cache had (replay.distill); lower end of intervals", "worse",
+           mean("kv/kl_dense")),
     Metric("objective/clip_frac_active", "1", "share of tokens whose loss a clip changed", "worse",
            mean("objective/clipped")),
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -14,6 +14,7 @@ from offdrift.advantages import ADVANTAGES, advantages
 from offdrift.advantages.optimal import norm_agreement
 from offdrift.batch_info import BatchInfo
 from offdrift.certificate.samples import unit_rewards
+from offdrift.engines.retention import retention_sums
 from offdrift.errors import EngineError
 from offdrift.logprobs import LogProbs
 from offdrift.methods.method import Interpolated, RolloutAsOld
@@ -60,6 +61,10 @@ class Batch:
     """See `Picked`."""
     replays: bool = False
     """Whether passes of the step send tokens to the experts of `rollouts.routes`."""
+    distill: float = 0.0
+    """Weight of Shadow Mask Distillation, for rollouts whose retention is replayed; 0: none."""
+    distill_by: Literal["exact", "k3"] = "exact"
+    """Its divergence: over the vocabulary, or estimated from sampled tokens."""
 
     @staticmethod
     def joined(parts: Sequence[Batch]) -> Batch:
@@ -142,6 +147,10 @@ def make_batch(arm: Arm, picked: Picked, *, part: bool = False) -> Batch:
         rollouts = rollouts.with_(support=None)
     if replay.records and rollouts.routes is None:
         raise EngineError(f'replay.routes = "{replay.routes}": the engine recorded no routes for a batch')
+    sums: dict[str, Tensor] = {}
+    if rollouts.retention is not None:
+        sums |= retention_sums(rollouts)
+        rollouts = rollouts if replay.kv else rollouts.with_(retention=None)
     options: dict[str, Any] = {"token_budget": optim.token_budget, "tail_log_ratio_cap": cap, "half": half}
     options["replays"] = replay.routes == "rollout"
     trainer = old = logp_ref = status = None
@@ -169,12 +178,12 @@ def make_batch(arm: Arm, picked: Picked, *, part: bool = False) -> Batch:
             logp_ref = score_batch(reference, rollouts, token_budget=optim.token_budget, half=half).logp
     values = None if arm.critic is None else arm.critic.values(rollouts, token_budget=optim.token_budget, half=half)
     scores = (trainer, old, logp_ref, values)
-    sums, norms = {}, None
+    norms = None
     if optim.gradient_norms == "exact" and "grad_norm_squared" in estimator.reads:
         norms = gradient_norms(arm.run.accelerator.unwrap_model(arm.model), rollouts, replays=options["replays"])
         assert trainer is not None
         stand_in = rollouts.segments.sum(1 - 2 * trainer.logp.exp() + trainer.sum_pi_squared)
-        sums = {f"opob/{k}": x for k, x in norm_agreement(norms, stand_in, rollouts.segments.groups).items()}
+        sums |= {f"opob/{k}": x for k, x in norm_agreement(norms, stand_in, rollouts.segments.groups).items()}
     advantages, returns = token_advantages(arm, rollouts, *scores, norms)
     if norms is not None:
         apart = (token_advantages(arm, rollouts, *scores)[0] - advantages).abs()
@@ -190,7 +199,7 @@ def make_batch(arm: Arm, picked: Picked, *, part: bool = False) -> Batch:
 
     compared = old_logits if arm.compares_old else None
     about_old = (old, logp_ref, cap, status, old_is_current, compared)
-    about_draws = (picked.earlier_uses, picked.independent, options["replays"])
+    about_draws = (picked.earlier_uses, picked.independent, options["replays"], replay.distill, replay.distill_by)
     return Batch(rollouts, advantages, *about_old, values, returns, weight, sums, *about_draws)
 
 

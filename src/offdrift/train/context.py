@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from offdrift.advantages import ADVANTAGES
 from offdrift.engines import Engine, make_engine
+from offdrift.engines.retention import need_led
 from offdrift.engines.routing import router_biases, routers_of_mixture, rule_of
 from offdrift.engines.verify_sync import SyncReport, verify_sync
 from offdrift.errors import CheckpointError, EngineError, RecipeError
@@ -197,6 +198,8 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     source: Any = model
     if rollout.engine == "transformers":
         engine_options["batch_size"] = 256
+    if rollout.kv is not None:
+        engine_options["eviction"] = rollout.kv.eviction
     if rollout.engine == "vllm" or recipe.pipeline is not None:
         source = str(folder.path / "engine")
         with accelerator.main_process_first():
@@ -350,6 +353,7 @@ def _check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
     layer = {"optim.align": recipe.optim.align, "optim.perturb": recipe.optim.perturb, "lora": recipe.lora}
     replays = [recipe.replay_of(name) for name in recipe.arms]
     layer["replay of routers"] = next((r for r in replays if r.routes != "none" or r.freeze_router_bias), None)
+    layer["rollout.kv"] = recipe.rollout.kv
     if kind == "FSDP" and (unsharded := [name for name, part in layer.items() if part is not None]):
         raise RecipeError(
             f"{unsharded[0]} is not supported in a sharded run: launch one process or a data-parallel run "
@@ -385,6 +389,11 @@ def _check_model(recipe: Recipe, model: PreTrainedModel) -> None:
         )
     if recipe.optim.perturb is not None:
         decoder_layers(model)
+    if recipe.rollout.kv is not None:
+        try:
+            need_led(model)
+        except EngineError as e:
+            raise RecipeError(f"rollout.kv.budget = {recipe.rollout.kv.budget}: {e}; leave it out") from e
     for name in recipe.arms:
         _check_replay(recipe.replay_of(name), name, model)
     if recipe.lora is not None:

@@ -20,7 +20,7 @@ Costs are measured in docs/old-policy.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -163,8 +163,8 @@ def gradient_norms(model: nn.Module, rollouts: Rollouts, *, replays: bool = Fals
     norms = []
     for i in range(rollouts.num_sequences):
         piece = rollouts.select(torch.tensor([i]))
-        with routed(model, piece, replays=replays):
-            logp = score(model, piece, temperature=temperature).logp
+        with routed(model, piece, replays=replays), ExitStack() as until:
+            logp = score(model, piece, temperature=temperature, until=until).logp
             gradients = torch.autograd.grad(logp.sum(), parameters, allow_unused=True)  # unused: experts not routed to
         norms.append(torch.nn.utils.get_total_norm([g for g in gradients if g is not None]).square())
     return torch.stack(norms).cpu()

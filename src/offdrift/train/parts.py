@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from offdrift.advantages import ADVANTAGES
 from offdrift.methods import Method
-from offdrift.records.rollouts import Rollouts, Sampling
+from offdrift.records.rollouts import Eviction, Rollouts, Sampling
 from offdrift.schedules import Schedule
 
 Positive = Annotated[int, Field(ge=1)]
@@ -26,6 +26,44 @@ class Part(BaseModel):
     """Base of all parts: unknown keys are errors, values cannot change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+class KV(Part):
+    """A compressed KV cache of the engine, which keeps a fixed number of keys in every layer and key-value head."""
+
+    budget: Annotated[int, Field(ge=2)]
+    """Keys kept, that of the token being read among them. Prompts are read whole, and cut to the budget behind that."""
+    policy: Literal["window", "attention"] = "window"
+    """Which key goes. "window": the oldest one (StreamingLLM); "attention": the one that has received the least
+    attention so far (H2O), in each layer and head by itself."""
+    sinks: Natural | None = None
+    """window: first tokens of the sequence that always stay. Absent: 4, or half of the budget if that is less."""
+    recent: Positive | None = None
+    """attention: latest tokens that always stay. Absent: half of the budget, as H2O."""
+
+    @property
+    def eviction(self) -> Eviction:
+        """What the engine is asked for."""
+        half = self.budget // 2
+        if self.policy == "window":
+            return Eviction("window", self.budget, min(4, half) if self.sinks is None else self.sinks)
+        return Eviction("attention", self.budget, self.recent or half)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> KV:
+        other, its = ("recent", self.recent) if self.policy == "window" else ("sinks", self.sinks)
+        own, value = ("sinks", self.sinks) if self.policy == "window" else ("recent", self.recent)
+        if its is not None:
+            raise ValueError(
+                f'rollout.kv.{other} = {its} does nothing with rollout.kv.policy = "{self.policy}"; set {own}, or '
+                "leave it out"
+            )
+        if value is not None and value >= self.budget:
+            raise ValueError(
+                f"rollout.kv.{own} = {value} leaves no key of rollout.kv.budget = {self.budget} that may go; use a "
+                "smaller one"
+            )
+        return self
 
 
 class Rollout(Part):
@@ -53,6 +91,8 @@ class Rollout(Part):
     """Draw from the smallest set of tokens with at least this mass; 1: from all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Draw from the tokens with at least this share of the likeliest one's probability; 0: from all."""
+    kv: KV | None = None
+    """transformers: a compressed KV cache (docs/kv-cache.md). Absent: it keeps every key."""
     evidence: Literal["full", "hidden", "sampled"] | Positive = "full"
     """Evidence recorded of the rollout policy: "full" vocabulary, the "hidden" states that its head turned
     into logits (as exact, far smaller for large vocabularies), the top k (a number), or "sampled"."""
@@ -397,6 +437,15 @@ class Replay(Part):
     """Where the rollouts are filtered (`rollout.top_k`, `top_p`, `min_p`): the policies of the trainer live on the
     tokens that the filters left over at each place, as recorded by the sampler. false: on the whole vocabulary, and
     the mass that the filters removed counts as drift."""
+    kv: bool = True
+    """Where the engine's cache is compressed (`rollout.kv`): attention of the trainer's policies, current, old and
+    reference, sees at each token the keys that the cache still had. false: all earlier tokens, and what the cache had
+    let go counts as drift."""
+    distill: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """kv: weight of a second forward pass, which sees everything, being pulled towards the one that sees what the cache
+    had (Shadow Mask Distillation, whose authors use 0.1). 0: no such pass."""
+    distill_by: Literal["exact", "k3"] = "exact"
+    """distill: by the KL over the whole vocabulary, or by its estimate from sampled tokens, as the authors' code."""
     routes: Literal["none", "record", "rollout", "old"] = "none"
     """Experts of the trainer's forward passes: "none": its own; "record": its own, and those of the engine are recorded
     and compared (`router/...`); "rollout": the engine's, in passes of old and current policy (R3); "old": those of the
@@ -413,7 +462,11 @@ class Replay(Part):
 
     def replayed(self, rollouts: Rollouts) -> tuple[str, ...]:
         """What of these rollouts' recorded choices all of the trainer's policies repeat: see `Provenance.replayed`."""
-        repeated = {"support": self.support and rollouts.support is not None, "routes": self.routes == "rollout"}
+        repeated = {
+            "support": self.support and rollouts.support is not None,
+            "routes": self.routes == "rollout",
+            "retention": self.kv and rollouts.retention is not None,
+        }
         return tuple(name for name, does in repeated.items() if does)
 
     def check_routes(
@@ -454,6 +507,39 @@ class Replay(Part):
             raise ValueError(
                 f"{setting} does nothing: every batch takes one step, by the weights that drew it, and that step's "
                 'pass is the old policy\'s; set optim.minibatches or optim.epochs, or replay.routes = "rollout"'
+            )
+
+    def check_kv(self, arm: str, rollout: Rollout, *, whole: Mapping[str, bool]) -> None:
+        """Refuse a compressed cache where there is none or it is not recorded, and settings that change nothing.
+
+        Args:
+            arm: its name.
+            whole: what has no place beside a distillation, by name, and whether the recipe has it.
+
+        Raises: `ValueError` naming the setting, its value and the way out.
+        """
+        asked = {"replay.kv = false": not self.kv, f"replay.distill = {self.distill}": self.distill > 0}
+        if self.distill_by != "exact" and not self.distill:
+            raise ValueError(
+                f'arms.{arm}: replay.distill_by = "{self.distill_by}" does nothing without replay.distill; set it to '
+                "0.1"
+            )
+        if rollout.kv is None:
+            if inert := next((name for name, is_set in asked.items() if is_set), None):
+                raise ValueError(
+                    f"arms.{arm}: {inert} does nothing: the engine's cache keeps every key; leave it out, or set "
+                    "rollout.kv.budget"
+                )
+            return
+        if self.distill and not self.kv:
+            raise ValueError(
+                f"arms.{arm}: replay.distill = {self.distill} pulls the policy that sees everything towards the one "
+                "that sees what the cache had, and replay.kv = false has no such policy; leave one of the two out"
+            )
+        if self.distill and (unfit := next((name for name, is_set in whole.items() if is_set), None)):
+            raise ValueError(
+                f"arms.{arm}: replay.distill = {self.distill} with {unfit}: the step takes its gradient from one "
+                "forward pass; leave one of the two out"
             )
 
     def check_support(self, rollout: Rollout) -> None:

@@ -238,8 +238,20 @@ class Recipe(Part):
                 f"rollout.tail_log_ratio_cap = {cap} is about the tail of top-k evidence, but rollout.evidence = "
                 f'"{evidence}" has none; set rollout.evidence = 20 (or another k), or leave the cap out'
             )
+        without = {
+            f'rollout.engine = "{rollout.engine}"': rollout.engine != "transformers",
+            "[pipeline]": self.pipeline is not None,
+            f'task = "{self.task}", whose episodes are read anew at each turn': is_environment(self.task),
+        }
+        if rollout.kv is not None and (unfit := next((name for name, is_so in without.items() if is_so), None)):
+            raise ValueError(
+                f"rollout.kv.budget = {rollout.kv.budget}: caches are not compressed with {unfit}; leave one of the "
+                "two out"
+            )
+        twice = {"optim.perturb": self.optim.perturb is not None, "critic.shared = true": self.critic.shared}
         for name in self.arms:
             self.replay_of(name).check_support(rollout)
+            self.replay_of(name).check_kv(name, rollout, whole=twice)
 
     def _check_fusion(self) -> None:
         """Refuse a teacher that cannot decode along, or that no arm listens to."""

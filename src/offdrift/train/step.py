@@ -27,6 +27,7 @@ from offdrift.batch_info import BatchInfo, Observed
 from offdrift.certificate import TrustRegion
 from offdrift.certificate.batch import BatchEvidence
 from offdrift.divergence.evidence import Grade
+from offdrift.engines.retention import distillation, sampled_distillation
 from offdrift.engines.routing import routed, routing_sums
 from offdrift.engines.score import chunks, divergences, old_divergences, score
 from offdrift.errors import EngineError
@@ -271,6 +272,7 @@ def _accumulate(
     tokens = len(batch.advantages)
     if critic is not None:
         critic.model.train()
+    if critic is not None or batch.distill:
         tokens = tokens if world == 1 else sum(gather_object([tokens]))
     for i in range(passes):
         # Every process makes the same number of backward passes: one that has fewer pieces repeats
@@ -280,7 +282,7 @@ def _accumulate(
         # Noise stays on during the backward pass, which may compute activations again.
         spread = i == passes - 1 or is_sharded(model)
         with contextlib.ExitStack() as passes_on:
-            for part in () if spread else (model, *(() if critic is None else (critic.model,))):
+            for part in () if spread and not batch.distill else (model, *(() if critic is None else (critic.model,))):
                 passes_on.enter_context(accelerator.no_sync(part))
             passes_on.enter_context(noise(i))
             options = {"with_states": critic is not None, "until": passes_on}
@@ -292,12 +294,39 @@ def _accumulate(
                 loss = loss + critic.settings.coef * value_loss * world / tokens
                 value_sums += counts * terms
             accelerator.backward(loss * (counts * loss_scale))
+        if batch.distill:
+            with contextlib.nullcontext() if spread else accelerator.no_sync(model):
+                term, sums = distillation_terms(model, piece, half)
+                loss = term * (batch.distill * world / tokens)
+                accelerator.backward(loss * (counts * loss_scale))
+            result = replace(result, loss=result.loss.detach() + loss.detach(), stats=result.stats.plus(sums))
         if not counts:
             continue
         gathered.add(piece, result, rollouts.segments.rows(sequences))
         if observed is None and method.looks_ahead:
             observed = result.observed  # the only piece is the whole step
     return observed
+
+
+def distillation_terms(
+    model: nn.Module, piece: ScoredPiece, half: torch.dtype | None
+) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+    """Sum over tokens of Shadow Mask Distillation's term, from a forward pass that sees everything; its sums.
+
+    Gradient: through that pass alone.
+    """
+    rollouts, shadow = piece.batch.rollouts.with_(retention=None), piece.scored
+    exact, temperature = piece.batch.distill_by == "exact", rollouts.provenance.sampling.temperature
+    dense = score(model, rollouts, temperature=temperature, half=half, keep_graph=exact)
+    if exact:
+        term = distillation(dense.logits, shadow.logits).sum()
+    else:
+        term = sampled_distillation(dense.logp, shadow.logp).sum()
+    sums = {"kv/distill": term.detach()}
+    cap = piece.batch.tail_log_ratio_cap
+    if kl := divergences(rollouts, dense.logits.detach(), tail_log_ratio_cap=cap):
+        sums["kv/kl_dense"] = kl["kl_rollout_current"].lo.double().sum()
+    return term, sums
 
 
 def _accumulate_parts(
@@ -412,6 +441,7 @@ class ScoredPiece:
             keep_graph=logits_old is not None,
             with_states=with_states,
             half=half,
+            until=until,
         )
         self.clean = self.scored if clean is None else clean
         device = self.scored.logp.device
