@@ -24,6 +24,7 @@ from offdrift.records.rollouts import (
     Rollouts,
     Routes,
     Sampling,
+    Speculation,
     Support,
     cumulative,
     joined_evidence,
@@ -80,6 +81,8 @@ class Draws:
     support: Support | None = None
     experts: Integer[Tensor, "p layers k"] | None = None
     """Of `Routes`, where they are recorded."""
+    speculation: Speculation | None = None
+    """Where a drafter proposed tokens."""
 
 
 def check_request(
@@ -171,6 +174,7 @@ def rollouts_from(
     groups = [first_seen.setdefault(tuple(p), len(first_seen)) for p in prompts]
     prompt_tokens, prompt_cuts = pack_sequences(prompts)
     experts = [d.experts for d in draws if d.experts is not None]
+    speculation = [d.speculation for d in draws if d.speculation is not None]
     computed = cuts + prompt_cuts - torch.arange(len(cuts))
     return Rollouts(
         tokens=tokens,
@@ -185,6 +189,7 @@ def rollouts_from(
         evidence=joined_evidence(evidence) if evidence else None,
         routes=Routes(_joined(experts), computed) if experts else None,
         support=Support.joined([d.support for d in draws]),
+        speculation=Speculation.joined(speculation) if speculation else None,
     )
 
 

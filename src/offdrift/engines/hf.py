@@ -29,6 +29,7 @@ from offdrift.engines.hf_decode import Recorder, decode, uniform_numbers
 from offdrift.engines.hf_stream import TransformersStream
 from offdrift.engines.output_head import head_input, head_of, kept, recast
 from offdrift.engines.routing import routers_of_mixture, routes_of, watched
+from offdrift.engines.speculative import NUMBERS, speculate
 from offdrift.errors import EngineError
 from offdrift.records.rollouts import EvidenceKind, Rollouts, Routes, Sampling
 
@@ -49,9 +50,14 @@ class TransformersEngine(Drawing):
             it. Such a model draws from another distribution than it scores; for experiments.
         evidence_limit_mib: memory that recorded evidence may take, MiB.
         record_routes: also record the experts that every token was sent to (`Rollouts.routes`).
+        drafter: a smaller model over the same vocabulary that proposes tokens (speculative decoding); it is copied at
+            `dtype`, and takes weights of its own (`load_drafter`). The law of what is drawn stays that of the engine's
+            model; `Rollouts.speculation` says how each token came about.
+        draft_tokens: proposals that one pass of the model judges, at most.
         version: trainer version of the given weights, optimizer steps.
 
-    Raises: `EngineError` if the model cannot generate, or has no routers to record.
+    Raises: `EngineError` if the model cannot generate, or has no routers to record, or if the drafter has another
+        vocabulary, or cannot act beside the other options.
 
     Example:
         >>> from offdrift.records.rollouts import Sampling
@@ -76,6 +82,8 @@ class TransformersEngine(Drawing):
         as_in_training: bool = False,
         evidence_limit_mib: int = 1024,
         record_routes: bool = False,
+        drafter: PreTrainedModel | None = None,
+        draft_tokens: int = 4,
         name: str = "transformers",
         version: int = 0,
     ) -> None:
@@ -110,7 +118,46 @@ class TransformersEngine(Drawing):
         if as_in_training:
             model.gradient_checkpointing_enable()
             model.train()
+        self._drafter, self.draft_tokens, self.drafter_version = None, draft_tokens, version
+        if drafter is not None:
+            self._drafter = self._copied(drafter)
         self.load_weights(weights, version=version)
+
+    def _copied(self, drafter: PreTrainedModel) -> PreTrainedModel:
+        """The engine's own copy of a drafter."""
+        vocab_size = drafter.config.get_text_config().vocab_size
+        if vocab_size != self.vocab_size:
+            raise EngineError(
+                f"the drafter's vocabulary has {vocab_size} tokens, the model's {self.vocab_size}; proposals are judged "
+                "token by token: give a drafter with the model's tokenizer"
+            )
+        if self.record_routes:
+            raise EngineError("record_routes does not act beside a drafter, whose rejected proposals are routed, too")
+        if self.draft_tokens < 1:
+            raise EngineError(f"draft_tokens = {self.draft_tokens}, must be at least 1; leave the drafter out for none")
+        copied = copy.deepcopy(drafter).eval()
+        recast(copied, self.dtype)
+        return copied
+
+    def load_drafter(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Take all of a drafter's `named_parameters`, cast.
+
+        Args:
+            version: of the weights whose rollouts the drafter has last learned from, optimizer steps.
+
+        Raises: `EngineError` if there is no drafter, or these are not all of its weights.
+        """
+        own = {} if self._drafter is None else dict(self._drafter.named_parameters())
+        new = dict(weights)
+        if not own or own.keys() != new.keys():
+            raise EngineError(
+                f"engine {self.name!r} has {len(own)} weights of a drafter and was given {len(new)} of other names; "
+                "construct it with drafter=MODEL, and give all named_parameters() of that model"
+            )
+        with torch.no_grad():
+            for name, weight in new.items():
+                own[name].copy_(weight)
+        self.drafter_version = version
 
     @property
     def model(self) -> PreTrainedModel:
@@ -124,7 +171,12 @@ class TransformersEngine(Drawing):
         return routes_of(self.model, rollouts)
 
     def open_stream(self, sampling: Sampling, *, evidence: EvidenceKind = "sampled") -> TransformersStream:
-        """Responses in progress on this engine; see `engines.stream`."""
+        """Responses in progress on this engine; see `engines.stream`. Raises: `EngineError` with a drafter."""
+        if self._drafter is not None:
+            raise EngineError(
+                f"engine {self.name!r} has a drafter, which proposes whole responses alone; construct an engine without "
+                "one for streams"
+            )
         return TransformersStream(self, sampling, evidence)
 
     def take_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -167,7 +219,7 @@ class TransformersEngine(Drawing):
         """Free the copy of the model. Idempotent."""
         if self.stream is not None:
             self.stream.close()
-        self._model = None
+        self._model = self._drafter = None
 
     def _draws(self, request: Request) -> list[Draws]:
         level = logging.get_verbosity()
@@ -175,7 +227,8 @@ class TransformersEngine(Drawing):
             logging.set_verbosity_error()
         try:
             count = len(request.prompts)
-            uniforms = uniform_numbers(count, request.sampling.max_tokens, request.seed)
+            numbers = 1 if self._drafter is None else NUMBERS
+            uniforms = uniform_numbers(count, numbers * request.sampling.max_tokens, request.seed)
             return [self._draw(request.part(p), uniforms[p]) for p in pieces(count, self.batch_size)]
         finally:
             logging.set_verbosity(level)
@@ -191,7 +244,12 @@ class TransformersEngine(Drawing):
                 filtered=request.sampling.filtered,
                 choices=choices,
             )
-            draws = decode(self.model, request, recorder, uniforms)
+            if self._drafter is None or request.forced is not None:
+                draws = decode(self.model, request, recorder, uniforms)
+            else:
+                recorder.drafter_version = self.drafter_version
+                numbers = uniforms.view(len(uniforms), -1, NUMBERS)
+                draws = speculate(self.model, self._drafter, request, recorder, numbers, tokens=self.draft_tokens)
         return self.checked(draws, request.sampling) if hidden else draws
 
     @property

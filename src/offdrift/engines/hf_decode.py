@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int, Integer
@@ -36,6 +37,7 @@ from offdrift.records.rollouts import (
     FullVocab,
     HiddenStates,
     Sampling,
+    Speculation,
     Support,
     TopK,
     cumulative,
@@ -130,6 +132,8 @@ class Recorder:
         self.support: list[Support] = []  # per step, of its texts
         self.prompts: tuple[Tensor, Tensor] | None = None
         self.steps: list[dict[str, Tensor]] = []
+        self.drafter_version = 0
+        """Of `Speculation`, where there is a drafter."""
 
     def state(self) -> Float[Tensor, "a d"] | None:
         """What the head consumed at the last place of every response."""
@@ -180,7 +184,9 @@ class Recorder:
         rows = torch.cat([step["rows"] for step in self.steps])
         number = torch.cat([torch.full_like(step["rows"], i) for i, step in enumerate(self.steps)])
         order = (rows * len(self.steps) + number).argsort()
-        order = order[(number < lengths[rows])[order]]
+        # A response may have no token in a step, so that its tokens are counted.
+        place = torch.arange(len(order), device=rows.device) - cumulative(rows.bincount())[rows[order]]
+        order = order[place < lengths[rows[order]]]
 
         def packed(name: str, order: Tensor = order) -> Tensor:
             return torch.cat([step[name] for step in self.steps]).index_select(0, order).cpu()
@@ -211,7 +217,11 @@ class Recorder:
             sequence = [torch.arange(len(lengths)).repeat_interleave(n.cpu()) for n in (counts, lengths)]
             order_of_places = torch.cat(sequence).argsort(stable=True)
             experts = torch.cat([own.cpu(), shared("experts")])[order_of_places]
-        return Draws(packed("tokens"), lengths.cpu(), packed("logp"), evidence, support, experts)
+        draws = Draws(packed("tokens"), lengths.cpu(), packed("logp"), evidence, support, experts)
+        if "origin" not in self.steps[0]:
+            return draws
+        version = torch.full_like(draws.tokens, self.drafter_version)
+        return replace(draws, speculation=Speculation(packed("origin"), packed("overlap"), version))
 
 
 @torch.no_grad()
@@ -331,7 +341,7 @@ def uniform_numbers(count: int, steps: int, seed: int) -> Float[Tensor, "b t"]:
 
 
 class Forward:
-    """Logits of the last place."""
+    """Logits of the last place, or of all places that are read."""
 
     def __init__(self, model: PreTrainedModel, cache: DynamicCache) -> None:
         takes = inspect.signature(model.forward).parameters
@@ -340,6 +350,12 @@ class Forward:
         self.options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
 
     def __call__(self, ids: Int[Tensor, "a t"], mask: Int[Tensor, "a s"], position: Int[Tensor, "a t"]) -> Tensor:
+        return self.window(ids, mask, position, **self.options)[:, -1]
+
+    def window(
+        self, ids: Int[Tensor, "a t"], mask: Int[Tensor, "a s"], position: Int[Tensor, "a t"], **options: int
+    ) -> Tensor:
+        """Logits of every place of `ids`; `options` go to the model."""
         positions = {"position_ids": position.clamp(min=0)} if self.positions else {}
         output = self.model(
             input_ids=ids,
@@ -347,9 +363,9 @@ class Forward:
             past_key_values=self.cache,
             use_cache=True,
             **positions,
-            **self.options,
+            **options,
         )
-        return output.logits[:, -1]
+        return output.logits
 
 
 def filters_of(sampling: Sampling) -> list[Callable[..., Tensor]]:

@@ -21,6 +21,11 @@ from offdrift.divergence.head import Head
 from offdrift.errors import EvidenceError, ShapeError
 from offdrift.segments import Segments
 
+REDRAWN, ACCEPTED, FREE = 0, 1, 2
+"""How speculative decoding came by a token: drawn anew where a proposal was rejected; the proposal itself; or drawn by
+the target alone, behind the last proposal of a pass."""
+
+
 EvidenceKind = Literal["full", "hidden", "sampled"] | int
 """What an engine is asked to record per token: "full" vocabulary, the "hidden" state that its output head turned into
 logits, an integer k for the top k log-probs, or "sampled" for the sampled token's log-prob alone."""
@@ -265,6 +270,56 @@ class Routes:
         return Routes(torch.cat([part.experts for part in parts]), cuts, torch.cat(gates) if gates else None)
 
 
+@dataclass(frozen=True)
+class Speculation:
+    """How each response token came about where a drafter proposed and the engine's own policy, the target, verified.
+
+    The tokens are draws from the target all the same, and log-probs and evidence beside them are its own.
+
+    Reference: Leviathan et al., arXiv:2211.17192; drafters that fall behind a policy in training: ReSpec,
+    arXiv:2510.26475.
+    """
+
+    origin: Integer[Tensor, " n"]
+    """int8: `REDRAWN`, `ACCEPTED` or `FREE`."""
+    overlap: Float[Tensor, " n"]
+    """Chance that the proposal at this place was accepted, whichever it was: sum_a min(mu(a), q(a)) = 1 - TV(mu, q) of
+    target and drafter, both tempered and filtered. NaN where there was no proposal (`FREE`)."""
+    drafter_version: Int[Tensor, " n"]
+    """Version of the weights whose rollouts the drafter had last learned from, optimizer steps."""
+
+    def begins(self, cu_seqlens: Int[Tensor, " cuts"]) -> Bool[Tensor, " n"]:
+        """Whether a token is the first of its pass: a response's first, and each behind one that is not `ACCEPTED`."""
+        begins = torch.ones(len(self.origin), dtype=torch.bool)
+        begins[1:] = self.origin[:-1] != ACCEPTED
+        begins[cu_seqlens[:-1][cu_seqlens.diff() > 0]] = True
+        return begins
+
+    def sums(self, rollouts: Rollouts) -> dict[str, Tensor]:
+        """Sums of the metrics `speculative/...`; they add over batches and processes."""
+        judged = self.origin != FREE
+        lag = rollouts.rollout_version - self.drafter_version
+        sums = {
+            "tokens": len(judged),
+            "passes": self.begins(rollouts.cu_seqlens).sum(),
+            "judged": judged.sum(),
+            "accepted": (self.origin == ACCEPTED).sum(),
+            "overlap": self.overlap[judged].double().sum(),
+            "lag": lag.sum(),
+        }
+        return {f"speculative/{name}": torch.as_tensor(float(x), dtype=torch.float64) for name, x in sums.items()}
+
+    def select(self, rows: Int[Tensor, " k"]) -> Speculation:
+        """Of some of the tokens."""
+        return Speculation(self.origin[rows], self.overlap[rows], self.drafter_version[rows])
+
+    @staticmethod
+    def joined(parts: Sequence[Speculation]) -> Speculation:
+        """Of the tokens of all parts."""
+        names = ("origin", "overlap", "drafter_version")
+        return Speculation(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+
 def expert_dtype(experts: int) -> torch.dtype:
     """What a choice among so many experts is stored as. (Torch cannot index with, or by, its uint16.)"""
     return torch.uint8 if experts <= 256 else torch.int16
@@ -308,6 +363,8 @@ class Rollouts:
     """Where sequences are episodes of several turns; None: one turn each."""
     routes: Routes | None = field(default=None, repr=False)
     """Experts that the engine sent the tokens to, where it was asked to record them."""
+    speculation: Speculation | None = field(default=None, repr=False)
+    """How each token came about, where a drafter proposed tokens to the engine."""
 
     @property
     def num_sequences(self) -> int:
@@ -359,6 +416,7 @@ class Rollouts:
             support=None if self.support is None else self.support.select(rows),
             turns=None if self.turns is None else self.turns.select(rows, sequences),
             routes=None if self.routes is None else self.routes.select(sequences),
+            speculation=None if self.speculation is None else self.speculation.select(rows),
             cu_seqlens=cumulative(self.lengths[sequences]),
             prompt_tokens=self.prompt_tokens[Segments(self.prompt_cu_seqlens).rows(sequences)],
             prompt_cu_seqlens=cumulative(self.prompt_cu_seqlens.diff()[sequences]),
@@ -402,6 +460,8 @@ def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
             return Turns(**streams, context_cu_seqlens=cuts)
         if isinstance(values[0], Routes):
             return Routes.joined(values)
+        if isinstance(values[0], Speculation):
+            return Speculation.joined(values)
         if isinstance(values[0], Support):
             return Support.joined(values)
         if isinstance(values[0], Mapping):
