@@ -234,6 +234,17 @@ class Recipe(Part):
             )
         for name in self.arms:
             self.replay_of(name).check_support(rollout)
+        if rollout.speculative is not None:
+            recording = next((name for name in self.arms if self.replay_of(name).records), None)
+            rollout.speculative.check(
+                rollout,
+                updates=self.updates,
+                whole={
+                    "[pipeline]": self.pipeline is not None,
+                    f'task = "{self.task}", whose episodes are read anew at each turn': is_environment(self.task),
+                    f'arms.{recording}: replay.routes = "record" or "rollout"': recording is not None,
+                },
+            )
 
     def _check_optim(self) -> None:
         """Refuse settings of the optimizer that do nothing, or that contradict each other."""

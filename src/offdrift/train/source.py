@@ -76,7 +76,7 @@ class Source:
     _cost: Counter[str] = field(default_factory=Counter, init=False)
     """What `draws.COST` names, since the last batch was asked for."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float), init=False)
-    """What "draw" and "publish" have taken since the last row of metrics."""
+    """What "draw", "publish" and "distill" have taken since the last row of metrics."""
 
     def __post_init__(self) -> None:
         settings = self.recipe.buffer
@@ -181,6 +181,8 @@ class Source:
         if self.recipe.draws.selects:
             counts |= {f"draws/{name}": self._cost[name] for name in COST} | {"draws/left_out": self.history.left_out}
         groups = {name: torch.tensor(float(n)) for name, n in counts.items()}
+        if (speculation := picked.rollouts.speculation) is not None:
+            groups |= speculation.sums(picked.rollouts)
         if self.buffer is None:
             return groups
         done = {"drawn": self._drawn - len(self._waiting), "trained": self.start, "earlier": picked.earlier_uses}
@@ -217,7 +219,9 @@ class Source:
     def metrics(self, rollouts: Rollouts, version: int) -> dict[str, Any]:
         """What the row of an update says of the source, besides `sums`."""
         took, self.seconds = self.seconds, defaultdict(float)
-        return {f"throughput/{name}_seconds": took[name] for name in ("draw", "publish")}
+        drafts = self.recipe.rollout.speculative is not None
+        names = ("draw", "publish", "distill") if drafts else ("draw", "publish")
+        return {f"throughput/{name}_seconds": took[name] for name in names}
 
     def synchronized(self) -> None:
         """The engine has taken new weights."""
