@@ -1,0 +1,91 @@
+"""What a drafter is worth while the policy trains: acceptance over updates, tokens a pass, seconds against none.
+
+    python benchmarks/speculative.py [--seed 0] [--updates 40] [--json benchmarks/results/speculative.json]
+
+`recipes/speculative.toml` with half the prompts and twice its learning rate, so that the policy moves: once with a
+drafter that stays as it was, once with one that is distilled on every batch, responses weighted by their rewards or all
+alike. Each column is a mean over a quarter of the updates. Then, side by side, the seconds that the first and the last
+policy of such a run take to draw a batch: by themselves, with the first drafter, and with the last one. A file named by
+`--json` gathers the numbers of all seeds.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+from measure import interleaved_medians, machine
+
+from offdrift.engines.hf import TransformersEngine
+from offdrift.records.rollouts import Sampling
+from offdrift.train.loop import train
+from offdrift.train.models import load_model, prompt_ids
+from offdrift.train.recipe import load_recipe
+from offdrift.train.tasks import find_task
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "speculative.toml"
+DRAFTERS = {
+    "frozen": ['rollout.speculative={model="tiny-qwen3-draft",tokens=4,warm_start=900}'],
+    "learns, by rewards": [],
+    "learns, all alike": ["rollout.speculative.weighting=none"],
+}
+COLUMNS = ("speculative/accepted_frac", "speculative/tokens_per_pass", "speculative/drafter_lag", "reward/mean")
+TOKENS = (1, 2, 4, 6)
+
+
+def run_of(name: str, *, seed: int, updates: int, folder: Path) -> dict[str, list[float]]:
+    """Metrics of a run, each by quarters of its updates."""
+    changes = [f"seed={seed}", f"batches={updates}", f"log.eval_every={updates}", "log.eval_prompts=64"]
+    changes += ["rollout.prompts=16", "optim.lr=2e-4", "log.trackers=[]", "log.tokens=false", *DRAFTERS[name]]
+    train(load_recipe(RECIPE, changes=changes), folder)
+    lines = (folder / "arms" / "token_tis" / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
+    quarter = len(metrics) // 4
+    return {
+        key: [round(statistics.mean(row[key] for row in metrics[i * quarter :][:quarter]), 4) for i in range(4)]
+        for key in COLUMNS
+    }
+
+
+def seconds_of(folder: Path) -> dict[str, dict[str, float]]:
+    """Seconds to draw with the trained policy: none, and its drafter with so many proposals; by prompts x responses."""
+    arm = folder / "arms" / "token_tis"
+    policy, tokenizer = load_model(str(arm / "model"), seed=0)
+    drafter, _ = load_model(str(arm / "drafter"), seed=0)
+    engines = {"none": TransformersEngine(policy, batch_size=256)}
+    for tokens in TOKENS:
+        engines[f"{tokens} tokens"] = TransformersEngine(policy, batch_size=256, drafter=drafter, draft_tokens=tokens)
+    sampling, result = Sampling(max_tokens=14, stop_token_ids=(1,)), {}
+    problems = find_task("arithmetic").sample(128, seed=1, split="eval")
+    for prompts, samples in ((1, 1), (16, 1), (128, 1), (16, 8)):
+        asked = [prompt_ids(p, tokenizer) for p in problems[:prompts] for _ in range(samples)]
+        result[f"{prompts} x {samples}"] = interleaved_medians(
+            {name: lambda e=e: e.generate(asked, sampling, seed=0) for name, e in engines.items()}, repeats=5
+        )
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--updates", type=int, default=40)
+    parser.add_argument("--json", type=Path, help="add the numbers to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    row = {"seed": args.seed, "updates": args.updates}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in DRAFTERS:
+            row[name] = run_of(name, seed=args.seed, updates=args.updates, folder=Path(folder) / name)
+            print(name, json.dumps(row[name]), flush=True)
+        row["seconds"] = seconds_of(Path(folder) / "learns, by rewards")
+        print("seconds", json.dumps(row["seconds"]))
+    if args.json:
+        earlier = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
+        rows = [r for r in earlier if r["seed"] != args.seed] + [row]
+        args.json.write_text(json.dumps({"rows": rows, **machine()}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
