@@ -253,7 +253,7 @@ def test_a_drafter_with_another_vocabulary_is_refused_before_anything_is_drawn(s
 
 def test_several_processes_are_refused(short, tmp_path, monkeypatch):
     monkeypatch.setattr(Accelerator, "num_processes", 2)
-    with pytest.raises(RecipeError, match="rollout.speculative with 2 processes"):
+    with pytest.raises(RecipeError, match=r"rollout.speculative with 2 processes"):
         train(recipe(), tmp_path)
 
 

@@ -128,8 +128,8 @@ class TransformersEngine(Drawing):
         vocab_size = drafter.config.get_text_config().vocab_size
         if vocab_size != self.vocab_size:
             raise EngineError(
-                f"the drafter's vocabulary has {vocab_size} tokens, the model's {self.vocab_size}; proposals are judged "
-                "token by token: give a drafter with the model's tokenizer"
+                f"the drafter's vocabulary has {vocab_size} tokens, the model's {self.vocab_size}; proposals are "
+                "judged token by token: give a drafter with the model's tokenizer"
             )
         if self.record_routes:
             raise EngineError("record_routes does not act beside a drafter, whose rejected proposals are routed, too")
@@ -171,7 +171,10 @@ class TransformersEngine(Drawing):
         return routes_of(self.model, rollouts)
 
     def open_stream(self, sampling: Sampling, *, evidence: EvidenceKind = "sampled") -> TransformersStream:
-        """Responses in progress on this engine; see `engines.stream`. Raises: `EngineError` with a drafter."""
+        """Responses in progress on this engine; see `engines.stream`.
+
+        Raises: `EngineError` with a drafter.
+        """
         if self._drafter is not None:
             raise EngineError(
                 f"engine {self.name!r} has a drafter, which proposes whole responses alone; construct an engine without "

@@ -63,7 +63,8 @@ def verified(
 
     Example:
         >>> p, q = torch.tensor([[[0.4, 0.4, 0.2]] * 2]).log(), torch.tensor([[[0.6, 0.3, 0.1]]]).log()
-        >>> u = torch.tensor([[[0.8, 0.6], [0.0, 0.0]]])  # 0.8 * 0.6 is not below 0.4: rejected, redrawn from 0, 1/2, 1/2
+        >>> # 0.8 * 0.6 is not below 0.4: rejected, and redrawn from 0, 1/2, 1/2
+        >>> u = torch.tensor([[[0.8, 0.6], [0.0, 0.0]]], dtype=torch.float64)
         >>> verified(p, q, torch.tensor([[0]]), u, torch.tensor([1]))
         Verified(tokens=tensor([[2, 0]]), accepted=tensor([0]), overlap=tensor([[0.8000]]))
 
@@ -180,7 +181,9 @@ def _speculate(
         written = lengths[rows]
         limit = (longest - written - 1).clamp(max=tokens)
         k = int(limit.max())
-        numbers = uniforms[rows[:, None], (written[:, None] + torch.arange(k + 1, device=device)).clamp(max=longest - 1)]
+        numbers = uniforms[
+            rows[:, None], (written[:, None] + torch.arange(k + 1, device=device)).clamp(max=longest - 1)
+        ]
         # Propose.
         proposed, laws = [last], []
         ids, mask = torch.cat([before, last], 1), torch.cat([unread, torch.ones_like(last)], 1)
@@ -218,9 +221,7 @@ def _speculate(
         unread = ((accepted == k) & (k > 0)).long()[:, None]
         before, last = window[:, -1:], result.tokens.gather(1, accepted[:, None])
         alive = (~stop.any(1) & (lengths[rows] < longest)).nonzero().squeeze(1)
-        rows, places, last, before, unread = (
-            x[alive] for x in (rows, places + accepted + 1, last, before, unread)
-        )
+        rows, places, last, before, unread = (x[alive] for x in (rows, places + accepted + 1, last, before, unread))
         for reader in readers:
             reader.keep(alive)
     return lengths

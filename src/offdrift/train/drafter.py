@@ -47,9 +47,7 @@ def distillation_loss(drafter: PreTrainedModel, rollouts: Rollouts) -> Float[Ten
     if isinstance(evidence, FullVocab):
         return kl_rollout_current(evidence.logp.to(scores.logits.device), scores.logits)
     if isinstance(evidence, HiddenStates):
-        pieces = logits_in_pieces(
-            evidence.to(scores.logits.device), temperature=temperature, support=rollouts.support
-        )
+        pieces = logits_in_pieces(evidence.to(scores.logits.device), temperature=temperature, support=rollouts.support)
         return torch.cat([kl_rollout_current(logits, scores.logits[piece]) for piece, logits in pieces])
     return rollouts.logp_rollout.to(scores.logp.device) - scores.logp
 
