@@ -1,16 +1,19 @@
 """What a drafter is worth while the policy trains: acceptance over updates, tokens a pass, seconds against none.
 
-    python benchmarks/speculative.py [--seed 0] [--updates 24] [--json benchmarks/results/speculative.json]
+    for seed in 0 1 2; do python benchmarks/speculative.py --seed $seed --json benchmarks/results/speculative.json; done
+
+`--tasks sevens --drafters frozen` does a part of it, `--seconds` the last part.
 
 `recipes/speculative.toml` with a quarter of the prompts and twice its learning rate, so that the policy moves: on sums,
 whose digits a drafter of one layer cannot compute, and rewarded for sevens, which moves the policy to where a drafter
 can follow. Drafters: one that stays as it was, and one that is distilled on every batch, responses weighted by their
-rewards or all alike. Each column is a mean over a quarter of the updates. Then, side by side, the seconds that a trained
-policy takes to draw a batch by itself, and with its drafter and so many proposals. A file named by `--json` gathers the
-numbers of all seeds.
+rewards or all alike. Each column is a mean over a quarter of the updates. Then, side by side, the seconds that the
+warm-started policy takes to draw a batch by itself, and with its drafter and so many proposals. A file named by `--json` gathers
+the numbers of all calls.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -25,6 +28,7 @@ from offdrift.train.loop import train
 from offdrift.train.models import load_model, prompt_ids
 from offdrift.train.recipe import load_recipe
 from offdrift.train.tasks import find_task
+from offdrift.train.warmstart import warm_start
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "speculative.toml"
 DRAFTERS = {
@@ -53,8 +57,8 @@ def run_of(task: str, name: str, *, seed: int, updates: int, folder: Path) -> di
         *DRAFTERS[name],
         *TASKS[task],
     ]
-    train(load_recipe(RECIPE, changes=changes), folder)
-    lines = (folder / "arms" / "token_tis" / "metrics.jsonl").read_text().splitlines()
+    train(load_recipe(RECIPE, changes=changes), folder / "run")
+    lines = (folder / "run" / "arms" / "token_tis" / "metrics.jsonl").read_text().splitlines()
     metrics = [json.loads(line) for line in lines]
     quarter = len(metrics) // 4
     return {
@@ -63,16 +67,17 @@ def run_of(task: str, name: str, *, seed: int, updates: int, folder: Path) -> di
     }
 
 
-def seconds_of(folder: Path) -> dict[str, dict[str, float]]:
-    """Seconds to draw with the trained policy: none, and its drafter with so many proposals; by prompts x responses."""
-    arm = folder / "arms" / "token_tis"
-    policy, tokenizer = load_model(str(arm / "model"), seed=0)
-    drafter, _ = load_model(str(arm / "drafter"), seed=0)
-    engines = {"none": TransformersEngine(policy, batch_size=256)}
+def seconds_of() -> dict[str, dict[str, float]]:
+    """Seconds to draw with the warm-started policy: by itself, and with so many proposals; by prompts x responses."""
+    task, engines = find_task("arithmetic"), {}
+    (policy, tokenizer), (drafter, _) = (load_model(name, seed=0) for name in ("tiny-qwen3", "tiny-qwen3-draft"))
+    for model in (policy, drafter):
+        warm_start(model, tokenizer, task, steps=900, seed=0)
+    engines["none"] = TransformersEngine(policy, batch_size=256)
     for tokens in TOKENS:
         engines[f"{tokens} tokens"] = TransformersEngine(policy, batch_size=256, drafter=drafter, draft_tokens=tokens)
     sampling, result = Sampling(max_tokens=14, stop_token_ids=(1,)), {}
-    problems = find_task("arithmetic").sample(128, seed=1, split="eval")
+    problems = task.sample(128, seed=1, split="eval")
     for prompts, samples in ((1, 1), (16, 1), (128, 1), (16, 8)):
         asked = [prompt_ids(p, tokenizer) for p in problems[:prompts] for _ in range(samples)]
         result[f"{prompts} x {samples}"] = interleaved_medians(
@@ -87,24 +92,28 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--updates", type=int, default=24)
     parser.add_argument("--json", type=Path, help="add the numbers to this file")
+    parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--drafters", nargs="*", choices=DRAFTERS, default=list(DRAFTERS))
+    parser.add_argument("--seconds", action="store_true", help="measure seconds, and train nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for task in TASKS:
-            for name in DRAFTERS if task == "sevens" else ("frozen", "learns, by rewards"):
-                path = Path(folder) / task / name
-                path.parent.mkdir(exist_ok=True)
-                row = {"seed": args.seed, "updates": args.updates, "task": task, "drafter": name}
-                rows.append(row | run_of(task, name, seed=args.seed, updates=args.updates, folder=path))
-                print(json.dumps(rows[-1]), flush=True)
-        seconds = seconds_of(Path(folder) / "sums" / "learns, by rewards")
-        print("seconds", json.dumps(seconds))
-    if args.json:
-        stored = json.loads(args.json.read_text()) if args.json.exists() else {"rows": [], "seconds": {}}
-        rows = [r for r in stored["rows"] if r["seed"] != args.seed] + rows
-        seconds = {**stored["seconds"], str(args.seed): seconds}
-        args.json.write_text(json.dumps({"rows": rows, "seconds": seconds, **machine()}, indent=1) + "\n")
+    stored = json.loads(args.json.read_text()) if args.json and args.json.exists() else {"rows": []}
+
+    def store() -> None:
+        if args.json:
+            args.json.write_text(json.dumps(stored | machine(), indent=1) + "\n")
+
+    for task, name in [] if args.seconds else itertools.product(args.tasks, args.drafters):
+        row = {"seed": args.seed, "updates": args.updates, "task": task, "drafter": name}
+        stored["rows"] = [r for r in stored["rows"] if {k: r[k] for k in row} != row]
+        with tempfile.TemporaryDirectory() as folder:
+            stored["rows"].append(row | run_of(task, name, seed=args.seed, updates=args.updates, folder=Path(folder)))
+        print(json.dumps(stored["rows"][-1]), flush=True)
+        store()
+    if args.seconds:
+        stored["seconds"] = seconds_of()
+        print("seconds", json.dumps(stored["seconds"]))
+        store()
 
 
 if __name__ == "__main__":

@@ -277,7 +277,7 @@ def test_what_a_drafter_cannot_do_is_refused():
     with pytest.raises(EngineError, match="record_routes"):
         TransformersEngine(tiny("moe"), drafter=tiny("moe"), record_routes=True)
     engine = TransformersEngine(model, drafter=tiny("dense"))
-    with pytest.raises(EngineError, match="without one for streams"):
+    with pytest.raises(EngineError, match="construct one without it for streams"):
         engine.open_stream(PLAIN)
     with pytest.raises(EngineError, match="was given 3"):
         engine.load_drafter(list(model.named_parameters())[:3], version=1)

@@ -177,8 +177,8 @@ class TransformersEngine(Drawing):
         """
         if self._drafter is not None:
             raise EngineError(
-                f"engine {self.name!r} has a drafter, which proposes whole responses alone; construct an engine without "
-                "one for streams"
+                f"engine {self.name!r} has a drafter, which proposes whole responses alone; construct one without "
+                "it for streams"
             )
         return TransformersStream(self, sampling, evidence)
 

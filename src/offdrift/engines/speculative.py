@@ -127,10 +127,12 @@ class Reader:
         self.mask = self.mask.gather(1, order)
         for i, layer in enumerate(cache.layers):
             assert isinstance(layer, InPlaceLayer)
-            columns = order[:, None, :, None]
-            parts = [x.gather(2, columns.expand(-1, x.shape[1], -1, x.shape[3])) for x in (layer.keys, layer.values)]
-            cache.layers[i] = InPlaceLayer(layer.capacity)
-            cache.layers[i].update(*parts)
+            parts: list[Tensor] = []
+            for x in (layer.keys, layer.values):
+                assert x is not None
+                parts.append(x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])))
+            cache.layers[i] = kept = InPlaceLayer(layer.capacity)
+            kept.update(parts[0], parts[1])
 
 
 @torch.no_grad()

@@ -540,10 +540,11 @@ _ROWS = [
     Metric("speculative/tokens_per_pass", "token", "response tokens over passes of the policy, each response's counted "
            "for itself: 1 without a drafter", "better", mean("speculative/tokens", "speculative/passes")),
     Metric("speculative/drafter_lag", "step", "mean over tokens of updates between the weights that drew them and "
-           "those whose rollouts the drafter had last learned from", "worse", mean("speculative/lag", "speculative/tokens")),
+           "those whose rollouts the drafter had last learned from", "worse",
+           mean("speculative/lag", "speculative/tokens")),
     Metric("speculative/kl", "nat", "mean over tokens of KL(mu || q), the drafter's loss before it learns from the "
-           "batch (of the sampled token alone where the evidence is not whole); missing where it does not learn", "worse",
-           mean("speculative/kl")),
+           "batch (of the sampled token alone where the evidence is not whole); missing where it does not learn",
+           "worse", mean("speculative/kl")),
     Metric("objective/clip_frac_active", "1", "share of tokens whose loss a clip changed", "worse",
            mean("objective/clipped")),
 ]  # fmt: skip
