@@ -30,6 +30,7 @@ EVERYTHING = Provenance(
     True,
     "keep",
     teacher="a teacher",
+    draft_tokens=4,
     eviction=Eviction("window", 8, 2),
     recorded=REPLAYABLE,
     replayed=("routes",),

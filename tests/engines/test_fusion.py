@@ -160,5 +160,5 @@ def test_engines_without_a_fitting_teacher_say_so():
         TransformersEngine(tiny("dense")).generate(PROMPTS, Sampling(max_tokens=2), seed=0, alphas=[0.5] * 8)
     wider = tiny("moe")
     wider.resize_token_embeddings(VOCAB + 8)
-    with pytest.raises(EngineError, match=r"teacher's vocabulary has 72 tokens, the student's 64"):
+    with pytest.raises(EngineError, match=r"teacher's vocabulary has 72 tokens, the model's 64"):
         TransformersEngine(tiny("dense"), teacher=wider)

@@ -25,6 +25,7 @@ from offdrift.records.rollouts import (
     Rollouts,
     Routes,
     Sampling,
+    Speculation,
     Support,
     cumulative,
     joined_evidence,
@@ -88,6 +89,8 @@ class Draws:
     """See `Rollouts`; where a teacher decodes along."""
     until: Int[Tensor, "p layers heads"] | None = None
     """Of `Retention`, where the cache is compressed."""
+    speculation: Speculation | None = None
+    """Where a drafter proposed tokens."""
 
 
 def check_request(
@@ -181,6 +184,7 @@ def rollouts_from(
     experts = [d.experts for d in draws if d.experts is not None]
     mix_kl = [d.mix_kl for d in draws if d.mix_kl is not None]
     until = [d.until for d in draws if d.until is not None]
+    speculation = [d.speculation for d in draws if d.speculation is not None]
     computed = cuts + prompt_cuts - torch.arange(len(cuts))
     return Rollouts(
         tokens=tokens,
@@ -197,6 +201,7 @@ def rollouts_from(
         retention=Retention(_joined(until), computed) if until else None,
         support=Support.joined([d.support for d in draws]),
         mix_kl=_joined(mix_kl) if mix_kl else None,
+        speculation=Speculation.joined(speculation) if speculation else None,
     )
 
 

@@ -31,6 +31,7 @@ from offdrift.engines.hf_decode import Recorder, decode, uniform_numbers
 from offdrift.engines.hf_stream import TransformersStream
 from offdrift.engines.output_head import head_input, head_of, kept, recast
 from offdrift.engines.routing import routers_of_mixture, routes_of, watched
+from offdrift.engines.speculative import NUMBERS, speculate
 from offdrift.errors import EngineError
 from offdrift.records.rollouts import Eviction, EvidenceKind, Provenance, Rollouts, Routes, Sampling
 
@@ -55,10 +56,14 @@ class TransformersEngine(Drawing):
             is copied at `dtype`, and keeps its weights.
         eviction: compress the KV cache, and record what it keeps (`Rollouts.retention`). Its policy "attention" needs
             the weights of attention, which "eager" attention alone gives.
+        drafter: a smaller model over the same vocabulary that proposes tokens (speculative decoding); it is copied at
+            `dtype`, and takes weights of its own (`load_drafter`). The law of what is drawn stays that of the engine's
+            model; `Rollouts.speculation` says how each token came about.
+        draft_tokens: proposals that one pass of the model judges, at most.
         version: trainer version of the given weights, optimizer steps.
 
     Raises: `EngineError` if the model cannot generate, has no routers to record, or a cache that cannot be
-        compressed, or if the teacher has another vocabulary.
+        compressed, or if teacher or drafter has another vocabulary, or cannot act beside the other options.
 
     Example:
         >>> from offdrift.records.rollouts import Sampling
@@ -85,6 +90,8 @@ class TransformersEngine(Drawing):
         record_routes: bool = False,
         teacher: PreTrainedModel | None = None,
         eviction: Eviction | None = None,
+        drafter: PreTrainedModel | None = None,
+        draft_tokens: int = 4,
         name: str = "transformers",
         version: int = 0,
     ) -> None:
@@ -124,20 +131,51 @@ class TransformersEngine(Drawing):
         if as_in_training:
             model.gradient_checkpointing_enable()
             model.train()
-        self._teacher = None if teacher is None else self._copied(teacher)
+        self._teacher = None
+        if teacher is not None:
+            self._teacher = self._copied(teacher, "teacher", "logits are mixed")
+            self.teacher_name = teacher.config.name_or_path or type(teacher).__name__
+        self._drafter, self.draft_tokens, self.drafter_version = None, draft_tokens, version
+        if drafter is not None:
+            beside = {"teacher": teacher, "eviction": eviction, "record_routes": record_routes or None}
+            if unfit := [name for name, option in beside.items() if option is not None]:
+                raise EngineError(f"{unfit[0]} does not act beside a drafter; leave one of the two out")
+            if draft_tokens < 1:
+                raise EngineError(f"draft_tokens = {draft_tokens}, must be at least 1; leave the drafter out for none")
+            self._drafter = self._copied(drafter, "drafter", "proposals are judged")
         self.load_weights(weights, version=version)
 
-    def _copied(self, teacher: PreTrainedModel) -> PreTrainedModel:
-        vocab_size = teacher.config.get_text_config().vocab_size
+    def _copied(self, other: PreTrainedModel, role: str, use: str) -> PreTrainedModel:
+        """The engine's own copy of a model that decodes beside its own."""
+        vocab_size = other.config.get_text_config().vocab_size
         if vocab_size != self.vocab_size:
             raise EngineError(
-                f"the teacher's vocabulary has {vocab_size} tokens, the student's {self.vocab_size}; logits are mixed "
-                "token by token: give a teacher with the student's tokenizer"
+                f"the {role}'s vocabulary has {vocab_size} tokens, the model's {self.vocab_size}; {use} token by "
+                f"token: give a {role} with the model's tokenizer"
             )
-        copied = copy.deepcopy(teacher).eval()
+        copied = copy.deepcopy(other).eval()
         recast(copied, self.dtype)
-        self.teacher_name = teacher.config.name_or_path or type(teacher).__name__
         return copied
+
+    def load_drafter(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Take all of a drafter's `named_parameters`, cast.
+
+        Args:
+            version: of the weights whose rollouts the drafter has last learned from, optimizer steps.
+
+        Raises: `EngineError` if there is no drafter, or these are not all of its weights.
+        """
+        own = {} if self._drafter is None else dict(self._drafter.named_parameters())
+        new = dict(weights)
+        if not own or own.keys() != new.keys():
+            raise EngineError(
+                f"engine {self.name!r} has {len(own)} weights of a drafter and was given {len(new)} of other names; "
+                "construct it with drafter=MODEL, and give all named_parameters() of that model"
+            )
+        with torch.no_grad():
+            for name, weight in new.items():
+                own[name].copy_(weight)
+        self.drafter_version = version
 
     @property
     def model(self) -> PreTrainedModel:
@@ -151,7 +189,15 @@ class TransformersEngine(Drawing):
         return routes_of(self.model, rollouts)
 
     def open_stream(self, sampling: Sampling, *, evidence: EvidenceKind = "sampled") -> TransformersStream:
-        """Responses in progress on this engine; see `engines.stream`."""
+        """Responses in progress on this engine; see `engines.stream`.
+
+        Raises: `EngineError` with a drafter.
+        """
+        if self._drafter is not None:
+            raise EngineError(
+                f"engine {self.name!r} has a drafter, which proposes whole responses alone; construct one without "
+                "it for streams"
+            )
         return TransformersStream(self, sampling, evidence)
 
     def take_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -194,7 +240,7 @@ class TransformersEngine(Drawing):
         """Free the copy of the model. Idempotent."""
         if self.stream is not None:
             self.stream.close()
-        self._model = self._teacher = None
+        self._model = self._teacher = self._drafter = None
 
     def _draws(self, request: Request) -> list[Draws]:
         level = logging.get_verbosity()
@@ -202,7 +248,8 @@ class TransformersEngine(Drawing):
             logging.set_verbosity_error()
         try:
             count = len(request.prompts)
-            uniforms = uniform_numbers(count, request.sampling.max_tokens, request.seed)
+            numbers = 1 if self._drafter is None else NUMBERS
+            uniforms = uniform_numbers(count, numbers * request.sampling.max_tokens, request.seed)
             return [self._draw(request.part(p), uniforms[p]) for p in pieces(count, self.batch_size)]
         finally:
             logging.set_verbosity(level)
@@ -221,12 +268,18 @@ class TransformersEngine(Drawing):
                 choices=choices,
                 evictions=evictions,
             )
-            draws = decode(self.model, request, recorder, uniforms, self._teacher)
+            if self._drafter is None or request.forced is not None:
+                draws = decode(self.model, request, recorder, uniforms, self._teacher)
+            else:
+                recorder.drafter_version = self.drafter_version
+                numbers = uniforms.view(len(uniforms), -1, NUMBERS)
+                draws = speculate(self.model, self._drafter, request, recorder, numbers, tokens=self.draft_tokens)
         return self.checked(draws, request.sampling) if hidden else draws
 
     def provenance(self, sampling: Sampling) -> Provenance:
         """What a record says of this engine's draws."""
-        return replace(super().provenance(sampling), eviction=self.eviction)
+        drafted = 0 if self._drafter is None else self.draft_tokens
+        return replace(super().provenance(sampling), eviction=self.eviction, draft_tokens=drafted)
 
     @property
     def _source(self) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int, Integer
@@ -39,6 +40,7 @@ from offdrift.records.rollouts import (
     FullVocab,
     HiddenStates,
     Sampling,
+    Speculation,
     Support,
     TopK,
     cumulative,
@@ -136,6 +138,8 @@ class Recorder:
         self.prompts: tuple[Tensor, Tensor] | None = None
         self.lost: tuple[Tensor, Tensor] | None = None
         self.steps: list[dict[str, Tensor]] = []
+        self.drafter_version = 0
+        """Of `Speculation`, where there is a drafter."""
 
     def state(self) -> Float[Tensor, "a d"] | None:
         """What the head consumed at the last place of every response."""
@@ -194,7 +198,9 @@ class Recorder:
         rows = torch.cat([step["rows"] for step in self.steps])
         number = torch.cat([torch.full_like(step["rows"], i) for i, step in enumerate(self.steps)])
         order = (rows * len(self.steps) + number).argsort()
-        order = order[(number < lengths[rows])[order]]
+        # A response may have no token in a step, so that its tokens are counted.
+        place = torch.arange(len(order), device=rows.device) - cumulative(rows.bincount())[rows[order]]
+        order = order[place < lengths[rows[order]]]
 
         def packed(name: str, order: Tensor = order) -> Tensor:
             return torch.cat([step[name] for step in self.steps]).index_select(0, order).cpu()
@@ -230,8 +236,11 @@ class Recorder:
         if self.lost is not None:
             lost, counts = self.lost
             until = kept_until(counts.cpu(), lengths.cpu(), lost.cpu(), shared("victims"))
-        drawn = packed("tokens"), lengths.cpu(), packed("logp"), evidence, support, experts
-        return Draws(*drawn, mix_kl=mix_kl, until=until)
+        draws = Draws(packed("tokens"), lengths.cpu(), packed("logp"), evidence, support, experts, mix_kl, until)
+        if "origin" not in self.steps[0]:
+            return draws
+        version = torch.full_like(draws.tokens, self.drafter_version)
+        return replace(draws, speculation=Speculation(packed("origin"), packed("overlap"), version))
 
 
 @torch.no_grad()
@@ -373,7 +382,7 @@ def uniform_numbers(count: int, steps: int, seed: int) -> Float[Tensor, "b t"]:
 
 
 class Forward:
-    """Logits of the last place."""
+    """Logits of the last place, or of all places that are read."""
 
     def __init__(self, model: PreTrainedModel, cache: DynamicCache) -> None:
         takes = inspect.signature(model.forward).parameters
@@ -382,6 +391,12 @@ class Forward:
         self.options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
 
     def __call__(self, ids: Int[Tensor, "a t"], mask: Int[Tensor, "a s"], position: Int[Tensor, "a t"]) -> Tensor:
+        return self.window(ids, mask, position, **self.options)[:, -1]
+
+    def window(
+        self, ids: Int[Tensor, "a t"], mask: Int[Tensor, "a s"], position: Int[Tensor, "a t"], **options: int
+    ) -> Tensor:
+        """Logits of every place of `ids`; `options` go to the model."""
         positions = {"position_ids": position.clamp(min=0)} if self.positions else {}
         output = self.model(
             input_ids=ids,
@@ -389,9 +404,9 @@ class Forward:
             past_key_values=self.cache,
             use_cache=True,
             **positions,
-            **self.options,
+            **options,
         )
-        return output.logits[:, -1]
+        return output.logits
 
     def reorder(self, rows: Int[Tensor, " n"]) -> None:
         """Go on with these rows of the cache, in this order."""

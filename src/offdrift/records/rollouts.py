@@ -22,6 +22,11 @@ from offdrift.divergence.head import Head
 from offdrift.errors import BadValueError, EvidenceError, ShapeError
 from offdrift.segments import Segments
 
+REDRAWN, ACCEPTED, FREE = 0, 1, 2
+"""How speculative decoding came by a token: drawn anew where a proposal was rejected; the proposal itself; or drawn by
+the target alone, behind the last proposal of a pass."""
+
+
 EvidenceKind = Literal["full", "hidden", "sampled"] | int
 """What an engine is asked to record per token: "full" vocabulary, the "hidden" state that its output head turned into
 logits, an integer k for the top k log-probs, or "sampled" for the sampled token's log-prob alone."""
@@ -116,6 +121,9 @@ class Provenance:
     """How the engine's cache forgets keys; None: it keeps all."""
     teacher: str | None = None
     """Name of the model whose logits were mixed into those of the policy, by the shares `Rollouts.mix_alpha`."""
+    draft_tokens: int = 0
+    """Tokens that a drafter proposed to one pass of the engine, at most (speculative decoding); 0: no drafter. The law
+    of what is drawn is that of the engine's model all the same."""
     recorded: tuple[str, ...] = ()
     """Of `REPLAYABLE`, what was recorded with the tokens, so that a trainer can do the same again."""
     replayed: tuple[str, ...] = ()
@@ -152,6 +160,7 @@ class Provenance:
             f"cache {self.cache}": self.cache is not None,
             f"mixed with {self.teacher}": self.teacher is not None,
             f"{self.eviction}": self.eviction is not None,
+            f"drafts of {self.draft_tokens}": self.draft_tokens > 0,
             f"replayed {' and '.join(self.replayed)}": bool(self.replayed),
         }
         return ", ".join(text for text, shown in parts.items() if shown)
@@ -404,6 +413,55 @@ def place_dtype(positions: int) -> torch.dtype:
     return torch.int16 if positions <= torch.iinfo(torch.int16).max else torch.int32
 
 
+class Speculation:
+    """How each response token came about where a drafter proposed and the engine's own policy, the target, verified.
+
+    The tokens are draws from the target all the same, and log-probs and evidence beside them are its own.
+
+    Reference: Leviathan et al., arXiv:2211.17192; drafters that fall behind a policy in training: ReSpec,
+    arXiv:2510.26475.
+    """
+
+    origin: Integer[Tensor, " n"]
+    """int8: `REDRAWN`, `ACCEPTED` or `FREE`."""
+    overlap: Float[Tensor, " n"]
+    """Chance that the proposal at this place was accepted, whichever it was: sum_a min(mu(a), q(a)) = 1 - TV(mu, q) of
+    target and drafter, both tempered and filtered. NaN where there was no proposal (`FREE`)."""
+    drafter_version: Int[Tensor, " n"]
+    """Version of the weights whose rollouts the drafter had last learned from, optimizer steps."""
+
+    def begins(self, cu_seqlens: Int[Tensor, " cuts"]) -> Bool[Tensor, " n"]:
+        """Whether a token is the first of its pass: a response's first, and each behind one that is not `ACCEPTED`."""
+        begins = torch.ones(len(self.origin), dtype=torch.bool)
+        begins[1:] = self.origin[:-1] != ACCEPTED
+        begins[cu_seqlens[:-1][cu_seqlens.diff() > 0]] = True
+        return begins
+
+    def sums(self, rollouts: Rollouts) -> dict[str, Tensor]:
+        """Sums of the metrics `speculative/...`; they add over batches and processes."""
+        judged = self.origin != FREE
+        lag = rollouts.rollout_version - self.drafter_version
+        sums = {
+            "tokens": len(judged),
+            "passes": self.begins(rollouts.cu_seqlens).sum(),
+            "judged": judged.sum(),
+            "accepted": (self.origin == ACCEPTED).sum(),
+            "overlap": self.overlap[judged].double().sum(),
+            "lag": lag.sum(),
+        }
+        return {f"speculative/{name}": torch.as_tensor(float(x), dtype=torch.float64) for name, x in sums.items()}
+
+    def select(self, rows: Int[Tensor, " k"]) -> Speculation:
+        """Of some of the tokens."""
+        return Speculation(self.origin[rows], self.overlap[rows], self.drafter_version[rows])
+
+    @staticmethod
+    def joined(parts: Sequence[Speculation]) -> Speculation:
+        """Of the tokens of all parts."""
+        names = ("origin", "overlap", "drafter_version")
+        return Speculation(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+
 def expert_dtype(experts: int) -> torch.dtype:
     """What a choice among so many experts is stored as. (Torch cannot index with, or by, its uint16.)"""
     return torch.uint8 if experts <= 256 else torch.int16
@@ -457,6 +515,8 @@ class Rollouts:
     """Experts that the engine sent the tokens to, where it was asked to record them."""
     retention: Retention | None = field(default=None, repr=False)
     """What the engine's compressed KV cache kept, where it compresses; the trainer's attention then sees no more."""
+    speculation: Speculation | None = field(default=None, repr=False)
+    """How each token came about, where a drafter proposed tokens to the engine."""
 
     @property
     def num_sequences(self) -> int:
@@ -509,6 +569,7 @@ class Rollouts:
             turns=None if self.turns is None else self.turns.select(rows, sequences),
             routes=None if self.routes is None else self.routes.select(sequences),
             retention=None if self.retention is None else self.retention.select(sequences),
+            speculation=None if self.speculation is None else self.speculation.select(rows),
             cu_seqlens=cumulative(self.lengths[sequences]),
             prompt_tokens=self.prompt_tokens[Segments(self.prompt_cu_seqlens).rows(sequences)],
             prompt_cu_seqlens=cumulative(self.prompt_cu_seqlens.diff()[sequences]),
@@ -552,6 +613,10 @@ def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
             return Turns(**streams, context_cu_seqlens=cuts)
         if isinstance(values[0], Routes | Retention):
             return values[0].joined(values)
+        if isinstance(values[0], Routes):
+            return Routes.joined(values)
+        if isinstance(values[0], Speculation):
+            return Speculation.joined(values)
         if isinstance(values[0], Support):
             return Support.joined(values)
         if isinstance(values[0], Mapping):

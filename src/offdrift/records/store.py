@@ -38,6 +38,7 @@ from offdrift.records.rollouts import (
     Retention,
     Rollouts,
     Routes,
+    Speculation,
     Support,
     TopK,
     Turns,
@@ -47,12 +48,18 @@ from offdrift.records.schema import ROLLOUTS_KEY
 
 FORMAT = 4
 READABLE = (1, 2, 3, FORMAT)
-"""Format 2 adds hidden states, format 3 turns, format 4 supports, routes, teachers and retention; whatever else a file
-of an earlier format holds is the same."""
+"""Format 2 adds hidden states, format 3 turns, format 4 supports, routes, teachers, retention and drafters; whatever
+else a file of an earlier format holds is the same."""
 KEY = ROLLOUTS_KEY
 
 TOKEN_COLUMNS = {"tokens": pa.int32(), "logp_rollout": pa.float32(), "rollout_version": pa.int32()}
 """Per response token. `prompt_tokens` is cut by its own lengths; evidence is `width` per token."""
+SPECULATION = {
+    "origin": ("draft_origin", pa.int8()),
+    "overlap": ("draft_overlap", pa.float32()),
+    "drafter_version": ("drafter_version", pa.int32()),
+}
+"""Per response token, where a drafter proposed tokens: attribute, column and its type."""
 
 NUMBERS = {
     "rewards": "reward",
@@ -106,6 +113,9 @@ def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
     if (support := rollouts.support) is not None:
         columns["support_counts"] = _list(support.cu_seqlens.diff(), offsets, pa.int32())
         columns["support_ids"] = _list(support.ids, support.cu_seqlens[offsets], pa.int32())
+    if (speculation := rollouts.speculation) is not None:
+        for name, (column, kind) in SPECULATION.items():
+            columns[column] = _list(getattr(speculation, name), offsets, kind)
     columns["group_id"] = pa.array(rollouts.group_ids.numpy(), pa.int64())
     columns["finish"] = pa.array(rollouts.finish, pa.string())
     for name, column in NUMBERS.items():
@@ -186,6 +196,12 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
                 if not torch.equal(cuts, cu_seqlens + prompt_cu_seqlens - torch.arange(len(cuts))):
                     raise ValueError(f"{name}: values do not cover every prompt, and every response but its last token")
                 by_position[name] = kind(_tensor(chunk.values.values.values).reshape(-1, layers, width), cuts)
+        speculation = None
+        if "draft_origin" in known:
+            streams = {name: _stream(table, column) for name, (column, _) in SPECULATION.items()}
+            if not all(torch.equal(cuts, cu_seqlens) for _, cuts in streams.values()):
+                raise ValueError("what was proposed and tokens have different lengths")
+            speculation = Speculation(**{name: values for name, (values, _) in streams.items()})
         components = {n.removeprefix(COMPONENT): n for n in table.column_names if n.startswith(COMPONENT)}
         optional: dict[str, Any] = {
             **{name: _tensor(table.column(column).chunk(0)) for name, column in NUMBERS.items() if column in known},
@@ -208,6 +224,7 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
             turns=turns,
             routes=by_position.get("routes"),
             retention=by_position.get("kept_until"),
+            speculation=speculation,
             **optional,
         )
 

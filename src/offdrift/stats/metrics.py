@@ -550,6 +550,20 @@ _ROWS = [
     Metric("kv/kl_dense", "nat", "mean KL(rollout || current) of the current policy that sees everything, where that "
            "of the loss sees what the engine's cache had (replay.distill); lower end of intervals", "worse",
            mean("kv/kl_dense")),
+    Metric("speculative/accepted_frac", "1", "share of the drafter's proposals that the policy accepted, of those that "
+           "it came to judge: none behind the first rejection of a pass", "better",
+           mean("speculative/accepted", "speculative/judged")),
+    Metric("speculative/overlap_mean", "1", "mean over judged places of sum_a min(mu(a), q(a)) = 1 - TV(mu, q): the "
+           "chance of acceptance, of which accepted_frac is the outcome", "better",
+           mean("speculative/overlap", "speculative/judged")),
+    Metric("speculative/tokens_per_pass", "token", "response tokens over passes of the policy, each response's counted "
+           "for itself: 1 without a drafter", "better", mean("speculative/tokens", "speculative/passes")),
+    Metric("speculative/drafter_lag", "step", "mean over tokens of updates between the weights that drew them and "
+           "those whose rollouts the drafter had last learned from", "worse",
+           mean("speculative/lag", "speculative/tokens")),
+    Metric("speculative/kl", "nat", "mean over tokens of KL(mu || q), the drafter's loss before it learns from the "
+           "batch (of the sampled token alone where the evidence is not whole); missing where it does not learn",
+           "worse", mean("speculative/kl")),
     Metric("objective/clip_frac_active", "1", "share of tokens whose loss a clip changed", "worse",
            mean("objective/clipped")),
 ]  # fmt: skip

@@ -30,6 +30,7 @@ from offdrift.train import recipe
 from offdrift.train.align import Alignment
 from offdrift.train.context import Event, EventKind, RunContext
 from offdrift.train.critic import Critic, ValueHead
+from offdrift.train.drafter import Drafter
 from offdrift.train.lora import add_adapters, merged_weights
 from offdrift.train.old_policy import OldPolicy, make_old_policy
 from offdrift.train.perturb import Perturbation
@@ -65,6 +66,8 @@ class Arm:
     """The last update's gradient, where the recipe keeps gradients apart."""
     perturb: Perturbation | None = None
     """Noise in the layers' inputs, where the loss is to see it."""
+    drafter: Drafter | None = None
+    """What proposes tokens to the engine, where something does."""
     switched: bool = False
     """Whether a surge of lengths has changed the method."""
     surge: SurgeState = field(default_factory=SurgeState)
@@ -161,6 +164,23 @@ class Arm:
         if source is not None:
             source.seconds["publish"] += time.perf_counter() - begin
 
+    def teach_drafter(self, rollouts: Rollouts, source: Source) -> dict[str, Tensor]:
+        """Distill the drafter on the batch at hand, if it is due, and give it to the engine; sums for the metrics."""
+        updates = self.version + self.run.recipe.updates // self.run.recipe.batches
+        if self.drafter is None or not self.drafter.due(updates):
+            return {}
+        begin = time.perf_counter()
+        sums = self.drafter.learn(rollouts, updates)
+        self.hand_over_drafter()
+        source.seconds["distill"] += time.perf_counter() - begin
+        return sums
+
+    def hand_over_drafter(self) -> None:
+        """Give the engine the drafter's weights, if there is one."""
+        if self.drafter is not None:
+            engine: Any = self.run.engine
+            engine.load_drafter(self.drafter.model.named_parameters(), version=self.drafter.version)
+
     def keep_old_weights(self, rollouts: Rollouts | None, source: Source) -> None:
         """Before the trainer moves on: keep weights that this batch or one to come still refers to."""
         after = self.version + self.run.recipe.updates // self.run.recipe.batches
@@ -184,7 +204,7 @@ class Arm:
         def also(folder: Path) -> None:
             self.old_policy.save(folder)
             source.save(folder)
-            for part in (self.align, self.perturb):
+            for part in (self.align, self.perturb, self.drafter):
                 if part is not None:
                     part.save(folder)
 
@@ -286,6 +306,14 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
     if run.recipe.optim.perturb is not None:
         inner = accelerator.unwrap_model(model)
         arm.perturb = Perturbation(inner, run.recipe.optim.perturb, accelerator, seed=seed)
+    if run.drafter is not None:
+        assert run.recipe.rollout.speculative is not None
+        arm.drafter = Drafter(
+            run.drafter,
+            run.recipe.rollout.speculative,
+            reward_range=run.recipe.reward_range,
+            token_budget=run.recipe.optim.token_budget,
+        )
     arm.switched = position.switched
     for row in files.rows("metrics"):
         arm.learn(row)
@@ -320,6 +348,9 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
             arm.align.load(newest, accelerator.device)
         if arm.perturb is not None:
             arm.perturb.load(newest)
+        if arm.drafter is not None:
+            arm.drafter.load(newest)
+    arm.hand_over_drafter()
     source.begin(arm.weights())
     return arm, source
 

@@ -84,6 +84,8 @@ class RunContext:
     synced: SyncReport
     """Differences of engine and trainer at equal weights, with which later checks compare."""
     watch: Watch
+    drafter: PreTrainedModel | None = None
+    """The weights that every arm's drafter starts from, where there is one."""
     half: torch.dtype | None = None
     """What the trainer's forward passes multiply matrices in; None: float32."""
 
@@ -184,6 +186,7 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
         )
     teacher = None if recipe.fusion is None else _teacher(recipe, model, tokenizer, task, accelerator, watch)
     model.to(accelerator.device)
+    drafter = _drafter(recipe, model, task, accelerator, watch)
     watch(Event("setup", text=f"starting the {recipe.rollout.engine} engine"))
     rollout = recipe.rollout
     engine_options = {
@@ -200,6 +203,9 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
         engine_options["batch_size"] = 256
     if rollout.kv is not None:
         engine_options["eviction"] = rollout.kv.eviction
+    if drafter is not None:
+        assert rollout.speculative is not None
+        engine_options |= {"drafter": drafter, "draft_tokens": rollout.speculative.tokens}
     if rollout.engine == "vllm" or recipe.pipeline is not None:
         source = str(folder.path / "engine")
         with accelerator.main_process_first():
@@ -221,8 +227,41 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     if recipe.reference.offload:
         model.to("cpu")  # type: ignore[arg-type]
     return RunContext(
-        recipe, folder, accelerator, model, tokenizer, task, sampling, engine, probes, synced, watch, half
+        recipe, folder, accelerator, model, tokenizer, task, sampling, engine, probes, synced, watch, drafter, half
     )
+
+
+def _drafter(
+    recipe: Recipe, model: PreTrainedModel, task: Task | Environment, accelerator: Accelerator, watch: Watch
+) -> PreTrainedModel | None:
+    """The drafter that the recipe names, warm-started if it says so.
+
+    Raises: `RecipeError` if it has another vocabulary than the policy.
+    """
+    settings, start = recipe.rollout.speculative, recipe.warm_start
+    if settings is None:
+        return None
+    watch(Event("setup", text=f"loading the drafter {settings.model}"))
+    drafter, tokenizer = load_model(settings.model, seed=recipe.seed)
+    sizes = [m.config.get_text_config().vocab_size for m in (drafter, model)]
+    if sizes[0] != sizes[1]:
+        raise RecipeError(
+            f"rollout.speculative.model = {settings.model!r} has a vocabulary of {sizes[0]} tokens, {recipe.model} one "
+            f"of {sizes[1]}; proposals are judged token by token: name a drafter with the policy's tokenizer"
+        )
+    warm_start(
+        drafter,
+        tokenizer,
+        task,
+        steps=settings.warm_start,
+        batch_size=start.batch_size,
+        lr=start.lr,
+        seed=recipe.seed,
+        progress=lambda step, loss: watch(
+            Event("warm_start", step=step, total=settings.warm_start, metrics={"loss": loss})
+        ),
+    )
+    return drafter.to(accelerator.device)  # type: ignore[arg-type]
 
 
 def _engine(recipe: Recipe, source: Any, options: dict[str, Any], sampling: Sampling, model: PreTrainedModel) -> Engine:
@@ -363,6 +402,11 @@ def _check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
         raise RecipeError(
             f"[pipeline] with {world} processes: this trainer takes groups in one; launch one process, with as many "
             "rollout workers as the machine carries"
+        )
+    if recipe.rollout.speculative is not None and world > 1:
+        raise RecipeError(
+            f"rollout.speculative with {world} processes: each would distill a drafter of its own; launch one process, "
+            "or leave it out"
         )
     if recipe.rollout.engine == "openai" and world > 1:
         raise RecipeError(

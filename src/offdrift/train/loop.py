@@ -103,6 +103,7 @@ def train_batches(arm: Arm, source: Source) -> dict[str, Any]:
             arm.keep_old_weights(None, source)
         else:
             batch = make_batch(arm, source.next(arm.version))
+            batch = replace(batch, sums={**batch.sums, **arm.teach_drafter(batch.rollouts, source)})
             arm.keep_old_weights(batch.rollouts, source)
             steps = minibatches(recipe, index, batch.units(whole_prompts=arm.method.whole_prompts))
         # Optimizer steps.
@@ -282,6 +283,8 @@ def finish(arm: Arm) -> dict[str, Any]:
             weights[name] = weight.cpu()
     if run.accelerator.is_main_process:
         save_for_engine(run.model, run.tokenizer, arm.files.path / "model", weights=weights)
+        if arm.drafter is not None:
+            save_for_engine(arm.drafter.model, run.tokenizer, arm.files.path / "drafter")
         if adapted:
             save_adapter(model, arm.files.path / "adapter")
         arm.files.finish(summary)

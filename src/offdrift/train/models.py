@@ -1,4 +1,4 @@
-"""Models to train: two tiny built-in ones, SmolLM2 from its package, and any checkpoint.
+"""Models to train: two tiny built-in ones and a drafter for them, SmolLM2 from its package, and any checkpoint.
 
 The tiny models are real Qwen3 and Qwen3-MoE architectures that train in minutes on two CPU cores and need no download.
 Every model is loaded in float32 and in eval mode, so that dropout does not enter log-probs.
@@ -61,7 +61,7 @@ def load_model(source: str, *, seed: int, cache_dir: Path | None = None) -> Load
     """A float32 causal language model in eval mode, and its tokenizer.
 
     Args:
-        source: "tiny-qwen3", "tiny-qwen3-moe", "smollm2-135m", a checkpoint folder, or a hub id.
+        source: "tiny-qwen3", "tiny-qwen3-moe", "tiny-qwen3-draft", "smollm2-135m", a checkpoint folder, or a hub id.
         seed: draws the initial weights of the tiny models; the others do not use it.
         cache_dir: where converted checkpoints are kept; `default_cache_dir()` if not given.
 
@@ -74,6 +74,8 @@ def load_model(source: str, *, seed: int, cache_dir: Path | None = None) -> Load
     """
     if source == "tiny-qwen3":
         return _drawn(tiny_qwen3_config(), seed), tiny_tokenizer()
+    if source == "tiny-qwen3-draft":
+        return _drawn(tiny_qwen3_draft_config(), seed), tiny_tokenizer()
     if source == "tiny-qwen3-moe":
         return _drawn(tiny_qwen3_moe_config(), seed), tiny_tokenizer()
     if source == "smollm2-135m":
@@ -175,6 +177,12 @@ def default_cache_dir() -> Path:
 def tiny_qwen3_config() -> Qwen3Config:
     """Dense: 4 layers, output head tied to the embedding, 0.86 million parameters."""
     return Qwen3Config(**TINY_SHAPE, num_hidden_layers=4, tie_word_embeddings=True, initializer_range=0.04)
+
+
+def tiny_qwen3_draft_config() -> Qwen3Config:
+    """A drafter for the other two: one layer of half the width, tied head, 0.05 million parameters."""
+    smaller = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return Qwen3Config(**{**TINY_SHAPE, **smaller}, num_hidden_layers=1, tie_word_embeddings=True)
 
 
 def tiny_qwen3_moe_config() -> Qwen3MoeConfig:

@@ -66,6 +66,62 @@ class KV(Part):
         return self
 
 
+class Speculative(Part):
+    """A drafter that proposes tokens to the engine (docs/speculative.md). What is drawn has the law of the policy,
+    whatever the drafter proposes; a better one saves forward passes of the policy."""
+
+    model: str
+    """The drafter: what a recipe's `model` may be, or "tiny-qwen3-draft"; of the policy's vocabulary, and smaller."""
+    tokens: Positive = 4
+    """Proposals that one pass of the policy judges, at most."""
+    warm_start: Natural = 0
+    """Supervised steps of the drafter on the task's demonstrations before RL, with the batch size and the learning rate
+    of the recipe's own warm start; 0 for a drafter that is trained."""
+    every: Positive | None = None
+    """Updates of the trainer between two updates of the drafter, which is distilled on the batch at hand. Absent: it
+    stays as it is."""
+    steps: Positive = 1
+    """every: steps of AdamW in an update of the drafter."""
+    lr: PositiveFloat = 1e-3
+    """every: learning rate of the drafter."""
+    weighting: Literal["reward", "none"] = "reward"
+    """every: "reward": responses count by their rewards, as shares of `reward_range` (ReSpec); "none": all alike."""
+
+    def check(self, rollout: Rollout, *, updates: int, whole: Mapping[str, bool]) -> None:
+        """Refuse a drafter that cannot act, and settings of what is not done.
+
+        Args:
+            updates: of a whole arm.
+            whole: what has no place beside it, by name, and whether the recipe has it.
+
+        Raises: `ValueError` naming the field, its value and the way out.
+        """
+        if rollout.engine != "transformers":
+            raise ValueError(
+                f'rollout.speculative: rollout.engine = "{rollout.engine}" takes no drafter of this trainer; use '
+                '"transformers", or leave it out'
+            )
+        if unfit := [name for name, is_set in whole.items() if is_set]:
+            raise ValueError(f"rollout.speculative: no tokens are proposed with {unfit[0]}; leave one of the two out")
+        if rollout.max_tokens < 2:
+            raise ValueError(
+                "rollout.speculative does nothing with rollout.max_tokens = 1: a pass draws one token by itself; leave "
+                "it out"
+            )
+        if self.every is None:
+            for name in ("steps", "lr", "weighting"):
+                if getattr(self, name) != Speculative.model_fields[name].default:
+                    raise ValueError(
+                        f"rollout.speculative.{name} does nothing without rollout.speculative.every; set it, for "
+                        "instance to 1, or leave both out"
+                    )
+        elif self.every > updates:
+            raise ValueError(
+                f"rollout.speculative.every = {self.every} is more than the {updates} updates of an arm, so that the "
+                "drafter never learns; lower it, or leave it out"
+            )
+
+
 class Rollout(Part):
     engine: Literal["transformers", "vllm", "openai"] = "transformers"
     """Which engine draws the tokens; "openai": a server that is running at `url`."""
@@ -108,6 +164,8 @@ class Rollout(Part):
     """openai: name of the model there; absent: the only one that is served."""
     sync_folder: str | None = None
     """openai: folder through which the server gets weights, if it is on another machine."""
+    speculative: Speculative | None = None
+    """transformers: a drafter that proposes tokens. Absent: the policy draws each by itself."""
 
     @property
     def filtered(self) -> bool:

@@ -252,6 +252,19 @@ class Recipe(Part):
         for name in self.arms:
             self.replay_of(name).check_support(rollout)
             self.replay_of(name).check_kv(name, rollout, whole=twice)
+        if rollout.speculative is not None:
+            recording = next((name for name in self.arms if self.replay_of(name).records), None)
+            rollout.speculative.check(
+                rollout,
+                updates=self.updates,
+                whole={
+                    "[pipeline]": self.pipeline is not None,
+                    f'task = "{self.task}", whose episodes are read anew at each turn': is_environment(self.task),
+                    f'arms.{recording}: replay.routes = "record" or "rollout"': recording is not None,
+                    "[fusion]": self.fusion is not None,
+                    "rollout.kv": rollout.kv is not None,
+                },
+            )
 
     def _check_fusion(self) -> None:
         """Refuse a teacher that cannot decode along, or that no arm listens to."""

@@ -81,7 +81,7 @@ class Source:
     _difficulties: list[Tensor] = field(default_factory=list, init=False)
     """Of the prompts whose share of a teacher depends on them, since the last batch was asked for."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float), init=False)
-    """What "draw" and "publish" have taken since the last row of metrics."""
+    """What "draw", "publish" and "distill" have taken since the last row of metrics."""
 
     def __post_init__(self) -> None:
         settings = self.recipe.buffer
@@ -190,6 +190,8 @@ class Source:
         if self.mixture is not None and self.mixture.difficulty != "uniform":  # in every process, whatever it drew
             difficulties = torch.cat([torch.zeros(0), *self._difficulties])
             groups |= {"fusion/difficulty": difficulties.sum(), "fusion/prompts": torch.tensor(len(difficulties))}
+        if (speculation := picked.rollouts.speculation) is not None:
+            groups |= speculation.sums(picked.rollouts)
         if self.buffer is None:
             return groups
         done = {"drawn": self._drawn - len(self._waiting), "trained": self.start, "earlier": picked.earlier_uses}
@@ -226,7 +228,9 @@ class Source:
     def metrics(self, rollouts: Rollouts, version: int) -> dict[str, Any]:
         """What the row of an update says of the source, besides `sums`."""
         took, self.seconds = self.seconds, defaultdict(float)
-        return {f"throughput/{name}_seconds": took[name] for name in ("draw", "publish")}
+        drafts = self.recipe.rollout.speculative is not None
+        names = ("draw", "publish", "distill") if drafts else ("draw", "publish")
+        return {f"throughput/{name}_seconds": took[name] for name in names}
 
     def synchronized(self) -> None:
         """The engine has taken new weights."""
