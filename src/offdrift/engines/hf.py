@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils import logging
 
 from offdrift.divergence.head import Head
+from offdrift.engines import fixed_order
 from offdrift.engines.generate import Drawing, Draws, Request, pieces
 from offdrift.engines.hf_decode import Recorder, decode, uniform_numbers
 from offdrift.engines.hf_stream import TransformersStream
@@ -49,9 +50,10 @@ class TransformersEngine(Drawing):
             it. Such a model draws from another distribution than it scores; for experiments.
         evidence_limit_mib: memory that recorded evidence may take, MiB.
         record_routes: also record the experts that every token was sent to (`Rollouts.routes`).
+        batch_invariant: compute every sequence in one order, whatever is drawn with it; see `engines.fixed_order`.
         version: trainer version of the given weights, optimizer steps.
 
-    Raises: `EngineError` if the model cannot generate, or has no routers to record.
+    Raises: `EngineError` if the model cannot generate, has no routers to record, or cannot be made batch-invariant.
 
     Example:
         >>> from offdrift.records.rollouts import Sampling
@@ -76,6 +78,7 @@ class TransformersEngine(Drawing):
         as_in_training: bool = False,
         evidence_limit_mib: int = 1024,
         record_routes: bool = False,
+        batch_invariant: bool = False,
         name: str = "transformers",
         version: int = 0,
     ) -> None:
@@ -105,6 +108,8 @@ class TransformersEngine(Drawing):
         if getattr(model, "is_gradient_checkpointing", False):
             model.gradient_checkpointing_disable()
         recast(model, dtype, head_dtype=head_dtype, attn_implementation=attn_implementation)
+        if batch_invariant:
+            fixed_order.check_invariance(fixed_order.batch_invariant(model))
         # generate() fills whatever a request leaves open from here: top_k, penalties, stop tokens.
         model.generation_config = GenerationConfig()
         if as_in_training:
