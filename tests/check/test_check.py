@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from offdrift.check.bench import Bench, EngineSpec
-from offdrift.check.check import check, check_max_kl, repeated
+from offdrift.check.check import check, check_max_kl
+from offdrift.check.equality import repeated
 from offdrift.check.factors import FACTORS, chosen, left_out
 from offdrift.check.factors.base import Effect, Factor
 from offdrift.check.measure import measure

@@ -193,6 +193,13 @@ def batch_invariant(model: PreTrainedModel) -> PreTrainedModel:
             f"batch_invariant: {name} has layers of type {other[0]!r}, and only full attention is computed in a fixed "
             "order here; leave it out, or choose another model"
         )
+    # Families with one window for all layers do not list their types.
+    window = getattr(config, "sliding_window", None) if not getattr(config, "layer_types", None) else None
+    if window is not None and getattr(config, "use_sliding_window", True):
+        raise EngineError(
+            f"batch_invariant: {name} has a sliding window of {window} tokens, and only full attention is computed in "
+            "a fixed order here; leave it out, or choose another model"
+        )
     experts = any("Experts" in type(module).__name__ for module in model.modules())
     model.set_attn_implementation(ATTENTION)
     if experts:
