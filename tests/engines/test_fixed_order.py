@@ -13,15 +13,17 @@ from offdrift.engines.fixed_order import (
     check_invariance,
     invariance_gap,
     is_batch_invariant,
+    sharded_linear,
+    tensor_parallel,
     tiled_linear,
 )
 from offdrift.engines.score import divergences, score
-from offdrift.errors import EngineError
+from offdrift.errors import EngineError, ShapeError
 from offdrift.records.rollouts import Sampling
 from tests.engines.models import SIZES, VOCAB, tiny
 
 HALVES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PROMPTS = [[4 + i, 13, 5 + i % 7, 9, 10][: 1 + i % 5] for i in range(12)] * 2
+PROMPTS = [[4 + i, 13, 5 + i % 7, 9, 10][: 1 + i % 5] for i in range(7)] * 2
 PLAIN = Sampling(max_tokens=12)
 FILTERED = Sampling(max_tokens=TILE + 8, temperature=0.7, top_p=0.9, stop_token_ids=(5, 6))
 
@@ -46,15 +48,14 @@ def test_bits_do_not_depend_on_the_number_of_threads(threads):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize(("kind", "sampling"), [("dense", FILTERED), ("moe", PLAIN)], ids=["dense", "moe"])
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("sampling", [PLAIN, FILTERED], ids=["plain", "filtered"])
 def test_engine_and_trainer_give_the_same_bits(kind, dtype, sampling):
     """Drawn token by token from a cache, five at a time; scored whole, together, alone, and in another order."""
     trainer = batch_invariant(tiny(kind))
     engine = make_engine("transformers", tiny(kind), dtype=dtype, batch_invariant=True, batch_size=5)
     rollouts = engine.generate(PROMPTS, sampling, seed=0, evidence="full")
-    for sequences in (torch.arange(24), torch.tensor([3]), torch.tensor([7, 1, 20])):
+    for sequences in (torch.arange(14), torch.tensor([3]), torch.tensor([7, 1, 12])):
         part = rollouts.select(sequences)
         scored = score(trainer, part, temperature=sampling.temperature, half=HALVES[dtype])
         assert torch.equal(scored.logp, part.logp_rollout)
@@ -108,14 +109,18 @@ def test_copies_are_changed_as_well_and_use_their_own_weights():
 
 
 def test_the_order_ends_with_the_forward_pass_also_on_errors(monkeypatch):
-    model, calls = batch_invariant(tiny("dense")), []
-    monkeypatch.setattr(fixed_order, "tiled_linear", lambda *a: calls.append(a) or torch.nn.functional.relu(a[0]))
-    with pytest.raises(RuntimeError):
+    model, x = batch_invariant(tiny("dense")), torch.ones(1, 2)
+
+    def fail(*arguments):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(fixed_order, "tiled_linear", fail)
+    with pytest.raises(ZeroDivisionError):
         model(input_ids=torch.tensor([[4]]))
-    assert calls
-    calls.clear()
-    torch.nn.functional.linear(torch.ones(1, 2), torch.ones(3, 2))
-    assert not calls
+    assert torch.nn.functional.linear(x, x).item() == 2
+    monkeypatch.undo()
+    model(input_ids=torch.tensor([[4]]))
+    assert model._fixed_orders == []
 
 
 def test_what_has_no_fixed_order_is_refused(monkeypatch):
@@ -136,3 +141,39 @@ def test_dropout_in_attention_is_refused():
     model = batch_invariant(Qwen3ForCausalLM(config)).train()
     with pytest.raises(EngineError, match="attention_dropout"):
         model(input_ids=torch.arange(VOCAB)[None])
+
+
+# -- across devices -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_a_tree_gives_the_same_bits_for_1_2_4_and_8_devices(kind, dtype):
+    model = tiny(kind).to(getattr(torch, dtype))
+    ids = torch.arange(60).view(3, 20)
+
+    def logits(shards, tree):
+        with torch.no_grad(), tensor_parallel(model, shards=shards, tree=tree) as layers:
+            assert layers == (4 if kind == "dense" else 2)
+            return model(input_ids=ids).logits
+
+    one = logits(1, True)
+    assert all(torch.equal(logits(k, True), one) for k in (2, 4, 8))
+    assert not all(torch.equal(logits(k, False), logits(1, False)) for k in (2, 4, 8))
+    with torch.no_grad():
+        assert torch.equal(logits(1, False), model(input_ids=ids).logits), "one device is no split"
+    torch.testing.assert_close(one.float(), logits(1, False).float(), rtol=0, atol=0.5 if dtype != "float32" else 1e-5)
+
+
+def test_a_sharded_layer_is_the_layer():
+    g = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*s, generator=g, dtype=torch.float64) for s in ((3, 16), (5, 16)))
+    for shards in (1, 2, 4, 8):
+        for tree in (True, False):
+            torch.testing.assert_close(sharded_linear(x, weight, shards=shards, tree=tree), x @ weight.t())
+
+
+@pytest.mark.parametrize(("columns", "shards"), [(12, 2), (16, 3), (16, 16), (16, 0)])
+def test_columns_that_make_no_tree_are_refused(columns, shards):
+    with pytest.raises(ShapeError, match="devices"):
+        sharded_linear(torch.ones(1, columns), torch.ones(1, columns), shards=shards, tree=True)

@@ -14,8 +14,8 @@ changes a model so that every sum has one order:
 The last sentences are about kernels, not about mathematics: `check_invariance` runs the model, and refuses one on
 which they do not hold. Engine and trainer that are both changed agree bit for bit at equal weights and one dtype.
 
-`tree_sum` and `sharded_linear` are the same idea across devices: partial sums of a matrix that is split over devices,
-added in one tree however many there are.
+`sharded_sum` and `sharded_linear` are the same idea across devices: partial sums of a matrix that is split over
+devices, added in one tree however many there are. They are a reference, which emulates the devices.
 
 References: He et al., Defeating Nondeterminism in LLM Inference, 2025 (batch invariance); Zhang et al.,
 arXiv:2511.17826 (tree-based invariant kernels); Wasti et al., 2025 (bitwise equal engines).
@@ -23,7 +23,10 @@ arXiv:2511.17826 (tree-based invariant kernels); Wasti et al., 2025 (bitwise equ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -260,3 +263,96 @@ def check_invariance(model: PreTrainedModel) -> None:
             f"change by up to {gap:.3g} with what else is in the batch, whose kernels here have no fixed order; leave "
             "it out, or use another dtype or device"
         )
+
+
+# Across devices: a matrix whose summed dimension is split, as row-parallel layers of tensor parallelism are.
+
+LEAVES = 8
+"""Blocks of the summed dimension, hence devices at most whose tree is one."""
+
+
+def sharded_sum(terms: Sequence[Float[Tensor, "*d"]], *, shards: int, tree: bool) -> Float[Tensor, "*d"]:
+    """Terms that are spread over `shards` devices in their order, added in the terms' own precision.
+
+        tree        neighbours are added, then neighbours of these sums, and so on: device borders fall on nodes of one
+                    tree, and the sum has the same bits for every number of devices
+        otherwise   each device adds its terms one after the other, then the devices' sums are added one after the
+                    other: another order for another number of devices
+
+    Raises: `ShapeError` unless the number of terms is a power of two that `shards` divides.
+
+    Example:
+        >>> terms = list(torch.tensor([2048.0, 1, 1, 1, -2048, 1, 1, 1]).half())
+        >>> [float(sharded_sum(terms, shards=k, tree=False)) for k in (1, 2, 4)]
+        [3.0, 3.0, 5.0]
+        >>> [float(sharded_sum(terms, shards=k, tree=True)) for k in (1, 2, 4)]
+        [5.0, 5.0, 5.0]
+
+    Reference: Zhang et al., arXiv:2511.17826.
+    """
+    count = len(terms)
+    if count & (count - 1) or count == 0 or shards < 1 or count % shards:
+        raise ShapeError(f"{count} terms over {shards} devices; a tree needs 2, 4, 8, ... terms, and as many a device")
+    add = _tree if tree else _one_by_one
+    own = count // shards
+    return add([add(terms[i : i + own]) for i in range(0, count, own)])
+
+
+def _tree(terms: Sequence[Tensor]) -> Tensor:
+    while len(terms) > 1:
+        terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
+    return terms[0]
+
+
+def _one_by_one(terms: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, terms)
+
+
+def sharded_linear(
+    x: Float[Tensor, "*n k"], weight: Float[Tensor, "o k"], *, shards: int, tree: bool
+) -> Float[Tensor, "*n o"]:
+    """x W^T as `shards` devices compute it that have k / shards columns of W each (emulated here, one after the other).
+
+    With `tree` a device multiplies its columns in blocks of k / `LEAVES`, and blocks are added as in `sharded_sum`;
+    otherwise it makes one product, and the devices' products are added in order, as an all-reduce may.
+
+    Gradient: to both. Raises: `ShapeError` unless `LEAVES` divides k, and `shards` divides `LEAVES`.
+    """
+    blocks = LEAVES if tree else shards
+    if x.shape[-1] % LEAVES or shards < 1 or LEAVES % shards:
+        raise ShapeError(
+            f"{x.shape[-1]} columns over {shards} devices; {LEAVES} must divide the one, {shards} {LEAVES}"
+        )
+    pairs = zip(x.chunk(blocks, -1), weight.chunk(blocks, -1), strict=True)
+    return sharded_sum([nn.functional.linear(part, w) for part, w in pairs], shards=shards, tree=tree)
+
+
+def row_parallel_layers(model: nn.Module) -> list[nn.Linear]:
+    """Layers whose summed dimension tensor parallelism splits, by the model's own plan (`tp_plan` of transformers)."""
+    plan = {name for name, style in (getattr(model, "tp_plan", None) or {}).items() if style == "rowwise"}
+    patterns = [re.compile(re.escape(name).replace(r"\*", r"\d+")) for name in plan]
+    return [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module.in_features % LEAVES == 0
+        and any(pattern.fullmatch(name) for pattern in patterns)
+    ]
+
+
+@contextmanager
+def tensor_parallel(model: nn.Module, *, shards: int, tree: bool) -> Iterator[int]:
+    """Let a model's row-parallel layers compute as `shards` devices would; yields how many layers there are."""
+
+    def sharded(layer: nn.Module, arguments: tuple[Any, ...], _: Tensor) -> Tensor:
+        y = sharded_linear(arguments[0], layer.get_parameter("weight"), shards=shards, tree=tree)
+        bias = getattr(layer, "bias", None)
+        return y if bias is None else y + bias
+
+    layers = row_parallel_layers(model)
+    handles = [layer.register_forward_hook(sharded) for layer in layers]
+    try:
+        yield len(layers)
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -247,7 +247,7 @@ class Recipe(Part):
         rollout, trainer = self.rollout, self.optim.dtype or "float32"
         if rollout.engine != "transformers":
             raise ValueError(
-                f'batch_invariant = true changes the kernels of the transformers engine, and rollout.engine = '
+                f"batch_invariant = true changes the kernels of the transformers engine, and rollout.engine = "
                 f'"{rollout.engine}" has its own; set rollout.engine = "transformers", or leave it out'
             )
         if rollout.quantization is not None:
