@@ -15,7 +15,7 @@ from torch import nn
 
 from offdrift.check.rescore import Scored, rescored
 from offdrift.engines import Engine, make_engine
-from offdrift.engines.fixed_order import batch_invariant, check_invariance
+from offdrift.engines.hf_fixed_order import batch_invariant, check_invariance
 from offdrift.engines.output_head import recast
 from offdrift.errors import EngineError
 from offdrift.records.rollouts import EvidenceKind, FullVocab, HiddenStates, Rollouts, Sampling

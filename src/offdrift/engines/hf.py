@@ -24,7 +24,7 @@ from transformers import (
 from transformers.utils import logging
 
 from offdrift.divergence.head import Head
-from offdrift.engines import fixed_order
+from offdrift.engines import hf_fixed_order
 from offdrift.engines.generate import Drawing, Draws, Request, pieces
 from offdrift.engines.hf_decode import Recorder, decode, uniform_numbers
 from offdrift.engines.hf_stream import TransformersStream
@@ -50,7 +50,7 @@ class TransformersEngine(Drawing):
             it. Such a model draws from another distribution than it scores; for experiments.
         evidence_limit_mib: memory that recorded evidence may take, MiB.
         record_routes: also record the experts that every token was sent to (`Rollouts.routes`).
-        batch_invariant: compute every sequence in one order, whatever is drawn with it; see `engines.fixed_order`.
+        batch_invariant: compute every sequence in one order, whatever is drawn with it; see `engines.hf_fixed_order`.
         version: trainer version of the given weights, optimizer steps.
 
     Raises: `EngineError` if the model cannot generate, has no routers to record, or cannot be made batch-invariant.
@@ -109,7 +109,7 @@ class TransformersEngine(Drawing):
             model.gradient_checkpointing_disable()
         recast(model, dtype, head_dtype=head_dtype, attn_implementation=attn_implementation)
         if batch_invariant:
-            fixed_order.check_invariance(fixed_order.batch_invariant(model))
+            hf_fixed_order.check_invariance(hf_fixed_order.batch_invariant(model))
         # generate() fills whatever a request leaves open from here: top_k, penalties, stop tokens.
         model.generation_config = GenerationConfig()
         if as_in_training:

@@ -21,7 +21,7 @@ from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.fused import exact_divergences
 from offdrift.divergence.interval import topk_divergences
 from offdrift.divergence.losses import kl_rollout_current
-from offdrift.engines.fixed_order import is_batch_invariant
+from offdrift.engines.hf_fixed_order import is_batch_invariant
 from offdrift.engines.output_head import logits_in_pieces
 from offdrift.errors import EvidenceError
 from offdrift.numerics import at_least_float32
@@ -65,7 +65,7 @@ def score(
             counts as drift.
         keep_graph: leave the logits attached, for penalties on whole distributions.
         half: bfloat16 or float16, in which the model multiplies matrices (`torch.autocast`); weights, norms, residual
-            stream and what follows the logits stay as they are. A batch-invariant model (`engines.fixed_order`)
+            stream and what follows the logits stay as they are. A batch-invariant model (`engines.hf_fixed_order`)
             computes as the engine does: on weights of that precision. Absent: everything at the weights' precision.
         with_states: also give the hidden states that the head reads, for a value head beside it.
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from offdrift.advantages import ADVANTAGES
 from offdrift.engines import Engine, make_engine
-from offdrift.engines.fixed_order import batch_invariant
+from offdrift.engines.hf_fixed_order import batch_invariant
 from offdrift.engines.routing import router_biases, routers_of_mixture, rule_of
 from offdrift.engines.verify_sync import SyncReport, verify_sync
 from offdrift.errors import CheckpointError, EngineError, RecipeError

@@ -36,9 +36,9 @@ from offdrift.check.measure import NAN, measured
 from offdrift.check.rescore import Scored, joined, rescored
 from offdrift.divergence.fused import exact_divergences
 from offdrift.engines import make_engine
-from offdrift.engines.fixed_order import row_parallel_layers
-from offdrift.engines.fixed_order import tensor_parallel as emulated_tensor_parallel
 from offdrift.engines.generate import responses_of
+from offdrift.engines.hf_fixed_order import row_parallel_layers
+from offdrift.engines.hf_fixed_order import tensor_parallel as emulated_tensor_parallel
 from offdrift.engines.score import score
 from offdrift.engines.verify_sync import examine_sync, perturbed
 from offdrift.errors import NotOfferedError

@@ -27,18 +27,18 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
-from transformers.models.llama.modeling_llama import repeat_kv
 
 from offdrift.errors import EngineError, ShapeError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TILE = 32
 """Rows of a product, and keys of a block of attention. Fewer waste less where few tokens are decoded at once, more are
@@ -117,7 +117,7 @@ def fixed_order_attention(
     column = visible.any(2).int().argmax(-1) + torch.arange(blocks * TILE, device=query.device)  # [b, blocks * TILE]
     inside, column = column < k, column.clamp(max=k - 1)
     keys, values = (
-        repeat_kv(x, h // x.shape[1]).float().gather(2, column[:, None, :, None].expand(b, h, -1, d))
+        x.float().repeat_interleave(h // x.shape[1], 1).gather(2, column[:, None, :, None].expand(b, h, -1, d))
         for x in (key, value)
     )
     values = torch.cat([values, values.new_ones(*values.shape[:3], 1)], -1)
@@ -145,13 +145,17 @@ def fixed_order_attention(
     return result.to(query.dtype).contiguous(), None
 
 
-def _whole_mask(*arguments: Any, **options: Any) -> Tensor | None:
-    """Transformers' Boolean mask, never left out."""
-    return sdpa_mask(*arguments, **{**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+@functools.cache
+def _register() -> None:
+    """Make the attention here, and a Boolean mask that is never left out, known to transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
 
+    def whole_mask(*arguments: Any, **options: Any) -> Tensor | None:
+        return sdpa_mask(*arguments, **{**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
-AttentionInterface.register(ATTENTION, fixed_order_attention)
-AttentionMaskInterface.register(ATTENTION, _whole_mask)
+    AttentionInterface.register(ATTENTION, fixed_order_attention)
+    AttentionMaskInterface.register(ATTENTION, whole_mask)
 
 
 class _FixedOrder(TorchFunctionMode):
@@ -204,6 +208,7 @@ def batch_invariant(model: PreTrainedModel) -> PreTrainedModel:
             "a fixed order here; leave it out, or choose another model"
         )
     experts = any("Experts" in type(module).__name__ for module in model.modules())
+    _register()
     model.set_attn_implementation(ATTENTION)
     if experts:
         model.set_experts_implementation("eager")
@@ -228,6 +233,8 @@ def invariance_gap(model: PreTrainedModel) -> float:
 
     0 of a model whose numbers do not depend on the batch. Reads `PROBE_LENGTHS` tokens, three times each.
     """
+    from transformers import DynamicCache
+
     vocabulary, device = model.config.get_text_config().vocab_size, model.device
     g = torch.Generator().manual_seed(0)
     longest = max(PROBE_LENGTHS)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from offdrift.engines import fixed_order, make_engine
-from offdrift.engines.fixed_order import (
+from offdrift.engines import hf_fixed_order, make_engine
+from offdrift.engines.hf_fixed_order import (
     TILE,
     batch_invariant,
     check_invariance,
@@ -114,7 +114,7 @@ def test_the_order_ends_with_the_forward_pass_also_on_errors(monkeypatch):
     def fail(*arguments):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(fixed_order, "tiled_linear", fail)
+    monkeypatch.setattr(hf_fixed_order, "tiled_linear", fail)
     with pytest.raises(ZeroDivisionError):
         model(input_ids=torch.tensor([[4]]))
     assert torch.nn.functional.linear(x, x).item() == 2
@@ -129,7 +129,7 @@ def test_what_has_no_fixed_order_is_refused(monkeypatch):
         batch_invariant(Qwen3ForCausalLM(Qwen3Config(**SIZES, **layers)))
     with pytest.raises(EngineError, match=r"sliding window of 4"):
         batch_invariant(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)))
-    monkeypatch.setattr(fixed_order, "_in_tiles", lambda x, weight: x @ weight.t())
+    monkeypatch.setattr(hf_fixed_order, "_in_tiles", lambda x, weight: x @ weight.t())
     with pytest.raises(EngineError, match=r"cannot be had: logits of Qwen3ForCausalLM in torch.float32 on cpu"):
         check_invariance(batch_invariant(tiny("dense")))
     with pytest.raises(EngineError, match="cannot be had"):
