@@ -1,6 +1,6 @@
 """What the batch-invariant mode takes off the mismatch and what it costs, and what tensor parallelism adds to it.
 
-    python benchmarks/equal_engines.py [--steps 900] [--prompts 32] [--samples 8] [--json PATH]
+    python benchmarks/equal_engines.py [--steps 900] [--prompts 32] [--samples 8] [--models NAMES] [--json PATH]
 
 The tiny dense model and the tiny mixture of experts, after some steps of the recipes' warm start, answer sums; the
 trainer scores every token with the same weights at the same precision: KL(rollout || trainer) and log-probs, with the
@@ -54,12 +54,13 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--models", default="tiny-qwen3,tiny-qwen3-moe")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     args = parser.parse_args()
     torch.set_num_threads(1)
     task, sampling = find_task("arithmetic"), Sampling(max_tokens=14, stop_token_ids=(1,))
     rows, seconds, devices = [], {}, []
-    for name in ("tiny-qwen3", "tiny-qwen3-moe"):
+    for name in args.models.split(","):
         model, tokenizer = load_model(name, seed=0)
         asked = [prompt_ids(p, tokenizer) for p in task.sample(args.prompts, seed=0, split="train")]
         prompts = [p for p in asked for _ in range(args.samples)]

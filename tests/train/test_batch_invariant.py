@@ -1,4 +1,4 @@
-"""Runs whose trainer and engine are equal bit for bit: metrics of their difference are 0, and what cannot be is refused."""
+"""Runs whose trainer and engine are equal bit for bit: metrics of mismatch are 0, and what cannot be is refused."""
 
 import pytest
 

@@ -153,12 +153,14 @@ def outputs_of(model: nn.Module, row: int | None = None) -> Iterator[Outputs]:
     Args:
         row: of the batch, where there is one; None: all places of a call belong to one sequence, in their order.
     """
-    noted, sizes = Outputs(), {"b": 1, "t": 1}
+    noted, sizes = Outputs(), {"b": 1, "t": 1, "dimensions": 2}
 
     def begin(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         ids = named.get("input_ids", arguments[0] if arguments else None)
         if isinstance(ids, Tensor):
+            # vLLM puts the tokens of all requests into one dimension.
             sizes["b"], sizes["t"] = (1, len(ids)) if ids.ndim == 1 else ids.shape
+            sizes["dimensions"] = ids.ndim
 
     def rows_of(module: nn.Module, value: Any) -> Tensor | None:
         """Numbers per place of the sequence, [places, d]."""
@@ -170,7 +172,7 @@ def outputs_of(model: nn.Module, row: int | None = None) -> Iterator[Outputs]:
         if len(tensors) == 2 and type(module).__name__.endswith("DecoderLayer") and tensors[1].shape == x.shape:
             x = x.float() + tensors[1].float()  # vLLM adds the residual stream in the next layer
         if row is None:
-            x = x[0] if x.ndim > 2 and len(x) == 1 else x
+            x = x[0] if sizes["dimensions"] == 2 and x.ndim > 2 and len(x) == 1 else x
         else:  # [b, t, ...], or all places of all sequences in one dimension
             b, t = sizes["b"], sizes["t"]
             if len(x) == b * t and x.shape[:2] != (b, t):
@@ -211,10 +213,10 @@ def bisect(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, An
 
     Raises: `NotOfferedError` for an engine that does not show its layers, or cannot follow tokens.
     """
-    engine = bench.engine(rollout)
+    engine: Any = bench.engine(rollout)
     if rollout.kind == "openai" or not isinstance(engine, Rescores):
         raise NotOfferedError("a server does not show its layers; bisect the same engine in this process")
-    inner: nn.Module = runner_of(engine.llm, "model").model if rollout.kind == "vllm" else engine.model  # type: ignore[attr-defined]
+    inner: nn.Module = runner_of(engine.llm, "model").model if rollout.kind == "vllm" else engine.model
     drawn = bench.rollouts(rollout, sampling=bench.sampling.unfiltered)
     longest = int(drawn.lengths.argmax())
     one = drawn.select(torch.tensor([longest]))
@@ -252,8 +254,9 @@ def bisect(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, An
 
 
 def attempted(measure: Any, *arguments: Any) -> dict[str, Any]:
-    """A measurement, or why it cannot be had, so that it costs nothing but itself."""
+    """A measurement, or why it failed, so that an engine that raises, whatever it throws, costs nothing else."""
     try:
         return measure(*arguments)
-    except OffdriftError as error:
-        return {"why": str(error).splitlines()[0]}
+    except Exception as error:
+        why = (str(error).strip().splitlines() or [""])[0][:500]
+        return {"why": why if isinstance(error, OffdriftError) else f"{type(error).__name__}: {why}"}
