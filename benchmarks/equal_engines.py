@@ -4,7 +4,7 @@
 
 The tiny dense model and the tiny mixture of experts, after some steps of the recipes' warm start, answer sums; the
 trainer scores every token with the same weights at the same precision: KL(rollout || trainer) and log-probs, with the
-kernels that torch chooses and in a fixed order. Then seconds, side by side: a batch drawn, and an update. Then the
+kernels that torch chooses and in a fixed order. Then CPU seconds of one thread, side by side: a batch drawn, and an update. Then the
 mismatch of a trainer whose row-parallel layers are split over 1, 2, 4 and 8 emulated devices, with partial sums in the
 order of the devices and in one tree.
 """
@@ -12,12 +12,14 @@ order of the devices and in one tree.
 import argparse
 import copy
 import json
+import statistics
+import time
 from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from measure import interleaved_medians, machine
+from measure import machine
 
 from offdrift.engines import make_engine
 from offdrift.engines.hf_fixed_order import batch_invariant, tensor_parallel
@@ -46,6 +48,18 @@ def compared(model, rollouts, half) -> dict[str, float]:
         "abs_log_ratio_max": float(apart.max()),
         "changed_frac": float((apart > 0).double().mean()),
     }
+
+
+def cpu_seconds(arms, *, repeats: int) -> dict[str, float]:
+    """Median CPU seconds of each arm, all in turn; the first call of each is not counted."""
+    seconds = {name: [] for name in arms}
+    for i in range(repeats + 1):
+        for name, run in arms.items():
+            start = time.process_time()
+            run()
+            if i:
+                seconds[name].append(time.process_time() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def main() -> None:
@@ -82,7 +96,7 @@ def main() -> None:
                 step = (Accelerator(cpu=True), learner, optimizer, Batch(rollouts, torch.randn(len(rollouts.tokens))))
                 arms[f"draw, {kernels}"] = partial(engine.generate, prompts, sampling, seed=1)
                 arms[f"update, {kernels}"] = partial(train_step, *step, method("none"), **options)
-            taken = interleaved_medians(arms, repeats=args.repeats)
+            taken = cpu_seconds(arms, repeats=args.repeats)
             ratios = {f"{what} ratio": taken[f"{what}, fixed"] / taken[f"{what}, own"] for what in ("draw", "update")}
             seconds[f"{name} {dtype}"] = taken | ratios
             print(json.dumps({"model": name, "dtype": dtype} | taken | ratios), flush=True)

@@ -1,5 +1,7 @@
 """Whether engines give the same bits again, and which module is the first that differs."""
 
+import json
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from offdrift.check import equality
 from offdrift.check.bench import EngineSpec
 from offdrift.check.check import check
 from offdrift.check.equality import bisect, determinism
+from offdrift.check.factors import chosen
+from offdrift.check.page import render_check
 from offdrift.check.view import bisected, check_view
 from offdrift.engines.hf import TransformersEngine
 from offdrift.errors import NotOfferedError
@@ -18,17 +22,26 @@ INVARIANT = EngineSpec.parse("transformers:float32,batch_invariant=true")
 HALF = EngineSpec.parse("transformers:float16,batch_invariant=true")
 
 
-@pytest.mark.parametrize("spec", [INVARIANT, HALF], ids=str)
-def test_a_batch_invariant_pair_has_a_kl_of_exactly_0_and_says_which_setting(spec):
-    with bench_of("moe") as bench:
-        result = check(bench, spec, spec, layers=True)
+@pytest.mark.parametrize(("spec", "kind"), [(INVARIANT, "moe"), (HALF, "dense")])
+def test_a_batch_invariant_pair_has_a_kl_of_exactly_0_and_says_which_setting(spec, kind):
+    with bench_of(kind, count=10) as bench:
+        result = check(bench, spec, spec, layers=True, factors=chosen("train_batch,tensor_parallel,batch"))
+    json.dumps(result, allow_nan=False)
     assert result["baseline"]["kl_max"] == result["baseline"]["abs_log_ratio_max"] == 0
     assert result["noise"]["null"]["kl_max"] == 0
+    rows = {row["factor"]: row for row in result["factors"]}
+    assert rows["train_batch"]["kl_max"] == rows["batch"]["kl_max"] == rows["batch"]["detail"]["self_kl_max"] == 0
+    split = rows["tensor_parallel"]["detail"]
+    assert split["abs_logit_difference_max"][0] == max(split["abs_logit_difference_max_in_tree"]) == 0
+    assert min(split["abs_logit_difference_max"][1:]) > 0
+    assert result["recommended"]["method"] is None
+    assert "same bits" in render_check(result)
     for side in ("rollout", "train"):
         assert result["deterministic"][side]["deterministic"] is True
         assert result["deterministic"][side]["setting"] == "batch_invariant=true"
     assert result["bisect"]["first"] is None
     assert len(result["bisect"]["modules"]) > 20
+    assert result["verdict"]["level"] == "ok"
     shown = printed(check_view(result))
     assert "yes, batch_invariant=true" in shown
     assert "same bits in both engines" in shown
@@ -40,7 +53,7 @@ def test_an_engine_whose_batches_matter_is_not_deterministic_and_is_told_how():
     assert row["deterministic"] is False
     assert row["repeat"]["abs_log_ratio_max"] == 0
     assert 0 < row["batch"]["abs_log_ratio_max"] < 1e-4
-    assert "batch_invariant=true" in row["setting"]
+    assert row["setting"] == "transformers:float32,batch_invariant=true"
 
 
 def test_an_engine_that_does_not_repeat_itself_is_named(monkeypatch):

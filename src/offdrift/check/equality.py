@@ -29,7 +29,7 @@ ALONE = 8
 """Sequences that are scored alone, and the largest of the small batches that are drawn."""
 
 INVARIANT = {
-    "transformers": "batch_invariant=true, as in transformers:float32,batch_invariant=true",
+    "transformers": "batch_invariant=true",
     "vllm": "VLLM_BATCH_INVARIANT=1 in the environment, which vLLM has for GPUs alone",
     "vllm server": "a server started with VLLM_BATCH_INVARIANT=1, which vLLM has for GPUs alone",
     "sglang server": "a server started with --enable-deterministic-inference",
@@ -128,6 +128,8 @@ def _concluded(
         words = f"no: the same batch again changes numbers by up to {worst:.3g} nat; needs {setting}"
     else:
         setting = INVARIANT[kind]
+        if kind == "transformers":
+            setting = str(spec.with_(batch_invariant=True))
         words = f"no: repeats itself, but batches change numbers by up to {worst:.3g} nat; needs {setting}"
     return {"engine": str(spec), "deterministic": yes, "setting": setting, "text": words, **compared}
 

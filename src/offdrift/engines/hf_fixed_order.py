@@ -41,8 +41,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TILE = 32
-"""Rows of a product, and keys of a block of attention. Fewer waste less where few tokens are decoded at once, more are
+"""Rows of a product, and keys of a block in attention. Fewer waste less where few tokens are decoded at once, more are
 faster where many are; any number gives one order, and other bits than another number."""
+
+QUERIES = 8
+"""Queries of a product in attention: few, since decoding has one query per sequence."""
 
 ATTENTION = "fixed_order"
 """Name of the attention here among those of transformers."""
@@ -111,7 +114,7 @@ def fixed_order_attention(
     if dropout:
         raise EngineError("attention_dropout draws other numbers in another batch; set it to 0 for batch_invariant")
     (b, h, q, d), k = query.shape, key.shape[2]
-    blocks, tiles = -(-k // TILE), -(-q // TILE)
+    blocks, tiles = -(-k // TILE), -(-q // QUERIES)
     visible = attention_mask.expand(b, 1, q, k)
     # The first column that any query of a row sees is the sequence's first token: masks here are causal.
     column = visible.any(2).int().argmax(-1) + torch.arange(blocks * TILE, device=query.device)  # [b, blocks * TILE]
@@ -122,8 +125,8 @@ def fixed_order_attention(
     )
     values = torch.cat([values, values.new_ones(*values.shape[:3], 1)], -1)
     visible = visible.gather(3, column[:, None, None].expand(b, 1, q, -1)) & inside[:, None, None]
-    visible = pad(visible, (0, 0, 0, tiles * TILE - q)).view(b, 1, tiles, TILE, blocks, TILE)
-    queries = pad(query.float(), (0, 0, 0, tiles * TILE - q)).reshape(b * h * tiles, TILE, d)
+    visible = pad(visible, (0, 0, 0, tiles * QUERIES - q)).view(b, 1, tiles, QUERIES, blocks, TILE)
+    queries = pad(query.float(), (0, 0, 0, tiles * QUERIES - q)).reshape(b * h * tiles, QUERIES, d)
 
     def blocks_of(x: Tensor) -> list[Tensor]:
         """Each block of keys or values, beside every tile of queries."""
@@ -133,7 +136,7 @@ def fixed_order_attention(
         ]
 
     scores = torch.stack([torch.bmm(queries, block.transpose(1, 2)) for block in blocks_of(keys)], 2) * scaling
-    scores = scores.view(b, h, tiles, TILE, blocks, TILE).masked_fill(~visible, -torch.inf).flatten(4)
+    scores = scores.view(b, h, tiles, QUERIES, blocks, TILE).masked_fill(~visible, -torch.inf).flatten(4)
     largest = scores.detach().amax(-1, keepdim=True)
     # A query of padding sees nothing, and gets 0.
     shares = (scores - largest.where(largest > -torch.inf, 0.0)).exp().flatten(0, 2)
@@ -141,7 +144,7 @@ def fixed_order_attention(
     for share, block in zip(shares.split(TILE, -1), blocks_of(values), strict=True):
         total = total + torch.bmm(share.contiguous(), block)
     result = total[..., :d] / total[..., d:].clamp(min=torch.finfo(torch.float32).tiny)
-    result = result.view(b, h, tiles * TILE, d)[:, :, :q].transpose(1, 2)
+    result = result.view(b, h, tiles * QUERIES, d)[:, :, :q].transpose(1, 2)
     return result.to(query.dtype).contiguous(), None
 
 
