@@ -136,7 +136,8 @@ def test_the_excerpt_in_the_readme_is_of_the_whole_output():
     shown, all_rows = numbers_by_row(block), numbers_by_row(whole)
     assert len(shown) == 4
     assert {name: all_rows.get(name) for name in shown} == shown
-    tried = sum(f.cost != "compile" for f in FACTORS)  # and routing, another attention: not here
+    # "tensor_parallel" is newer than the run.
+    tried = sum(f.cost != "compile" for f in FACTORS) - 1  # and routing, another attention: not here
     assert len(all_rows) + 1 == tried - 2  # "tokenization" has no KL
     assert f"... {tried - 2 - len(shown)} more rows" in block
     sentence = " ".join(re.sub(r"[│╭╮╰╯─]", " ", whole).split())

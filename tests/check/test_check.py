@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from offdrift.check.bench import Bench, EngineSpec
-from offdrift.check.check import check, check_max_kl, repeated
+from offdrift.check.check import check, check_max_kl
+from offdrift.check.equality import repeated
 from offdrift.check.factors import FACTORS, chosen, left_out
 from offdrift.check.factors.base import Effect, Factor
 from offdrift.check.measure import measure
@@ -254,7 +255,7 @@ def test_factors_are_chosen_by_name():
 )
 def test_what_is_dear_is_left_out_and_says_how_to_run_it(options, costs):
     run, later = chosen("all", **options), left_out("all", **options)
-    assert len(run) + len(later) == len(FACTORS) == 22
+    assert len(run) + len(later) == len(FACTORS) == 23
     assert {f.cost for f, _ in later} == costs
     assert {f.cost for f in run} == {"cheap", "engine", "compile"} - costs
     assert all(f"--factors {f.name}" in how for f, how in later)
@@ -280,9 +281,9 @@ def test_stages_are_told_in_order():
     told = []
     with bench_of() as bench:
         check(bench, BFLOAT16, FLOAT32, factors=[fake("one")], watch=lambda s, d, n: told.append((s, d, n)))  # fmt: skip
-    assert [d for _, d, _ in told] == list(range(6))
-    assert {n for *_, n in told} == {5}
-    assert told[4][0] == "one"
+    assert [d for _, d, _ in told] == list(range(7))
+    assert {n for *_, n in told} == {6}
+    assert told[5][0] == "one"
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_every_factor_runs_or_says_why_not(kind):
         after = list(bench.model.parameters())
     rows = {row["factor"]: row for row in found["factors"]}
     assert list(rows) == [f.name for f in FACTORS]
-    assert len(rows) == 22
+    assert len(rows) == 23
     without = VLLM_ONLY | ({"routing"} if kind == "dense" else set())
     assert {n for n, row in rows.items() if row["status"] == "not offered"} == without
     assert {n for n, row in rows.items() if row["status"] == "ran"} == set(rows) - without

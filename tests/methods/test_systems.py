@@ -113,6 +113,8 @@ def test_every_recipe_value_that_a_system_names_exists():
 
     named = [w for row in SYSTEMS.values() for w in row.where.replace(",", "").replace(";", "").split() if "=" in w]
     assert sorted(named) == [
+        "batch_invariant=true",
+        "batch_invariant=true",
         'buffer.pick="freshness"',
         "draws.max_samples=16",
         "lag.queue=1",
@@ -161,6 +163,9 @@ def test_every_recipe_value_that_a_system_names_exists():
     assert not load_recipe("recipes/tiny.toml", changes=[*kv, "replay.kv=false"]).replay.kv
     changes = ["replay.support=false", "rollout.top_p=0.95"]
     assert not load_recipe("recipes/tiny-moe.toml", changes=changes).replay.support
+    assert load_recipe(
+        "recipes/tiny.toml", changes=["batch_invariant=true", "rollout.quantization=none"]
+    ).batch_invariant
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

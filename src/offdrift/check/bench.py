@@ -15,6 +15,7 @@ from torch import nn
 
 from offdrift.check.rescore import Scored, rescored
 from offdrift.engines import Engine, make_engine
+from offdrift.engines.hf_fixed_order import batch_invariant, check_invariance
 from offdrift.engines.output_head import recast
 from offdrift.errors import EngineError
 from offdrift.records.rollouts import EvidenceKind, FullVocab, HiddenStates, Rollouts, Sampling
@@ -117,7 +118,7 @@ def _value(word: str) -> Option:
     return word
 
 
-TRAIN_OPTIONS = ("attn_implementation", "experts_implementation", "head_dtype")
+TRAIN_OPTIONS = ("attn_implementation", "batch_invariant", "experts_implementation", "head_dtype")
 """Options of a training engine; a rollout engine's are the arguments of its constructor."""
 
 FULL_ENTRIES = {"vllm": 2**22, "transformers": 2**24, "openai": 2**22}
@@ -276,8 +277,11 @@ class Bench(AbstractContextManager):
             options: dict[str, Any] = dict(spec.options)
             if "head_dtype" in options:
                 options["head_dtype"] = dtype_of(options["head_dtype"])
-            copied = copy.deepcopy(self.model)
+            copied: Any = copy.deepcopy(self.model)
+            invariant = options.pop("batch_invariant", False)
             recast(copied, spec.dtype, **options)
+            if invariant:
+                check_invariance(batch_invariant(copied))
             self._copy = (spec, copied.eval())
         return self._copy[1]
 

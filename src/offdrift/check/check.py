@@ -16,10 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-
 from offdrift.check.bench import Bench, EngineSpec, Pair
+from offdrift.check.equality import attempted, bisect, determinism, repeated
 from offdrift.check.factors.base import Factor, Outcome
 from offdrift.check.measure import Measured, measure
 from offdrift.check.recommend import Level, broken_record, defects, level_of, recommended, sentence, thresholds, worst
@@ -53,6 +51,7 @@ def check(
     factors: Sequence[Factor] = (),
     left_out: Sequence[tuple[Factor, str]] = (),
     noise: bool = True,
+    layers: bool = False,
     max_kl: float | None = None,
     rules: Rules | None = None,
     watch: Watch = lambda stage, done, total: None,
@@ -66,7 +65,8 @@ def check(
         rollout, train: the engines that sample the tokens and that rescore them.
         factors: changed one at a time.
         left_out: factors that are not run, and how to run each; rows of status "skipped".
-        noise: also measure each engine against itself.
+        noise: also measure each engine against itself, and whether it is deterministic.
+        layers: also find the first module whose output differs between the engines.
         max_kl: the largest mean KL(rollout || train) per token to pass with, nats.
         rules: of the diagnosis; default: the built-in ones.
         watch: called before each stage.
@@ -76,13 +76,14 @@ def check(
     check_max_kl(max_kl)
     rules = rules or load_rules()  # a rule that cannot be read must not cost the measurements
     started, pair = time.monotonic(), Pair(rollout, train)
-    total = 2 + 2 * noise + len(factors)
+    total = 2 + 3 * noise + layers + len(factors)
     bench.train_model(train)  # an impossible training engine is refused before sampling
     watch(f"drawing with {rollout}", 0, total)
     rollouts = bench.rollouts(rollout)
     watch(f"scoring with {train}", 1, total)
     baseline = measure(bench, rollouts, train, details=True)
     noises: dict[str, Any] = {}
+    equality: dict[str, Any] = {}
     outcomes: list[Outcome] = []
     interrupted = False
     try:
@@ -91,6 +92,11 @@ def check(
             noises["repeat"] = repeated(rollouts, bench.rollouts(rollout, repeat=1))
             watch("the training engine against itself", 3, total)
             noises["null"] = null_pair(bench, train)
+            watch("other batches", 4, total)
+            equality["deterministic"] = attempted(determinism, bench, rollout, train)
+        if layers:
+            watch("layer by layer", total - len(factors) - 1, total)
+            equality["bisect"] = attempted(bisect, bench, rollout, train)
         for i, factor in enumerate(factors):
             watch(factor.name, total - len(factors) + i, total)
             outcomes.append(factor.run(bench, pair, baseline))
@@ -126,6 +132,7 @@ def check(
             "seconds": seconds,
             "baseline": {n: getattr(baseline, n) for n in OWN_NUMBERS} | dict(baseline.metrics),
             "noise": {**noises, "kl_mean_se": baseline.kl_se},
+            **equality,
             "factors": [o.as_dict() for o in [*outcomes, *not_run]],
             **_judged(baseline, rollouts, outcomes, pair, rules, mixture=num_experts(bench.model) > 1, max_kl=max_kl),
         }
@@ -184,30 +191,6 @@ def _side(spec: EngineSpec, engine_version: str) -> dict[str, Any]:
         "dtype": spec.dtype,
         "options": dict(spec.options),
         "spec": str(spec),
-    }
-
-
-def repeated(first: Rollouts, second: Rollouts) -> dict[str, float]:
-    """Two repetitions of one draw: share of identical responses, and largest |log-ratio|.
-
-    Log-probs are compared where both draws have the same tokens up to and including this one.
-    """
-
-    def padded(rollouts: Rollouts, values: Tensor, fill: float | int) -> Tensor:
-        parts = list(values.split(rollouts.lengths.tolist()))
-        return pad_sequence(parts, batch_first=True, padding_value=fill)
-
-    a, b = padded(first, first.tokens, -1), padded(second, second.tokens, -2)
-    x, y = padded(first, first.logp_rollout, 0.0), padded(second, second.logp_rollout, 0.0)
-    width = min(a.shape[1], b.shape[1])
-    same = (a[:, :width] == b[:, :width]).cumprod(1).bool()
-    apart = (x[:, :width] - y[:, :width]).abs()[same]
-    identical = same.sum(1) == first.lengths
-    return {
-        "sequences": float(len(identical)),
-        "same_tokens_frac": float(identical.double().mean()),
-        "compared_tokens": float(len(apart)),
-        "abs_log_ratio_max": float(apart.max()) if len(apart) else math.nan,
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offdrift.check.view import BUDGET, OUTSIDE, by_kind, cited, correlation_or_short, threshold_rows, times
+from offdrift.check.view import BUDGET, OUTSIDE, bisected, by_kind, cited, correlation_or_short, threshold_rows, times
 from offdrift.show.charts import Chart, Series, chart_data
 from offdrift.show.headline import Headline, all_numbers, best_of, common_context, correlation, judged
 from offdrift.show.html import STYLES, render_document, write_document
@@ -86,6 +86,7 @@ def render_check(check: Mapping[str, Any]) -> str:
         "snippets": list(snippets.items()),
         "numbers": all_numbers(mapping(check.get("baseline"))),
         "noise": [(k, _short_if_number(v)) for k, v in flatten(mapping(check.get("noise")))],
+        "equality": _equality(check),
         "provenance": [
             *flatten({k: mapping(check.get(k)) for k in ("rollout", "train", "sampling")}),
             ("checked with", f"offdrift {text(check.get('offdrift'))}".strip()),
@@ -165,6 +166,16 @@ def _thresholds(check: Fields) -> dict[str, Any]:
     ]
     budget = f"{OUTSIDE} {BUDGET}" if any(row.outside for row in table) else ""
     return {"rows": shown, "sources": sources, "budget": budget}
+
+
+def _equality(check: Fields) -> list[tuple[str, str]]:
+    """Whether each engine is deterministic, and the first module that differs."""
+    row = mapping(check.get("deterministic"))
+    sides = [(name, text(at(row, name, "text"))) for name in ("rollout", "train")]
+    lines = [(f"{name} engine deterministic", words) for name, words in sides if words]
+    if why := text(row.get("why")):
+        lines.append(("deterministic", f"not measured: {why}"))
+    return lines + [("layer by layer", words) for words in (bisected(check),) if words]
 
 
 def _short_if_number(value: str) -> str:

@@ -402,6 +402,8 @@ def recommended(baseline: Measured, *, level: Level, mixture_of_experts: bool = 
     nothing["calibrated"] = [asdict(c) for c in table]
     if level in ("act", "stop"):
         return {**nothing, "why": "repair the pair first: a correction would hide what is wrong"}
+    if baseline.abs_log_ratio_max == 0 and not baseline.kl_max > 0:
+        return {**nothing, "why": "the engines give the same bits: there is no mismatch to correct, only staleness"}
     for name in SPARSE if mixture_of_experts else DENSE:
         if floor := settings(table, name):
             # Why this method, how much clean data it accepts, and the room to its published setting.
@@ -416,7 +418,7 @@ def recommended(baseline: Measured, *, level: Level, mixture_of_experts: bool = 
             x = published(name, floor).get(last.setting)
             if x is not None and x < last.value:
                 why += f"; the published {x:g} would reject clean data"
-            elif x is not None:
+            elif x is not None and last.value > 0:
                 room = f"{x / last.value:.2g} times that, which is the room left for policy updates"
                 why += f"; the published {x:g} is {room}"
             return nothing | {

@@ -112,6 +112,8 @@ def check_view(check: Fields, width: int = 100) -> RenderableType:
         _numbers(check),
         *(Padding(shown_view(f, width=width), (0, 0, 1, 0)) for f in findings),
         *_noise(check),
+        *_deterministic(check),
+        *_bisected(check),
         *_factors(check),
         *_thresholds(check),
         *_recommended(check),
@@ -171,6 +173,58 @@ def _noise(check: Fields) -> list[RenderableType]:
     if (kl := number(null.get("kl_mean"))) is not None:
         lines.append(f"{safe(text(null.get('rollout')))} against itself: KL {short(kl)} nat")
     return [_heading("Noise"), *(Text(f"  {line}") for line in lines)] if lines else []
+
+
+def _deterministic(check: Fields) -> list[RenderableType]:
+    """Whether each engine gives the same bits again, and by which setting."""
+    row = mapping(check.get("deterministic"))
+    sides = [side for name in ("rollout", "train") if (side := mapping(row.get(name)))]
+    lines = [f"  {safe(text(side.get('engine')))}: {safe(text(side.get('text')))}" for side in sides]
+    if why := safe(text(row.get("why"))):
+        lines.append(f"  not measured: {why}")
+    return [_heading("Deterministic"), *(Text(line) for line in lines)] if lines else []
+
+
+STEPS = 12
+"""Modules that the screen shows of a bisection: the first that differ; the others are in check.json."""
+
+
+def bisected(check: Fields) -> str:
+    """What a bisection found, in a sentence; nothing where there was none."""
+    row = mapping(check.get("bisect"))
+    first, count = mapping(row.get("first")), len(rows(row.get("modules")))
+    if why := text(row.get("why")):
+        return f"not measured: {safe(why)}"
+    if not count:
+        return ""
+    if not first:
+        return f"every one of {count} modules has the same bits in both engines"
+    name, within = safe(text(first.get("module"))), safe(text(first.get("within")))
+    by = f"by {short(number(first.get('abs_max')))} at most, {short(number(first.get('relative')))} of its size"
+    if within != name:
+        return f"first difference in {within or 'the model'}, before its module {name} ({by})"
+    return f"first difference in {name} ({by})"
+
+
+def _bisected(check: Fields) -> list[RenderableType]:
+    """The first module that differs, and how the difference goes on."""
+    words = bisected(check)
+    if not words:
+        return []
+    modules = rows(at(check, "bisect", "modules"))
+    differing = [m for m in modules if number(m.get("abs_max"))]
+    parts: list[RenderableType] = [_heading("Layer by layer"), Text(f"  {words}")]
+    if differing:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("module", overflow="fold")
+        for title in ("largest difference", "of its size"):
+            table.add_column(title, justify="right", no_wrap=True)
+        for m in [*differing[:STEPS], *(differing[-1:] if len(differing) > STEPS else ())]:
+            table.add_row(
+                safe(text(m.get("module"))), short(number(m.get("abs_max"))), short(number(m.get("relative")))
+            )
+        parts.append(table)
+    return parts
 
 
 def _factors(check: Fields) -> list[RenderableType]:

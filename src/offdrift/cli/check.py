@@ -58,6 +58,9 @@ def check(
         bool, typer.Option("--quick", help="8 prompts of 32 tokens, and no factor that starts an engine.")
     ] = False,
     thorough: Annotated[bool, typer.Option("--thorough", help="Also factors that compile an engine.")] = False,
+    bisect: Annotated[
+        bool, typer.Option("--bisect", help="Name the first layer in which the engines differ, and by how much.")
+    ] = False,
     max_kl: Annotated[
         float | None, typer.Option(help="End with exit status 3 if the mean KL per token is larger, nat.")
     ] = None,
@@ -82,6 +85,7 @@ def check(
     offdrift check
     offdrift check --rollout vllm:bfloat16,kv_cache_dtype=fp8
     offdrift check --model tiny-qwen3 --quick --factors none --max-kl 0.001
+    offdrift check --model tiny-qwen3 --quick --factors none --bisect
     """
     import torch
 
@@ -129,7 +133,8 @@ def check(
             device=device or ("cuda" if torch.cuda.is_available() else None),
         ) as bench:
             try:
-                result = measure_all(bench, draws, scores, factors=table, left_out=later, max_kl=max_kl, watch=watch)
+                options = {"factors": table, "left_out": later, "layers": bisect, "max_kl": max_kl, "watch": watch}
+                result = measure_all(bench, draws, scores, **options)
             except KeyboardInterrupt:
                 progress.stop()
                 screen.warn("interrupted before anything was measured")

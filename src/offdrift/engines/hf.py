@@ -25,6 +25,7 @@ from transformers import (
 from transformers.utils import logging
 
 from offdrift.divergence.head import Head
+from offdrift.engines import hf_fixed_order
 from offdrift.engines.generate import Drawing, Draws, Request, pieces
 from offdrift.engines.hf_cache import check_eviction, evicting
 from offdrift.engines.hf_decode import Recorder, decode, uniform_numbers
@@ -60,10 +61,12 @@ class TransformersEngine(Drawing):
             `dtype`, and takes weights of its own (`load_drafter`). The law of what is drawn stays that of the engine's
             model; `Rollouts.speculation` says how each token came about.
         draft_tokens: proposals that one pass of the model judges, at most.
+        batch_invariant: compute every sequence in one order, whatever is drawn with it; see `engines.hf_fixed_order`.
         version: trainer version of the given weights, optimizer steps.
 
-    Raises: `EngineError` if the model cannot generate, has no routers to record, or a cache that cannot be
-        compressed, or if teacher or drafter has another vocabulary, or cannot act beside the other options.
+    Raises: `EngineError` if the model cannot generate, has no routers to record, a cache that cannot be compressed, or
+        layers that cannot be made batch-invariant; if teacher or drafter has another vocabulary, or cannot act beside
+        the other options.
 
     Example:
         >>> from offdrift.records.rollouts import Sampling
@@ -92,6 +95,7 @@ class TransformersEngine(Drawing):
         eviction: Eviction | None = None,
         drafter: PreTrainedModel | None = None,
         draft_tokens: int = 4,
+        batch_invariant: bool = False,
         name: str = "transformers",
         version: int = 0,
     ) -> None:
@@ -124,6 +128,8 @@ class TransformersEngine(Drawing):
         if eviction is not None and eviction.policy == "attention":
             attn_implementation = "eager"
         recast(model, dtype, head_dtype=head_dtype, attn_implementation=attn_implementation)
+        if batch_invariant:
+            hf_fixed_order.check_invariance(hf_fixed_order.batch_invariant(model))
         # generate() fills whatever a request leaves open from here: top_k, penalties, stop tokens.
         model.generation_config = GenerationConfig()
         if eviction is not None:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.fused import exact_divergences
 from offdrift.divergence.interval import topk_divergences
 from offdrift.divergence.losses import kl_rollout_current
+from offdrift.engines.hf_fixed_order import is_batch_invariant
 from offdrift.engines.output_head import logits_in_pieces
 from offdrift.engines.retention import imposed
 from offdrift.errors import EvidenceError
@@ -66,7 +68,8 @@ def score(
             counts as drift.
         keep_graph: leave the logits attached, for penalties on whole distributions.
         half: bfloat16 or float16, in which the model multiplies matrices (`torch.autocast`); weights, norms, residual
-            stream and what follows the logits stay as they are. Absent: everything at the weights' precision.
+            stream and what follows the logits stay as they are. A batch-invariant model (`engines.hf_fixed_order`)
+            computes as the engine does: on weights of that precision. Absent: everything at the weights' precision.
         with_states: also give the hidden states that the head reads, for a value head beside it.
         until: what has to stay as it is while activations are computed again, in a backward pass, is closed with it.
 
@@ -75,6 +78,7 @@ def score(
     device = next(model.parameters()).device
     inputs = left_right_padded(rollouts, device=device)
     read: list[Tensor] = []
+    invariant = is_batch_invariant(model)
     with contextlib.ExitStack() as contexts:
         if with_states:
             head = getattr(model, "module", model).get_output_embeddings()  # type: ignore[operator]
@@ -82,24 +86,38 @@ def score(
             contexts.callback(hook.remove)
         shadow = imposed(model, rollouts.retention, inputs.positions, computed_cells(inputs))
         (contexts if until is None else until).enter_context(shadow)
-        # Every weight is read once a pass: a cache of them in half precision would only hold all of them at once.
-        contexts.enter_context(torch.autocast(device.type, half, enabled=half is not None, cache_enabled=False))
-        rows_btv = model(  # column j predicts the token at place j behind the prompt
+        rows_btv = _logits(  # column j predicts the token at place j behind the prompt
+            model,
+            half,
             input_ids=inputs.ids,
             attention_mask=inputs.attention,
             position_ids=inputs.positions,
             logits_to_keep=int(rollouts.lengths_with_context.max()) + 1,
             use_cache=False,
-        ).logits
+        )
     logits = at_least_float32(rows_btv[inputs.rows, inputs.columns]) / temperature  # [n, v]
     if (support := rollouts.support) is not None:
         logits.masked_fill_(support.left_out(slice(None), logits.shape[1], device=logits.device), -torch.inf)
     tokens = rollouts.tokens.to(device=logits.device, dtype=torch.int64)
-    log_total = logits.logsumexp(-1)
+    if invariant:
+        logits = logits.log_softmax(-1)  # what engines do, whose bits it has to have
+    log_total = logits.new_zeros(len(logits)) if invariant else logits.logsumexp(-1)
     logp = logits.gather(-1, tokens[:, None]).squeeze(-1) - log_total
     shown = logits if keep_graph else logits.detach()
     states = read[0][inputs.rows, inputs.columns] if with_states else None
     return Score(logp, *moments(logits.detach(), log_total.detach()), shown, states)
+
+
+def _logits(model: nn.Module, half: torch.dtype | None, **inputs: Any) -> Float[Tensor, "b t v"]:
+    """The model's logits; with `half` by autocast, or on cast weights if the model is batch-invariant."""
+    if half is None:
+        return model(**inputs).logits
+    if is_batch_invariant(model):
+        weights = {name: weight.to(half) for name, weight in model.named_parameters()}
+        return functional_call(model, weights, (), inputs).logits
+    # Every weight is read once a pass: a cache of them in half precision would only hold all of them at once.
+    with torch.autocast(next(model.parameters()).device.type, half, cache_enabled=False):
+        return model(**inputs).logits
 
 
 def moments(

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from offdrift.advantages import ADVANTAGES
 from offdrift.engines import Engine, make_engine
+from offdrift.engines.hf_fixed_order import batch_invariant
 from offdrift.engines.retention import need_led
 from offdrift.engines.routing import router_biases, routers_of_mixture, rule_of
 from offdrift.engines.verify_sync import SyncReport, verify_sync
@@ -30,7 +31,7 @@ from offdrift.train.fusion import check_same_tokens, given_difficulties
 from offdrift.train.judge import Judge
 from offdrift.train.lora import add_adapters, keep_trained, remove_adapters
 from offdrift.train.models import load_model, prompt_ids, save_for_engine
-from offdrift.train.old_policy import EXACT_NORMS_BELOW
+from offdrift.train.old_policy import EXACT_NORMS_BELOW, score_batch
 from offdrift.train.perturb import decoder_layers
 from offdrift.train.problems import ProblemFile, read_problems
 from offdrift.train.recipe import Recipe, Replay
@@ -187,6 +188,8 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     teacher = None if recipe.fusion is None else _teacher(recipe, model, tokenizer, task, accelerator, watch)
     model.to(accelerator.device)
     drafter = _drafter(recipe, model, task, accelerator, watch)
+    if recipe.batch_invariant:
+        batch_invariant(model)
     watch(Event("setup", text=f"starting the {recipe.rollout.engine} engine"))
     rollout = recipe.rollout
     engine_options = {
@@ -198,6 +201,8 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
         engine_options["record_routes"] = True
     if teacher is not None:
         engine_options["teacher"] = teacher
+    if recipe.batch_invariant:
+        engine_options["batch_invariant"] = True
     source: Any = model
     if rollout.engine == "transformers":
         engine_options["batch_size"] = 256
@@ -224,6 +229,8 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     probes = [prompt_ids(p, tokenizer) for p in task.sample(PROBES, seed=recipe.seed, split="eval")]
     watch(Event("setup", text="verifying weight synchronization with perturbed weights"))
     synced = verify_sync(engine, model, probes, sampling, seed=recipe.seed)
+    if recipe.batch_invariant:
+        _check_equal(engine, model, probes, sampling, half=half, seed=recipe.seed)
     if recipe.reference.offload:
         model.to("cpu")  # type: ignore[arg-type]
     return RunContext(
@@ -328,6 +335,29 @@ def _teacher(
     return teacher.to(accelerator.device)  # type: ignore[arg-type]
 
 
+def _check_equal(
+    engine: Engine,
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    *,
+    half: torch.dtype | None,
+    seed: int,
+) -> None:
+    """Refuse a batch-invariant run whose engine and trainer do not give the same bits.
+
+    Raises: `EngineError` with the largest difference of a log-prob.
+    """
+    drawn = engine.generate(prompts, sampling, seed=seed)
+    gap = (score_batch(model, drawn, token_budget=1, half=half).logp - drawn.logp_rollout).abs().max()
+    if gap != 0:
+        raise EngineError(
+            f"batch_invariant = true, but log-probs of engine {engine.name!r} and trainer differ by up to "
+            f"{float(gap):.3g} nat at equal weights: kernels on {model.device} order their sums by the batch. Leave "
+            "it out, or compute both sides on one kind of device"
+        )
+
+
 def half_precision(recipe: Recipe) -> torch.dtype | None:
     """What the trainer's matrices are multiplied in: bfloat16, float16, or None where that is float32.
 
@@ -339,6 +369,11 @@ def half_precision(recipe: Recipe) -> torch.dtype | None:
     if launched not in LAUNCHED:
         raise RecipeError(f"--mixed_precision {launched}: this trainer computes in no, bf16 or fp16")
     wanted = recipe.optim.dtype or LAUNCHED[launched]
+    if recipe.batch_invariant and wanted != recipe.rollout.dtype:  # the recipe's own are checked where it is read
+        raise RecipeError(
+            f"batch_invariant = true needs one precision on both sides, and accelerate was launched with "
+            f'--mixed_precision {launched}, but rollout.dtype = "{recipe.rollout.dtype}"; set optim.dtype to that'
+        )
     if launched != "no" and wanted != LAUNCHED[launched]:
         raise RecipeError(
             f'optim.dtype = "{wanted}", and accelerate was launched with --mixed_precision {launched}; leave out one'
@@ -397,6 +432,10 @@ def _check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
         raise RecipeError(
             f"{unsharded[0]} is not supported in a sharded run: launch one process or a data-parallel run "
             "(--multi_gpu), or leave it out"
+        )
+    if recipe.batch_invariant and world > 1:
+        raise RecipeError(
+            f"batch_invariant = true with {world} processes: it is tested in one; launch one process, or leave it out"
         )
     if recipe.pipeline is not None and world > 1:
         raise RecipeError(

@@ -104,6 +104,10 @@ class Recipe(Part):
     right_from: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """Reward from which a response is right, for draws.leave_out_after and advantage rl_zvp. Absent: the upper end of
     `reward_range`."""
+    batch_invariant: bool = False
+    """Trainer and transformers engine compute every sequence in one order, whatever is in the batch with it: at equal
+    weights their log-probs are equal bit for bit, and exact divergences 0 (docs/equal-engines.md). The run verifies
+    that before it trains. Needs rollout.dtype = optim.dtype."""
     warm_start: WarmStart = WarmStart()
     rollout: Rollout = Rollout()
     fusion: Fusion | None = None
@@ -264,6 +268,36 @@ class Recipe(Part):
                     "[fusion]": self.fusion is not None,
                     "rollout.kv": rollout.kv is not None,
                 },
+            )
+        self._check_batch_invariant()
+
+    def _check_batch_invariant(self) -> None:
+        """Refuse engines that cannot be equal bit for bit."""
+        if not self.batch_invariant:
+            return
+        rollout, trainer = self.rollout, self.optim.dtype or "float32"
+        if rollout.engine != "transformers":
+            raise ValueError(
+                f"batch_invariant = true changes the kernels of the transformers engine, and rollout.engine = "
+                f'"{rollout.engine}" has its own; set rollout.engine = "transformers", or leave it out'
+            )
+        if rollout.quantization is not None:
+            raise ValueError(
+                f'batch_invariant = true with rollout.quantization = "{rollout.quantization}": rounded weights are '
+                "not the trainer's; leave one of the two out"
+            )
+        if rollout.dtype != trainer:
+            raise ValueError(
+                f'batch_invariant = true needs one precision on both sides, and rollout.dtype = "{rollout.dtype}" is '
+                f'not the trainer\'s "{trainer}"; set rollout.dtype = "{trainer}", or optim.dtype = "{rollout.dtype}"'
+            )
+        beside = {"rollout.kv": rollout.kv, "rollout.speculative": rollout.speculative, "[fusion]": self.fusion}
+        if unfit := [name for name, part in beside.items() if part is not None]:
+            raise ValueError(f"batch_invariant = true has no place beside {unfit[0]}; leave one of the two out")
+        if self.lora is not None:
+            raise ValueError(
+                "batch_invariant = true with [lora]: the engine multiplies by merged weights, the trainer by each "
+                "factor; leave one of the two out"
             )
 
     def _check_fusion(self) -> None:

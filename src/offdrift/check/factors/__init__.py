@@ -27,6 +27,7 @@ FACTORS: tuple[Factor, ...] = (
     train.train_lm_head,
     train.train_attention,
     train.train_batch,
+    train.tensor_parallel,
     train.gradient_checkpointing,
     # with another rollout engine each: seconds, or minutes where it compiles.
     rollout.chunked_prefill,

@@ -37,6 +37,8 @@ from offdrift.check.rescore import Scored, joined, rescored
 from offdrift.divergence.fused import exact_divergences
 from offdrift.engines import make_engine
 from offdrift.engines.generate import responses_of
+from offdrift.engines.hf_fixed_order import row_parallel_layers
+from offdrift.engines.hf_fixed_order import tensor_parallel as emulated_tensor_parallel
 from offdrift.engines.score import score
 from offdrift.engines.verify_sync import examine_sync, perturbed
 from offdrift.errors import NotOfferedError
@@ -81,6 +83,46 @@ def train_batch(setting: Setting) -> Effect:
 def score_rows(model: nn.Module, rollouts: Rollouts) -> Tensor:
     """Tempered logits of every token, from one forward pass, [n, v]."""
     return score(model, rollouts, temperature=rollouts.provenance.sampling.temperature).logits.cpu()
+
+
+DEVICES = (1, 2, 4, 8)
+"""Tensor-parallel sizes that are emulated."""
+
+
+@factor(
+    "train",
+    needs(lambda bench, rollout: row_parallel_layers(bench.model), "{model} has no plan for row-parallel layers"),
+)
+def tensor_parallel(setting: Setting) -> Effect:
+    """Matrices split over two devices: partial sums are added in another order than on one."""
+    some = few(setting.drawn, sequences=ONE_BY_ONE, v=setting.bench.vocab_size)
+    model = setting.bench.train_model(setting.train)
+
+    def rows(shards: int, tree: bool) -> Tensor:
+        with emulated_tensor_parallel(model, shards=shards, tree=tree):
+            return score_rows(model, some)
+
+    with emulated_tensor_parallel(model, shards=2, tree=False) as layers:
+        split = measured(some, rescored(model, some))
+    own = exact_divergences(score_rows(model, some), rows(2, False)).kl_rollout_current
+    in_order, in_tree = ([rows(k, tree) for k in DEVICES] for tree in (False, True))
+    moved, moved_tree = ([float((x - each[0]).abs().max()) for x in each] for each in (in_order, in_tree))
+    return Effect(
+        f"{layers} row-parallel layers of the trainer split over 2 devices (emulated) instead of whole",
+        split,
+        setting.drawn_kl_of(some.num_sequences),
+        why=(
+            f"logits of {', '.join(map(str, DEVICES[1:]))} devices differ from those of one by up to "
+            f"{max(moved):.3g}; with sums in one tree (TBIK) by {max(moved_tree):.3g}"
+        ),
+        detail={
+            "self_kl_mean": float(own.double().mean()),
+            "self_kl_max": float(own.max()),
+            "devices": list(DEVICES),
+            "abs_logit_difference_max": moved,
+            "abs_logit_difference_max_in_tree": moved_tree,
+        },
+    )
 
 
 @factor(

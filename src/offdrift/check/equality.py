@@ -1,0 +1,264 @@
+"""Whether an engine gives the same bits again, and the first layer in which two engines part.
+
+`determinism` repeats what a check has drawn and scored: once more, and in smaller batches. `bisect` runs both engines
+along one response, and compares the outputs of their modules in the order in which the training engine computes them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from offdrift.check.bench import Bench, EngineSpec
+from offdrift.check.rescore import rescored
+from offdrift.engines import Rescores
+from offdrift.engines.score import score
+from offdrift.engines.vllm.taps import runner_of
+from offdrift.errors import NotOfferedError, OffdriftError
+from offdrift.records.rollouts import Rollouts
+
+ALONE = 8
+"""Sequences that are scored alone, and the largest of the small batches that are drawn."""
+
+INVARIANT = {
+    "transformers": "batch_invariant=true",
+    "vllm": "VLLM_BATCH_INVARIANT=1 in the environment, which vLLM has for GPUs alone",
+    "vllm server": "a server started with VLLM_BATCH_INVARIANT=1, which vLLM has for GPUs alone",
+    "sglang server": "a server started with --enable-deterministic-inference",
+    "server": "whatever this server calls its deterministic or batch-invariant mode",
+}
+"""Setting that takes the batch out of an engine's numbers."""
+
+
+def repeated(first: Rollouts, second: Rollouts) -> dict[str, float]:
+    """Two repetitions of one draw: share of identical responses, and largest |log-ratio|.
+
+    Log-probs are compared where both draws have the same tokens up to and including this one.
+    """
+
+    def padded(rollouts: Rollouts, values: Tensor, fill: float | int) -> Tensor:
+        parts = list(values.split(rollouts.lengths.tolist()))
+        return pad_sequence(parts, batch_first=True, padding_value=fill)
+
+    a, b = padded(first, first.tokens, -1), padded(second, second.tokens, -2)
+    x, y = padded(first, first.logp_rollout, 0.0), padded(second, second.logp_rollout, 0.0)
+    width = min(a.shape[1], b.shape[1])
+    same = (a[:, :width] == b[:, :width]).cumprod(1).bool()
+    apart = (x[:, :width] - y[:, :width]).abs()[same]
+    identical = same.sum(1) == first.lengths
+    return {
+        "sequences": float(len(identical)),
+        "same_tokens_frac": float(identical.double().mean()),
+        "compared_tokens": float(len(apart)),
+        "abs_log_ratio_max": float(apart.max()) if len(apart) else torch.nan,
+    }
+
+
+def determinism(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, Any]:
+    """For both engines: "deterministic" or not, by which setting, and what was compared.
+
+    The rollout engine draws its prompts again with the same seeds, all of them (`repeat`) and the first 1, 2 and
+    `ALONE` (`batch`); the training engine scores again, all at once and each of `ALONE` sequences alone. An engine is
+    deterministic if every token and every bit of every log-prob stays: in what was tried, which proves nothing of other
+    batches.
+    """
+    drawn, engine = bench.rollouts(rollout), bench.engine(rollout)
+    prompts, sampling, options = bench.prompts, bench.sampling, {"seed": bench.seed}
+    again = repeated(drawn, engine.generate(prompts, sampling, **options))
+    smaller, counts = [], [count for count in (1, 2, ALONE) if count < len(prompts)]
+    for count in counts:
+        part = engine.generate(prompts[:count], sampling, **options)
+        smaller.append(repeated(drawn.select(torch.arange(count)), part))
+    logp = bench.score(drawn, train).logp
+    model = bench.train_model(train)
+    some = drawn.select(torch.arange(min(ALONE, drawn.num_sequences)))
+    alone = [rescored(model, some.select(torch.tensor([i]))).logp for i in range(some.num_sequences)]
+    scores = {
+        "repeat": {"abs_log_ratio_max": float((bench.score(drawn, train).logp - logp).abs().max())},
+        "batch": {"abs_log_ratio_max": float((torch.cat(alone) - logp[: len(some.tokens)]).abs().max())},
+    }
+    return {
+        "rollout": _concluded(rollout, {"repeat": again, "batch": _worst(smaller)}, [*counts, len(prompts)], engine),
+        "train": _concluded(train, scores, [1, drawn.num_sequences]),
+    }
+
+
+def _worst(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The lowest share of identical responses and the largest difference of several comparisons."""
+    if not parts:
+        return {}
+    return {
+        "same_tokens_frac": min(part["same_tokens_frac"] for part in parts),
+        "abs_log_ratio_max": max(part["abs_log_ratio_max"] for part in parts),
+    }
+
+
+def _concluded(
+    spec: EngineSpec, compared: dict[str, dict[str, float]], sizes: Sequence[int], engine: Any = None
+) -> dict[str, Any]:
+    """One engine's row: yes or no, which setting, and a sentence."""
+    changes = {
+        what: numbers["abs_log_ratio_max"] != 0 or numbers.get("same_tokens_frac", 1.0) < 1
+        for what, numbers in compared.items()
+        if numbers
+    }
+    kind = spec.kind
+    if kind == "openai":
+        software = getattr(getattr(engine, "served", None), "software", "")
+        kind = f"{software} server" if f"{software} server" in INVARIANT else "server"
+    is_set = spec.options.get("batch_invariant") is True or (
+        kind == "vllm" and os.environ.get("VLLM_BATCH_INVARIANT") == "1"
+    )
+    yes = not any(changes.values())
+    tried = f"in batches of {', '.join(map(str, dict.fromkeys(sizes)))}"
+    worst = max((n["abs_log_ratio_max"] for n in compared.values() if n), default=torch.nan)
+    if yes:
+        setting = INVARIANT[kind].split(",")[0] if is_set else "as it is"
+        words = f"yes, {setting}, {tried}"
+    elif changes["repeat"]:
+        setting = INVARIANT[kind]
+        words = f"no: the same batch again changes numbers by up to {worst:.3g} nat; needs {setting}"
+    else:
+        setting = INVARIANT[kind]
+        if kind == "transformers":
+            setting = str(spec.with_(batch_invariant=True))
+        words = f"no: repeats itself, but batches change numbers by up to {worst:.3g} nat; needs {setting}"
+    return {"engine": str(spec), "deterministic": yes, "setting": setting, "text": words, **compared}
+
+
+class Outputs:
+    """Outputs of a model's modules, by name, in the order in which they were first computed; a part per call."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[Tensor]] = {}
+        self.inputs: dict[str, list[Tensor]] = {}
+
+    def last(self, name: str, count: int, *, inputs: bool = False) -> Float[Tensor, "n d"] | None:
+        """A module's output, or input, at the last `count` places of it, float64; None where it has fewer."""
+        parts = (self.inputs if inputs else self.parts).get(name)
+        rows = torch.cat(parts) if parts else torch.empty(0, 0)
+        return rows[-count:] if len(rows) >= count else None
+
+
+@contextmanager
+def outputs_of(model: nn.Module, row: int | None = None) -> Iterator[Outputs]:
+    """Note what every module of a model puts out meanwhile.
+
+    Args:
+        row: of the batch, where there is one; None: all places of a call belong to one sequence, in their order.
+    """
+    noted, sizes = Outputs(), {"b": 1, "t": 1, "dimensions": 2}
+
+    def begin(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        ids = named.get("input_ids", arguments[0] if arguments else None)
+        if isinstance(ids, Tensor):
+            # vLLM puts the tokens of all requests into one dimension.
+            sizes["b"], sizes["t"] = (1, len(ids)) if ids.ndim == 1 else ids.shape
+            sizes["dimensions"] = ids.ndim
+
+    def rows_of(module: nn.Module, value: Any) -> Tensor | None:
+        """Numbers per place of the sequence, [places, d]."""
+        value = value.logits if hasattr(value, "logits") else value
+        tensors = [x for x in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(x, Tensor)]
+        if not tensors or not tensors[0].is_floating_point():
+            return None
+        x = tensors[0].detach()
+        if len(tensors) == 2 and type(module).__name__.endswith("DecoderLayer") and tensors[1].shape == x.shape:
+            x = x.float() + tensors[1].float()  # vLLM adds the residual stream in the next layer
+        if row is None:
+            x = x[0] if sizes["dimensions"] == 2 and x.ndim > 2 and len(x) == 1 else x
+        else:  # [b, t, ...], or all places of all sequences in one dimension
+            b, t = sizes["b"], sizes["t"]
+            if len(x) == b * t and x.shape[:2] != (b, t):
+                x = x.reshape(b, t, *x.shape[1:])
+            if x.ndim < 3 or len(x) != b:
+                return None
+            x = x[row]
+        return x.reshape(len(x), -1).double().cpu()
+
+    def note(name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        for parts, value in ((noted.parts, output), (noted.inputs, arguments[:1])):
+            if (x := rows_of(module, value)) is not None:
+                parts.setdefault(name, []).append(x)
+
+    handles = [model.register_forward_pre_hook(begin, with_kwargs=True)]
+    for name, module in model.named_modules():
+        if name:
+            handles.append(module.register_forward_hook(partial(note, name)))
+    try:
+        yield noted
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def bisect(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, Any]:
+    """The first module whose output differs between the engines, and by how much every module differs.
+
+    The rollout engine follows one response as it draws, alone and from its cache; the training engine scores it whole,
+    padded among others. Outputs are compared at the places that response tokens are predicted from, where both engines
+    have a module of one name and as many numbers per token. A module that contains others comes after them, so that
+    the first one is the smallest that shows the difference.
+
+    Returns: `first` (None where nothing differs), whose `within` is the module around it where its input differs
+        already: then something between modules does it, such as the attention itself. And `modules`, in order: name,
+        largest |difference|, and the norm of the difference over the norm of the training engine's output.
+
+    Raises: `NotOfferedError` for an engine that does not show its layers, or cannot follow tokens.
+    """
+    engine: Any = bench.engine(rollout)
+    if rollout.kind == "openai" or not isinstance(engine, Rescores):
+        raise NotOfferedError("a server does not show its layers; bisect the same engine in this process")
+    inner: nn.Module = runner_of(engine.llm, "model").model if rollout.kind == "vllm" else engine.model
+    drawn = bench.rollouts(rollout, sampling=bench.sampling.unfiltered)
+    longest = int(drawn.lengths.argmax())
+    one = drawn.select(torch.tensor([longest]))
+    others = [i for i in range(drawn.num_sequences) if i != longest][: ALONE - 1]
+    together = drawn.select(torch.tensor([longest, *others])).with_(support=None)
+    with outputs_of(inner) as theirs:
+        engine.rescore(one, evidence="sampled")
+    model = bench.train_model(train)
+    with outputs_of(model, row=0) as ours:
+        score(model, together, temperature=bench.sampling.temperature)
+    count, widest = len(one.tokens), int(together.lengths_with_context.max())
+
+    def compared(name: str, *, inputs: bool = False) -> tuple[Tensor, Tensor] | None:
+        """Numbers of trainer and rollout engine at the places that response tokens are predicted from."""
+        # Responses begin in one column: their predictions are the first of the last `widest + 1` columns.
+        x, y = ours.last(name, widest + 1, inputs=inputs), theirs.last(name, count, inputs=inputs)
+        if x is None or y is None or len(ours.parts[name]) > 1 or x.shape[1] != y.shape[1]:
+            return None
+        return x[:count], y
+
+    modules: list[dict[str, Any]] = []
+    for name in ours.parts:
+        if (pair := compared(name)) is not None:
+            difference, size = pair[0] - pair[1], float(pair[0].norm())
+            relative = float(difference.norm()) / size if size else 0.0
+            modules.append({"module": name, "abs_max": float(difference.abs().max()), "relative": relative})
+    if not modules:
+        raise NotOfferedError("the engines have no module of one name in common that can be compared")
+    first = next((m for m in modules if m["abs_max"] != 0), None)
+    if first is not None:
+        read = compared(first["module"], inputs=True)
+        outer = first["module"].rpartition(".")[0]
+        first = {**first, "within": outer if read is not None and not torch.equal(*read) else first["module"]}
+    return {"rollout": str(rollout), "train": str(train), "tokens": count, "first": first, "modules": modules}
+
+
+def attempted(measure: Any, *arguments: Any) -> dict[str, Any]:
+    """A measurement, or why it failed, so that an engine that raises, whatever it throws, costs nothing else."""
+    try:
+        return measure(*arguments)
+    except Exception as error:
+        why = (str(error).strip().splitlines() or [""])[0][:500]
+        return {"why": why if isinstance(error, OffdriftError) else f"{type(error).__name__}: {why}"}

@@ -1,0 +1,149 @@
+"""Whether engines give the same bits again, and which module is the first that differs."""
+
+import json
+
+import pytest
+import torch
+
+from offdrift.check import equality
+from offdrift.check.bench import EngineSpec
+from offdrift.check.check import check
+from offdrift.check.equality import bisect, determinism
+from offdrift.check.factors import chosen
+from offdrift.check.page import render_check
+from offdrift.check.view import bisected, check_view
+from offdrift.engines.hf import TransformersEngine
+from offdrift.errors import NotOfferedError
+from tests.check.benches import BFLOAT16, FLOAT32, bench_of
+from tests.engines.models import need_vllm
+from tests.show.screens import printed
+
+INVARIANT = EngineSpec.parse("transformers:float32,batch_invariant=true")
+HALF = EngineSpec.parse("transformers:float16,batch_invariant=true")
+
+
+@pytest.mark.parametrize(("spec", "kind"), [(INVARIANT, "moe"), (HALF, "dense")])
+def test_a_batch_invariant_pair_has_a_kl_of_exactly_0_and_says_which_setting(spec, kind):
+    with bench_of(kind, count=10) as bench:
+        result = check(bench, spec, spec, layers=True, factors=chosen("train_batch,tensor_parallel,batch"))
+    json.dumps(result, allow_nan=False)
+    assert result["baseline"]["kl_max"] == result["baseline"]["abs_log_ratio_max"] == 0
+    assert result["noise"]["null"]["kl_max"] == 0
+    rows = {row["factor"]: row for row in result["factors"]}
+    assert rows["train_batch"]["kl_max"] == rows["batch"]["kl_max"] == rows["batch"]["detail"]["self_kl_max"] == 0
+    split = rows["tensor_parallel"]["detail"]
+    assert split["abs_logit_difference_max"][0] == max(split["abs_logit_difference_max_in_tree"]) == 0
+    assert min(split["abs_logit_difference_max"][1:]) > 0
+    assert result["recommended"]["method"] is None
+    assert "same bits" in render_check(result)
+    for side in ("rollout", "train"):
+        assert result["deterministic"][side]["deterministic"] is True
+        assert result["deterministic"][side]["setting"] == "batch_invariant=true"
+    assert result["bisect"]["first"] is None
+    assert len(result["bisect"]["modules"]) > 20
+    assert result["verdict"]["level"] == "ok"
+    shown = printed(check_view(result))
+    assert "yes, batch_invariant=true" in shown
+    assert "same bits in both engines" in shown
+
+
+def test_an_engine_whose_batches_matter_is_not_deterministic_and_is_told_how():
+    with bench_of() as bench:
+        row = determinism(bench, FLOAT32, FLOAT32)["rollout"]
+    assert row["deterministic"] is False
+    assert row["repeat"]["abs_log_ratio_max"] == 0
+    assert 0 < row["batch"]["abs_log_ratio_max"] < 1e-4
+    assert row["setting"] == "transformers:float32,batch_invariant=true"
+
+
+def test_an_engine_that_does_not_repeat_itself_is_named(monkeypatch):
+    draw, calls = TransformersEngine.generate, []
+
+    def generate(self, prompts, sampling, *, seed, evidence="sampled"):
+        calls.append(len(prompts))
+        return draw(self, prompts, sampling, seed=seed + len(calls), evidence=evidence)
+
+    monkeypatch.setattr(TransformersEngine, "generate", generate)
+    with bench_of() as bench:
+        row = determinism(bench, INVARIANT, INVARIANT)["rollout"]
+    assert row["deterministic"] is False
+    assert row["repeat"]["same_tokens_frac"] < 1
+    assert "the same batch again" in row["text"]
+    assert calls[1:] == [12, 1, 2, equality.ALONE]
+
+
+def test_a_server_is_told_the_name_of_its_own_mode():
+    class Served:
+        software = "sglang"
+
+    class Server:
+        served = Served()
+
+    compared = {"repeat": {"abs_log_ratio_max": 0.5}, "batch": {}}
+    spec = EngineSpec.parse("openai:http://127.0.0.1:1/v1")
+    assert "--enable-deterministic-inference" in equality._concluded(spec, compared, [4], Server())["text"]
+    assert "VLLM_BATCH_INVARIANT=1" in equality._concluded(EngineSpec("vllm", "bfloat16"), compared, [4])["text"]
+
+
+def scale(layer) -> None:
+    layer.mlp.down_proj.weight.mul_(1 + 1e-5)
+
+
+def sharpen(layer) -> None:
+    layer.self_attn.scaling *= 1 + 1e-4
+
+
+def loosen(layer) -> None:
+    layer.post_attention_layernorm.variance_epsilon *= 10
+
+
+@pytest.mark.parametrize(
+    ("plant", "module", "within"),
+    [
+        (scale, "model.layers.1.mlp.down_proj", "model.layers.1.mlp.down_proj"),
+        (sharpen, "model.layers.1.self_attn.o_proj", "model.layers.1.self_attn"),
+        (loosen, "model.layers.1.post_attention_layernorm", "model.layers.1.post_attention_layernorm"),
+    ],
+)
+def test_a_planted_difference_is_found_in_its_module(plant, module, within):
+    with bench_of() as bench:
+        bench.rollouts(INVARIANT)
+        trainer = bench.train_model(INVARIANT)
+        with torch.no_grad():
+            plant(trainer.model.layers[1])
+        result = bisect(bench, INVARIANT, INVARIANT)
+    assert result["first"]["module"] == module
+    assert result["first"]["within"] == within
+    before = [m["module"] for m in result["modules"]]
+    assert all(m["abs_max"] == 0 for m in result["modules"][: before.index(module)])
+    assert before.index(module) > 15
+    assert result["modules"][-1]["abs_max"] > 0
+    assert within in bisected({"bisect": result})
+
+
+def test_the_rounding_of_weights_begins_at_the_embedding():
+    with bench_of() as bench:
+        result = bisect(bench, BFLOAT16, FLOAT32)
+        expected = bench.model.model.embed_tokens.weight.detach()
+        rounded = expected.bfloat16().float()
+    assert result["first"]["module"] == "model.embed_tokens"
+    assert 0 < result["first"]["abs_max"] <= float((expected - rounded).abs().max())
+
+
+def test_a_server_does_not_show_its_layers(monkeypatch):
+    with bench_of() as bench:
+        monkeypatch.setattr(bench, "engine", lambda spec: object())
+        with pytest.raises(NotOfferedError, match="server does not show its layers"):
+            bisect(bench, EngineSpec.parse("openai:http://127.0.0.1:1/v1"), FLOAT32)
+
+
+@pytest.mark.slow
+def test_vllm_is_bisected_by_the_modules_that_both_have():
+    need_vllm()
+    with bench_of() as bench:
+        exact = bisect(bench, EngineSpec.parse("vllm:float32,max_model_len=64"), FLOAT32)
+        row = determinism(bench, EngineSpec.parse("vllm:float32,max_model_len=64"), FLOAT32)["rollout"]
+    names = {m["module"] for m in exact["modules"]}
+    assert {"model.embed_tokens", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"} <= names
+    assert max(m["relative"] for m in exact["modules"]) < 1e-5
+    assert row["repeat"]["abs_log_ratio_max"] == 0
