@@ -225,6 +225,8 @@ class Drawing(ABC):
     evidence_limit_mib: int
     record_routes: bool = False
     """Whether rollouts carry the experts that tokens were sent to."""
+    instructions: str | None = None
+    """What the processor multiplies small numbers with, where an engine on quantized weights runs on one."""
     stream: Stream | None = None
     """The stream that is open on this engine."""
     _state_bytes: int  # of one hidden state
@@ -302,7 +304,8 @@ class Drawing(ABC):
 
     def provenance(self, sampling: Sampling) -> Provenance:
         """What a record says of this engine's draws."""
-        return Provenance(self.name, *self._source, self.dtype, self.quantization, sampling)
+        source = (*self._source, self.dtype, self.quantization)
+        return Provenance(self.name, *source, sampling, instructions=self.instructions)
 
     def check(self, request: Request) -> None:
         """Refuse a request that this engine should not answer; see `check_request`."""

@@ -82,6 +82,9 @@ class Provenance:
     "recompute": computed anew, so that every token is drawn by the weights of its version. "keep": kept, so that
     tokens behind a change are drawn by a policy that no version has.
     """
+    instructions: str | None = None
+    """What the processor multiplies small numbers with, such as "avx512+vnni", where quantized weights drew the tokens:
+    the results of its kernels depend on it. None: full weights, or another device."""
 
 
 @dataclass(frozen=True)

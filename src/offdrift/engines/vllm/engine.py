@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import os
+import shutil
 import sys
+import tempfile
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -34,6 +39,7 @@ from offdrift.engines.generate import (
     request_seed,
     responses_of,
 )
+from offdrift.engines.grids import instruction_set, int8, linear_layers
 from offdrift.engines.isolation import host_kept
 from offdrift.engines.routing import route_lengths
 from offdrift.engines.vllm.stream import VLLMStream
@@ -89,7 +95,9 @@ class VLLMEngine(Drawing):
     Args:
         path: checkpoint folder.
         dtype: of weights and activations; "auto" leaves the choice to vLLM.
-        quantization: vLLM's name, for instance "fp8_per_channel".
+        quantization: vLLM's name, for instance "fp8_per_channel"; or "w8a8", int8 weights per output channel and int8
+            activations per token, for which a checkpoint of full weights is rounded at the start and at every
+            `load_weights`.
         kv_cache_dtype: "auto" is `dtype`; "fp8" makes the cache a source of mismatch (on CPUs only
             those with AVX-512 or AMX offer it).
         kv_cache_mib: memory of that cache on a CPU, MiB, unless $VLLM_CPU_KVCACHE_SPACE says otherwise.
@@ -145,6 +153,7 @@ class VLLMEngine(Drawing):
         self.name, self.version, self.path = name, version, str(path)
         self.evidence_limit_mib, self.record_routes = evidence_limit_mib, record_routes
         self.quantization = quantization_label(quantization, kv_cache_dtype)
+        self._linear: frozenset[str] = frozenset()  # matrices that are rounded here, before vLLM takes them
         self.compiled = not enforce_eager
         # vLLM starts a process group of one where there is none; the last engine in it ends it.
         started = torch.distributed.is_initialized()
@@ -162,13 +171,18 @@ class VLLMEngine(Drawing):
         self.engine_version = vllm.__version__
         self._params = vllm.SamplingParams
         self.chunk = max_num_batched_tokens if is_cpu() else None
-        with host_kept(compiling=self.compiled):
+        if self.quantization is not None and is_cpu():
+            self.instructions = instruction_set()
+        if quantization == "w8a8":
+            self._linear = linear_layers(self.path)
+            warn_of_saturation(self.instructions)
+        with host_kept(compiling=self.compiled), loadable(self.path, self._linear) as folder:
             self._llm = build(
                 vllm,
                 *_modules(),
-                self.path,
+                folder,
                 dtype=dtype,
-                quantization=quantization,
+                quantization=None if self._linear else quantization,
                 kv_cache_dtype=kv_cache_dtype,
                 kv_cache_memory_bytes=kv_cache_mib * 2**20 if is_cpu() else None,
                 max_model_len=max_model_len,
@@ -240,8 +254,12 @@ class VLLMEngine(Drawing):
                 f"no weights were given to engine {self.name!r}; an iterator that was already "
                 "used up? pass model.named_parameters() afresh"
             )
+        weights = itertools.chain([first], named)
         with host_kept():
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": itertools.chain([first], named)})
+            if self._linear:
+                weights = rounded(weights, self._linear)
+            with reloadable(getattr(torch, self.dtype), quantized=bool(self._linear)):
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             repacked(self.llm)
             self.llm.reset_prefix_cache()
         self._loads += 1
@@ -463,6 +481,106 @@ def quantization_label(quantization: str | None, kv_cache_dtype: str) -> str | N
     """What a record says of both, such as "fp8_per_channel+kv_fp8"."""
     parts = [quantization, None if kv_cache_dtype == "auto" else f"kv_{kv_cache_dtype}"]
     return "+".join(p for p in parts if p) or None
+
+
+W8A8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            },
+        }
+    },
+}
+"""`quantization_config` of a checkpoint on the grid "w8a8"."""
+
+
+def rounded(weights: Iterable[tuple[str, Tensor]], linear: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
+    """Named weights as a W8A8 checkpoint has them: codes and scales of linear layers, all others as they are."""
+    for name, weight in weights:
+        if name not in linear:
+            yield name, weight
+            continue
+        codes, scale = int8(weight.float())
+        yield name, codes.to(torch.int8)
+        yield f"{name}_scale", scale
+
+
+@contextmanager
+def loadable(path: str, linear: frozenset[str]) -> Iterator[str]:
+    """A folder that vLLM opens: the checkpoint itself, or meanwhile one whose `linear` matrices are W8A8.
+
+    Raises: `EngineError` if `path` is no folder with safetensors files.
+    """
+    if not linear:
+        yield path
+        return
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        raise EngineError(
+            f'quantization = "w8a8" rounds the weights of a checkpoint folder, and {path} has no safetensors files; '
+            "give a folder written by save_pretrained"
+        )
+    with tempfile.TemporaryDirectory(prefix="offdrift-w8a8-") as folder:
+        for each in Path(path).iterdir():
+            if each.is_file() and each.name != "config.json" and ".safetensors" not in each.name:
+                shutil.copy(each, folder)
+        for each in files:
+            with safe_open(each, "pt") as tensors:
+                named = ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
+                save_file(dict(rounded(named, linear)), Path(folder) / each.name, {"format": "pt"})
+        config = json.loads((Path(path) / "config.json").read_text())
+        (Path(folder) / "config.json").write_text(json.dumps({**config, "quantization_config": W8A8}))
+        yield folder
+
+
+@contextmanager
+def reloadable(dtype: torch.dtype, *, quantized: bool) -> Iterator[None]:
+    """Meanwhile, vLLM's reload of W8A8 weights is right on CPUs.
+
+    Its kernel keeps a pointer to scales which the reload frees, and is made for torch's default type, which is the
+    model's while a model is loaded and float32 while weights are reloaded.
+    """
+    if not quantized:
+        yield
+        return
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel as Kernel
+
+    inner, default = Kernel.process_weights_for_onednn, torch.get_default_dtype()
+
+    def keeping_scales(kernel: Any, layer: Any) -> None:
+        inner(kernel, layer)
+        kernel.offdrift_scales = getattr(layer, kernel.layer_param_names[1])
+
+    Kernel.process_weights_for_onednn = keeping_scales
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+        Kernel.process_weights_for_onednn = inner
+
+
+def warn_of_saturation(instructions: str | None) -> None:
+    """Say that int8 products are not exact on this processor, where they are not."""
+    if instructions is not None and not {"vnni", "amx"} & set(instructions.split("+")):
+        warnings.warn(
+            f'quantization = "w8a8" on a processor with {instructions}: without VNNI, int8 products are added in 16 '
+            "bits and saturate, so that a layer is off by several percent; the record says so (instructions)",
+            stacklevel=3,
+        )
 
 
 @contextmanager
