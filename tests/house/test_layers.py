@@ -56,7 +56,7 @@ ALLOWED = {
         "train/view.py",
     },
     "triton": {"divergence/kernels_"},
-    "safetensors": {"records/store.py", "engines/server/engine.py", "train/"},
+    "safetensors": {"records/store.py", "engines/server/engine.py", "engines/vllm/engine.py", "train/"},
     "httpx": {"engines/server/client.py"},
     "matplotlib": {"show/png.py"},
     "jinja2": {"show/html.py"},

@@ -148,18 +148,6 @@ def matrices(model: nn.Module) -> dict[str, int]:
     return dims
 
 
-def linear_layers(path: str) -> frozenset[str]:
-    """Names of the matrices of linear layers, except the output head, in a checkpoint folder; nothing is loaded.
-
-    Raises: `EngineError` if the model has fused experts, for which no engine here has a W8A8 kernel.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    return frozenset(fitting_matrices(model, "w8a8"))
-
-
 def fitting_matrices(model: nn.Module, name: str) -> dict[str, int]:
     """`matrices`, for a grid that this model can be put on.
 

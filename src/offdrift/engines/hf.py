@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedModel,
@@ -206,3 +207,13 @@ class TransformersEngine(Drawing):
     def _source(self) -> tuple[str, str]:
         name = self.model.config.name_or_path or type(self.model).__name__
         return transformers.__version__, name
+
+
+def linear_layers(path: str) -> frozenset[str]:
+    """Names of the matrices of linear layers, except the output head, in a checkpoint folder; nothing is loaded.
+
+    Raises: `EngineError` if the model has fused experts, for which no engine here has a W8A8 kernel.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    return frozenset(fitting_matrices(model, "w8a8"))

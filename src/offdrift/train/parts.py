@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from offdrift.advantages import ADVANTAGES
+from offdrift.engines.grids import GRIDS
 from offdrift.methods import Method
 from offdrift.records.rollouts import Sampling
 from offdrift.schedules import Schedule
@@ -34,8 +35,12 @@ class Rollout(Part):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """The engine's precision; the trainer's is `optim.dtype`."""
     quantization: Annotated[str | None, BeforeValidator(lambda x: None if x == "none" else x)] = None
-    """transformers: "int8". vllm: its own names, for instance "fp8_per_channel". "none": full weights,
-    as if it were absent."""
+    """A grid that the engine's matrices are rounded to, anew at each synchronization (docs/quantized.md). transformers
+    emulates "int8" (weights alone), "w8a8", "fp8_per_channel" and "nvfp4"; vllm computes "w8a8", "fp8_per_channel" and
+    what else it has by its own names. "none": full weights, as if it were absent."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """vllm: "fp8" keeps keys and values in FP8, with scales measured anew after each synchronization; on CPUs, those
+    with AVX-512 or AMX can. "auto": in `dtype`."""
     prompts: Positive = 32
     """Prompts per rollout batch, over all processes."""
     samples: Positive = 8
@@ -474,6 +479,75 @@ class Replay(Part):
             )
 
 
+class Noise(Part):
+    """QeRL: Gaussian noise in the engine's norms, drawn anew at each synchronization and smaller from stage to stage;
+    see `train.quantized.noise_size` (arXiv:2510.11696)."""
+
+    start: PositiveFloat = 5e-2
+    """Standard deviation in the second stage; there is none in the first."""
+    end: PositiveFloat = 5e-4
+    """Standard deviation in the last stage."""
+    stages: Annotated[int, Field(ge=3)] = 10
+    """Equal parts of the run."""
+
+    @model_validator(mode="after")
+    def _annealed(self) -> Noise:
+        if self.end > self.start:
+            raise ValueError(
+                f"quantized.noise.end = {self.end} is more than quantized.noise.start = {self.start}; noise is annealed: "
+                "exchange the two"
+            )
+        return self
+
+
+class Quantized(Part):
+    """What is done about rollouts on a grid of few bits, beside correcting for them (docs/quantized.md)."""
+
+    forward: bool = False
+    """The trainer's forward passes round as the engine does (`rollout.quantization`), with a straight-through gradient:
+    little mismatch is left (Jet-RL, QaRL). The policy that is trained and evaluated is then the one on the grid."""
+    scale: PositiveFloat = 1.0
+    """QuRL's invariant scaling: matrices behind norms are divided by it at the start, and norms multiplied. The function
+    stays, and steps of the optimizer are larger by it, beside those of the grid. 1.5 in the paper."""
+    noise: Noise | None = None
+    """Absent: the engine has the trainer's weights. `{}`: with QeRL's noise in its norms, whose log-probs are recorded."""
+
+    def check(self, arm: str, *, rollout: Rollout, pipeline: bool, adapters: bool) -> None:
+        """Refuse what cannot act.
+
+        Args:
+            arm: its name.
+            pipeline: whether workers draw beside training.
+            adapters: whether low-rank adapters train.
+
+        Raises: `ValueError` naming the field, its value and the way out.
+        """
+        at = f"arms.{arm}: quantized"
+        changed = [name for name in ("forward", "scale") if getattr(self, name) != Quantized.model_fields[name].default]
+        for name in changed:
+            value = str(getattr(self, name)).lower()
+            if rollout.quantization not in GRIDS:
+                raise ValueError(
+                    f"{at}.{name} = {value} is about the grid of the rollouts, and rollout.quantization = "
+                    f"{rollout.quantization!r} is none that the trainer has; set it to one of {', '.join(sorted(GRIDS))}, "
+                    f"or leave {name} out"
+                )
+            if adapters:
+                raise ValueError(
+                    f"{at}.{name} = {value} with [lora]: the engine rounds merged weights, which the trainer's passes do "
+                    "not have; leave one of the two out, or set lora.base for adapters on weights of a grid"
+                )
+        if self.noise is not None and pipeline:
+            raise ValueError(
+                f"{at}.noise with [pipeline], whose workers take the trainer's weights; leave one of the two out"
+            )
+        if self.noise is not None and rollout.engine == "openai":
+            raise ValueError(
+                f'{at}.noise with rollout.engine = "openai": a server is verified with the trainer\'s weights; use "vllm" '
+                'or "transformers"'
+            )
+
+
 class Reference(Part):
     """The model that every arm starts from, which penalties on KL refer to."""
 
@@ -575,6 +649,9 @@ class Lora(Part):
     """Scale of the update, times rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Must be 0: with dropout, the loss would score another policy than the one that draws and the old one."""
+    base: Literal["int8", "nvfp4"] | None = None
+    """Grid that the model's own matrices are rounded to once, before adapters are added (QeRL: nvfp4). The engine is
+    given W on the grid plus (alpha / rank) B A. Absent: they stay as they are."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Ends of the names of the layers that get adapters, such as "q_proj"; "all-linear": every linear layer but the
     output head."""

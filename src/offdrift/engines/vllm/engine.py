@@ -39,7 +39,8 @@ from offdrift.engines.generate import (
     request_seed,
     responses_of,
 )
-from offdrift.engines.grids import instruction_set, int8, linear_layers
+from offdrift.engines.grids import instruction_set, int8
+from offdrift.engines.hf import linear_layers
 from offdrift.engines.isolation import host_kept
 from offdrift.engines.routing import route_lengths
 from offdrift.engines.vllm.stream import VLLMStream
