@@ -494,8 +494,8 @@ class Noise(Part):
     def _annealed(self) -> Noise:
         if self.end > self.start:
             raise ValueError(
-                f"quantized.noise.end = {self.end} is more than quantized.noise.start = {self.start}; noise is annealed: "
-                "exchange the two"
+                f"quantized.noise.end = {self.end} is more than quantized.noise.start = {self.start}; noise is "
+                "annealed: exchange the two"
             )
         return self
 
@@ -507,10 +507,10 @@ class Quantized(Part):
     """The trainer's forward passes round as the engine does (`rollout.quantization`), with a straight-through gradient:
     little mismatch is left (Jet-RL, QaRL). The policy that is trained and evaluated is then the one on the grid."""
     scale: PositiveFloat = 1.0
-    """QuRL's invariant scaling: matrices behind norms are divided by it at the start, and norms multiplied. The function
-    stays, and steps of the optimizer are larger by it, beside those of the grid. 1.5 in the paper."""
+    """QuRL's invariant scaling: matrices behind norms are divided by it at the start, and norms multiplied. The
+    function stays, and steps of the optimizer are larger by it, beside those of the grid. 1.5 in the paper."""
     noise: Noise | None = None
-    """Absent: the engine has the trainer's weights. `{}`: with QeRL's noise in its norms, whose log-probs are recorded."""
+    """Absent: the engine has the trainer's weights. `{}`: with QeRL's noise in its norms, and its log-probs."""
 
     def check(self, arm: str, *, rollout: Rollout, pipeline: bool, adapters: bool) -> None:
         """Refuse what cannot act.
@@ -529,13 +529,13 @@ class Quantized(Part):
             if rollout.quantization not in GRIDS:
                 raise ValueError(
                     f"{at}.{name} = {value} is about the grid of the rollouts, and rollout.quantization = "
-                    f"{rollout.quantization!r} is none that the trainer has; set it to one of {', '.join(sorted(GRIDS))}, "
-                    f"or leave {name} out"
+                    f"{rollout.quantization!r} is none that the trainer has; set it to one of "
+                    f"{', '.join(sorted(GRIDS))}, or leave {name} out"
                 )
             if adapters:
                 raise ValueError(
-                    f"{at}.{name} = {value} with [lora]: the engine rounds merged weights, which the trainer's passes do "
-                    "not have; leave one of the two out, or set lora.base for adapters on weights of a grid"
+                    f"{at}.{name} = {value} with [lora]: the engine rounds merged weights, which the trainer's passes "
+                    "do not have; leave one of the two out, or set lora.base for adapters on weights of a grid"
                 )
         if self.noise is not None and pipeline:
             raise ValueError(
@@ -543,8 +543,8 @@ class Quantized(Part):
             )
         if self.noise is not None and rollout.engine == "openai":
             raise ValueError(
-                f'{at}.noise with rollout.engine = "openai": a server is verified with the trainer\'s weights; use "vllm" '
-                'or "transformers"'
+                f'{at}.noise with rollout.engine = "openai": a server is verified with the trainer\'s weights; use '
+                '"vllm" or "transformers"'
             )
 
 

@@ -106,8 +106,8 @@ def scale_invariantly(model: nn.Module, s: float) -> None:
             weight.copy_(original)
         why = f"logits change by {error:.1e} of the largest" if pairs else "no linear layer reads a norm"
         raise RecipeError(
-            f"quantized.scale = {s:g}: {type(model).__name__} is another function when matrices behind norms are divided "
-            f"and norms multiplied by it ({why}); leave quantized.scale out"
+            f"quantized.scale = {s:g}: {type(model).__name__} is another function when matrices behind norms are "
+            f"divided and norms multiplied by it ({why}); leave quantized.scale out"
         )
 
 

@@ -230,24 +230,25 @@ class Recipe(Part):
         grid = rollout.quantization
         if rollout.engine == "vllm" and grid in ("int8", "nvfp4"):
             raise ValueError(
-                f'rollout.quantization = "{grid}" is the transformers engine\'s; vLLM has "w8a8", "fp8_per_channel" and '
-                'other names of its own, and "none" draws with full weights: add '
+                f'rollout.quantization = "{grid}" is the transformers engine\'s; vLLM has "w8a8", "fp8_per_channel" '
+                'and other names of its own, and "none" draws with full weights: add '
                 "--set rollout.quantization=none --set rollout.dtype=bfloat16"
             )
         if rollout.engine == "vllm" and grid == "fp8_per_channel" and rollout.dtype == "float32":
             raise ValueError(
-                'rollout.quantization = "fp8_per_channel" with rollout.dtype = "float32": vLLM multiplies FP8 numbers for '
-                'activations in half precision alone; set rollout.dtype = "bfloat16"'
+                'rollout.quantization = "fp8_per_channel" with rollout.dtype = "float32": vLLM multiplies FP8 numbers '
+                'for activations in half precision alone; set rollout.dtype = "bfloat16"'
             )
         if rollout.engine == "transformers" and grid is not None and grid not in GRIDS:
             raise ValueError(
-                f"rollout.quantization = {grid!r}: the transformers engine emulates {', '.join(sorted(GRIDS))}; use one of "
-                'them, or rollout.engine = "vllm" for what vLLM has by its own names'
+                f"rollout.quantization = {grid!r}: the transformers engine emulates "
+                f'{", ".join(sorted(GRIDS))}; use one of them, or rollout.engine = "vllm" for what vLLM has by names '
+                "of its own"
             )
         if rollout.engine != "vllm" and rollout.kv_cache_dtype != "auto":
             raise ValueError(
-                f'rollout.kv_cache_dtype = "{rollout.kv_cache_dtype}" is vLLM\'s; set rollout.engine = "vllm", or leave it '
-                "out"
+                f'rollout.kv_cache_dtype = "{rollout.kv_cache_dtype}" is vLLM\'s; set rollout.engine = "vllm", or '
+                "leave it out"
             )
         if rollout.url is not None and evidence == "hidden":
             raise ValueError('rollout.evidence = "hidden": a server gives none; use "full" or 20')
