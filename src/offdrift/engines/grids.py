@@ -44,7 +44,7 @@ class Coded(NamedTuple):
         return self.codes * self.scale
 
 
-def int8(x: Float[Tensor, "*d"], *, dim: int = -1) -> Coded:
+def int8(x: Float[Tensor, "*b d"], *, dim: int = -1) -> Coded:
     """Symmetric int8: one scale per row along `dim`.
 
         s = max|x| / 127,   c = round(x / s), half to even
@@ -61,7 +61,7 @@ def int8(x: Float[Tensor, "*d"], *, dim: int = -1) -> Coded:
     return Coded((x / scale.clamp(min=torch.finfo(x.dtype).tiny)).round(), scale)
 
 
-def fp8(x: Float[Tensor, "*d"], *, dim: int = -1) -> Coded:
+def fp8(x: Float[Tensor, "*b d"], *, dim: int = -1) -> Coded:
     """FP8 E4M3: one scale per row along `dim`.
 
         s = max(max|x| / 448, 1 / (448 * 512)),   c = the nearest E4M3 number to x / s
@@ -78,7 +78,7 @@ def fp8(x: Float[Tensor, "*d"], *, dim: int = -1) -> Coded:
     return Coded((x / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).to(x.dtype), scale)
 
 
-def nvfp4(x: Float[Tensor, "*d"], *, dim: int = -1) -> Coded:
+def nvfp4(x: Float[Tensor, "*b d"], *, dim: int = -1) -> Coded:
     """NVFP4: FP4 E2M1 numbers, an FP8 scale for every 16 neighbors along `dim`, and a float32 scale of the tensor.
 
         S = max|x| / (6 * 448),   s = E4M3(max over the block |x| / (6 S)) S,   c = the nearest E2M1 number to x / s
@@ -176,7 +176,7 @@ class _StraightThrough(torch.autograd.Function):
         return gradients[0], None
 
 
-def straight_through(x: Float[Tensor, "*d"], coded: Callable[..., Coded], *, dim: int = -1) -> Float[Tensor, "*d"]:
+def straight_through(x: Float[Tensor, "*b d"], coded: Callable[..., Coded], *, dim: int = -1) -> Float[Tensor, "*b d"]:
     """x rounded to a grid, whose gradient is that of x.
 
         forward: q(x),   backward: dq/dx := 1

@@ -91,11 +91,11 @@ def scale_invariantly(model: nn.Module, s: float) -> None:
     """
     before, readers = _logits(model), norm_readers(model)
     pairs = [
-        (model.get_submodule(norm).weight, [model.get_submodule(path).weight for path in read])
+        (model.get_parameter(f"{norm}.weight"), [model.get_parameter(f"{path}.weight") for path in read])
         for norm, read in readers.items()
         if all(isinstance(model.get_submodule(path), nn.Linear) for path in read)
     ]
-    originals = [weight.clone() for norm, read in pairs for weight in (norm, *read)]  # type: ignore[misc]
+    originals = [weight.clone() for norm, read in pairs for weight in (norm, *read)]
     for norm, read in pairs:
         norm.mul_(s)
         for weight in read:
@@ -142,18 +142,18 @@ def noisy_norms(model: nn.Module, norms: Sequence[str], *, sigma: float, seed: i
 
     Reference: QeRL's adaptive quantization noise, arXiv:2510.11696, section 3.3.
     """
-    weights = [model.get_submodule(path).weight for path in norms] if sigma > 0 else []
-    originals = [w.detach().clone() for w in weights]  # type: ignore[operator]
+    weights = [model.get_parameter(f"{path}.weight") for path in norms] if sigma > 0 else []
+    originals = [w.detach().clone() for w in weights]
     generator = torch.Generator().manual_seed(seed % 2**63)
     try:
         with torch.no_grad():
             for weight in weights:
-                weight.add_(sigma * torch.randn(weight.shape, generator=generator).to(weight.device))  # type: ignore
+                weight.add_(sigma * torch.randn(weight.shape, generator=generator).to(weight.device))
         yield
     finally:
         with torch.no_grad():
             for weight, original in zip(weights, originals, strict=True):
-                weight.copy_(original)  # type: ignore[operator]
+                weight.copy_(original)
 
 
 @torch.no_grad()

@@ -357,6 +357,7 @@ class Recipe(Part):
             "draws": self.draws != Draws(),
             "rollout.max_turns": self.rollout.max_turns is not None,
             'rollout.engine = "openai"': self.rollout.engine == "openai",
+            'rollout.kv_cache_dtype = "fp8"': self.rollout.kv_cache_dtype != "auto",
         }
         if unfit := [name for name, is_set in absent.items() if is_set]:
             way_out = "the schedule says how far rollouts lag; " if unfit[0] == "lag" else ""

@@ -48,6 +48,7 @@ from offdrift.engines.vllm.taps import (
     IMPOSED,
     StateTap,
     SupportTap,
+    cache_scales,
     imposed,
     routes_tap,
     runner_of,
@@ -72,6 +73,9 @@ MAX_TEMPERATURE = 2.0
 
 BYTES_PER_ENTRY = 128
 """Of a log-prob on its way through vLLM's lists: id, value, rank, pointers."""
+
+CALIBRATED_ON = 64
+"""Prompts at most that scales of an FP8 cache are measured on."""
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -100,7 +104,7 @@ class VLLMEngine(Drawing):
             activations per token, for which a checkpoint of full weights is rounded at the start and at every
             `load_weights`.
         kv_cache_dtype: "auto" is `dtype`; "fp8" makes the cache a source of mismatch (on CPUs only
-            those with AVX-512 or AMX offer it).
+            those with AVX-512 or AMX offer it). Its scales are measured anew after every `load_weights`.
         kv_cache_mib: memory of that cache on a CPU, MiB, unless $VLLM_CPU_KVCACHE_SPACE says otherwise.
         max_model_len: longest prompt and response together, tokens; absent: what the model allows.
         max_num_seqs: responses drawn at once.
@@ -155,6 +159,8 @@ class VLLMEngine(Drawing):
         self.evidence_limit_mib, self.record_routes = evidence_limit_mib, record_routes
         self.quantization = quantization_label(quantization, kv_cache_dtype)
         self._linear: frozenset[str] = frozenset()  # matrices that are rounded here, before vLLM takes them
+        self._recalibrates = kv_cache_dtype.startswith("fp8")
+        self._calibrated = False
         self.compiled = not enforce_eager
         # vLLM starts a process group of one where there is none; the last engine in it ends it.
         started = torch.distributed.is_initialized()
@@ -264,6 +270,7 @@ class VLLMEngine(Drawing):
             repacked(self.llm)
             self.llm.reset_prefix_cache()
         self._loads += 1
+        self._calibrated = False
         self._head = None  # batches that were drawn keep the old one
         self.version = version
 
@@ -296,12 +303,25 @@ class VLLMEngine(Drawing):
                 "cannot draw from seeds beside a prompt in chunks on CPUs; leave "
                 "max_num_batched_tokens out, or draw fewer at once"
             )
+        if self._recalibrates and not self._calibrated:
+            self.calibrate(request.prompts[:CALIBRATED_ON])
         per_request = request.sampling.max_tokens * width * BYTES_PER_ENTRY
         at_once = max(1, self.evidence_limit_mib * 2**20 // per_request)
         params = self.params_of(request, uncached=self.record_routes)
         forcing = nullcontext() if request.forced is None else imposed(self.llm)
         with forcing, host_kept(compiling=self.compiled):
             return [self._draw(request.part(p), params[p]) for p in pieces(len(request.prompts), at_once)]
+
+    def calibrate(self, prompts: Tokens) -> None:
+        """Give the FP8 cache scales that suit the keys and values of these prompts under the present weights.
+
+        Called by the first `generate` or `rescore` after new weights; in a stream the scales stay as they are.
+        """
+        probe = Request(prompts, Sampling(max_tokens=1), "sampled")
+        with host_kept(compiling=self.compiled), cache_scales(self.llm):
+            self.llm.generate(self.inputs(prompts), self.params_of(probe, uncached=True), use_tqdm=False)
+        self.llm.reset_prefix_cache()
+        self._calibrated = True
 
     def inputs(self, prompts: Tokens) -> list[dict[str, Any]]:
         """Prompts as vLLM takes them, salted so that none reads keys and values of other weights than the present."""
@@ -557,8 +577,9 @@ def reloadable(dtype: torch.dtype, *, quantized: bool) -> Iterator[None]:
     if not quantized:
         yield
         return
-    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel as Kernel
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 
+    Kernel: Any = CPUInt8ScaledMMLinearKernel  # noqa: N806
     inner, default = Kernel.process_weights_for_onednn, torch.get_default_dtype()
 
     def keeping_scales(kernel: Any, layer: Any) -> None:
