@@ -579,7 +579,7 @@ def reloadable(dtype: torch.dtype, *, quantized: bool) -> Iterator[None]:
         return
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 
-    Kernel: Any = CPUInt8ScaledMMLinearKernel  # noqa: N806
+    Kernel: Any = CPUInt8ScaledMMLinearKernel
     inner, default = Kernel.process_weights_for_onednn, torch.get_default_dtype()
 
     def keeping_scales(kernel: Any, layer: Any) -> None:

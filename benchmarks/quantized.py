@@ -1,6 +1,6 @@
 """Training on quantized rollouts, each way beside bf16: reward, drift, what survives the grid, seconds; and vLLM itself.
 
-    python benchmarks/quantised.py [--seeds 0 1 2] [--batches 8] [--groups bf16 w8a8 fp8 qerl] [--vllm] [--json PATH]
+    python benchmarks/quantized.py [--seeds 0 1 2] [--batches 8] [--groups bf16 w8a8 fp8 qerl] [--vllm] [--json PATH]
 
 A tiny Qwen3 after the warm start of the recipes (one start for all) trains on sums. The transformers engine emulates the
 grids. Per arm and seed: reward on held-out prompts before and after, the mean over updates of the exact
