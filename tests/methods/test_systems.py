@@ -114,6 +114,7 @@ def test_every_recipe_value_that_a_system_names_exists():
         'buffer.pick="freshness"',
         "draws.max_samples=16",
         "lag.queue=1",
+        'lora.base="nvfp4"',
         'old_policy.from="sampling"',
         'optim.advantage="rl_zvp"',
         "optim.align={}",
@@ -121,6 +122,10 @@ def test_every_recipe_value_that_a_system_names_exists():
         'optim.length_guard.switch_to="bypass_pg_geo_rs"',
         "optim.length_guard={}",
         "optim.perturb={}",
+        "quantized.forward=true",
+        "quantized.forward=true",
+        "quantized.noise={}",
+        "quantized.scale=1.5",
         "replay.freeze_gates=true",
         "replay.freeze_router_bias=true",
         'replay.routes="old"',
@@ -128,16 +133,22 @@ def test_every_recipe_value_that_a_system_names_exists():
         'replay.routes="rollout"',
         "replay.support=false",
         "rollout.dtype=float16",
+        'rollout.kv_cache_dtype="fp8"',
+        'rollout.quantization="fp8_per_channel"',
         "rollout.top_p=0.95",
     ]
     alone = ("draws", "lag", "old_policy", "optim", "buffer", "rollout")
-    recipe = load_recipe(
-        "recipes/tiny.toml", changes=[*(w for w in named if w.startswith(alone)), "buffer.capacity=64"]
-    )
+    changes = [w for w in named if w.startswith(alone) and "kv_cache" not in w]
+    recipe = load_recipe("recipes/tiny.toml", changes=[*changes, "buffer.capacity=64"])
     assert (recipe.rollout.top_p, recipe.replay.support) == (0.95, True)
     assert (recipe.lag.queue, recipe.rollout.dtype, recipe.optim.dtype) == (1, "float16", "float16")
     assert (recipe.old_policy.source, recipe.buffer.pick) == ("sampling", "freshness")
     assert recipe.optim.length_guard.switch_to == "bypass_pg_geo_rs"
+    on_grid = [w for w in named if w.startswith(("quantized", "rollout.q", "rollout.kv"))]
+    in_vllm = ["rollout.engine=vllm", "rollout.dtype=bfloat16"]
+    recipe = load_recipe("recipes/quantized.toml", changes=[*on_grid, *in_vllm])
+    assert (recipe.quantized.forward, recipe.quantized.scale, recipe.rollout.kv_cache_dtype) == (True, 1.5, "fp8")
+    assert load_recipe("recipes/qerl.toml").lora.base == "nvfp4"
     assert recipe.optim.align is not None
     assert recipe.optim.perturb is not None
     assert (recipe.draws.max_samples, recipe.optim.advantage) == (16, "rl_zvp")

@@ -21,6 +21,7 @@ from offdrift.records import Sampling
 from offdrift.records.store import read
 from offdrift.stats.metrics import METRICS
 from offdrift.train import arm as arm_module
+from offdrift.train import loop as loop_module
 from offdrift.train.loop import train
 from offdrift.train.models import load_model
 from offdrift.train.parts import Noise
@@ -125,6 +126,17 @@ def test_error_tokens_are_logged_for_quantized_rollouts_alone(run, tmp_path, mon
     short_arms(monkeypatch)
     train(small_recipe(batches=1, lag__sync_every=1), tmp_path)
     assert not any(name.startswith(("error_tokens", "grid/")) for name in rows(tmp_path, "trm_max")[0])
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_evaluations_draw_from_the_policy_that_is_trained(forward, tmp_path, monkeypatch):
+    evaluate, made = loop_module.evaluate, []
+    short_arms(monkeypatch)
+    monkeypatch.setattr(loop_module, "evaluate", evaluate)
+    make = loop_module.make_engine
+    monkeypatch.setattr(loop_module, "make_engine", lambda *a, **o: made.append(o["quantization"]) or make(*a, **o))
+    train(small_recipe(**DENSE, batches=1, lag__sync_every=1, quantized={"forward": forward}), tmp_path)
+    assert set(made) == {"w8a8" if forward else None}
 
 
 def test_an_engine_whose_grid_keeps_old_codes_is_refused(tmp_path, monkeypatch):
