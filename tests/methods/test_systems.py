@@ -144,11 +144,6 @@ def test_every_recipe_value_that_a_system_names_exists():
     assert (recipe.lag.queue, recipe.rollout.dtype, recipe.optim.dtype) == (1, "float16", "float16")
     assert (recipe.old_policy.source, recipe.buffer.pick) == ("sampling", "freshness")
     assert recipe.optim.length_guard.switch_to == "bypass_pg_geo_rs"
-    on_grid = [w for w in named if w.startswith(("quantized", "rollout.q", "rollout.kv"))]
-    in_vllm = ["rollout.engine=vllm", "rollout.dtype=bfloat16"]
-    recipe = load_recipe("recipes/quantized.toml", changes=[*on_grid, *in_vllm])
-    assert (recipe.quantized.forward, recipe.quantized.scale, recipe.rollout.kv_cache_dtype) == (True, 1.5, "fp8")
-    assert load_recipe("recipes/qerl.toml").lora.base == "nvfp4"
     assert recipe.optim.align is not None
     assert recipe.optim.perturb is not None
     assert (recipe.draws.max_samples, recipe.optim.advantage) == (16, "rl_zvp")
@@ -159,6 +154,11 @@ def test_every_recipe_value_that_a_system_names_exists():
     assert load_recipe("recipes/tiny-moe.toml", changes=['replay.routes="rollout"']).replay.records
     changes = ["replay.support=false", "rollout.top_p=0.95"]
     assert not load_recipe("recipes/tiny-moe.toml", changes=changes).replay.support
+    on_grid = [w for w in named if w.startswith(("quantized", "rollout.q", "rollout.kv"))]
+    in_vllm = ["rollout.engine=vllm", "rollout.dtype=bfloat16"]
+    recipe = load_recipe("recipes/quantized.toml", changes=[*on_grid, *in_vllm])
+    assert (recipe.quantized.forward, recipe.quantized.scale, recipe.rollout.kv_cache_dtype) == (True, 1.5, "fp8")
+    assert load_recipe("recipes/qerl.toml").lora.base == "nvfp4"
 
 
 def test_systems_have_every_fact_that_lists_and_filters_read():
