@@ -1,12 +1,12 @@
 """Training on quantized rollouts, each way beside bf16: reward, drift, what survives the grid, seconds; and vLLM itself.
 
-    python benchmarks/quantized.py [--seeds 0 1 2] [--batches 8] [--groups bf16 w8a8 fp8 qerl] [--vllm] [--json PATH]
+    python benchmarks/quantized.py [--seeds 0 1 2] [--batches 8] [--groups bf16 w8a8 fp8 qerl] [--costs] [--vllm] [--json PATH]
 
 A tiny Qwen3 after the warm start of the recipes (one start for all) trains on sums. The transformers engine emulates the
-grids. Per arm and seed: reward on held-out prompts before and after, the mean over updates of the exact
-KL(rollout || trainer) and of the drift metrics, and seconds per update without drawing. With --vllm: tokens per second
-of vLLM's own modes, KL(rollout || trainer) with and without the trainer's pass on the grid, before and after new
-weights, and seconds of a synchronization.
+grids. Per arm and seed: reward on held-out prompts before and after, and the mean over updates of the exact
+KL(rollout || trainer) and of other metrics. With --costs: CPU seconds of an update, plain, corrected and on each grid.
+With --vllm: tokens per CPU second of vLLM's own modes, KL(rollout || trainer) with and without the trainer's pass on
+the grid, before and after new weights, and CPU seconds of a synchronization.
 """
 
 import argparse
@@ -18,17 +18,21 @@ from pathlib import Path
 from statistics import mean
 
 import torch
+from accelerate import Accelerator
 from measure import machine
 
 from offdrift.engines import make_engine
 from offdrift.engines.grids import GRIDS, instruction_set, on_grid
 from offdrift.engines.score import score
 from offdrift.errors import EngineError
+from offdrift.methods import method
 from offdrift.records.rollouts import Sampling
+from offdrift.train.batch import Batch
 from offdrift.train.loop import train
 from offdrift.train.models import load_model, prompt_ids, save_for_engine
 from offdrift.train.recipe import check_recipe
 from offdrift.train.run_folder import RunFolder
+from offdrift.train.step import train_step
 from offdrift.train.tasks import find_task
 from offdrift.train.warmstart import warm_start
 
@@ -60,7 +64,6 @@ SHOWN = {
     "moved": "grid/moved_frac",
     "cosine": "grid/update_cosine",
     "errors": "error_tokens/frac",
-    "seconds": "throughput/seconds",
 }
 
 
@@ -73,9 +76,9 @@ def runs(group: str, start: str, seed: int, batches: int) -> list[dict]:
         "seed": seed,
         "batches": batches,
         "rollout": {"dtype": "float32", "prompts": 16, "samples": 8, "max_tokens": 14, "evidence": "full", **rollout},
-        "optim": {"lr": 1e-3 if more else 4e-4, "minibatches": 2},
+        "optim": {"lr": 5e-4 if more else 1e-4, "minibatches": 2},
         "log": {"eval_every": batches, "eval_prompts": 256, "tokens": False, "trackers": [], "checkpoint_every": 999},
-        "arms": {name: {"method": method, "quantized": settings} for name, (method, settings) in arms.items()},
+        "arms": {name: {"method": row, "quantized": settings} for name, (row, settings) in arms.items()},
         **more,
     }
     rows = []
@@ -116,45 +119,60 @@ VLLM = [
 ]
 
 
-def vllm_modes(model, tokenizer) -> list[dict]:
-    """vLLM's modes on this machine; for one that it does not offer, its own words."""
+def vllm_mode(options: dict, model, tokenizer) -> dict:
+    """A mode of vLLM on this machine; for one that it does not offer, its own words."""
     ahead, sampling = copy.deepcopy(model), Sampling(max_tokens=32)
     with torch.no_grad():
         for weight in ahead.parameters():
             weight.add_(0.1 * weight.roll(1, 0))
     asked = find_task("arithmetic").sample(64, seed=0, split="train")
-    prompts, rows = [prompt_ids(p, tokenizer) for p in asked], []
-    for options in VLLM:
-        row = dict(options)
-        with tempfile.TemporaryDirectory() as folder:
-            save_for_engine(model, tokenizer, folder)
-            try:
-                engine = make_engine("vllm", folder, max_model_len=64, kv_cache_mib=64, **options)
-            except EngineError as error:
-                rows.append(row | {"refused": str(error)[:300]})
-                print(json.dumps(rows[-1]), flush=True)
-                continue
-            grid = options.get("quantization") if options.get("quantization") in GRIDS else None
-            for weights, policy in (("loaded", model), ("synchronized", ahead)):
-                if policy is ahead:
-                    begin = time.perf_counter()
-                    engine.load_weights(ahead.named_parameters(), version=1)
-                    row["sync_s"] = time.perf_counter() - begin
-                rollouts = engine.generate(prompts, sampling, seed=1, evidence="full")
-                row[weights] = kl(policy, rollouts)
-                if grid is not None:
-                    with on_grid(policy, grid):
-                        row[f"{weights}, trainer on the grid"] = kl(policy, rollouts)
-            seconds = []
-            for _ in range(3):
-                begin = time.perf_counter()
-                drawn = engine.generate(prompts, sampling, seed=2)
-                seconds.append(time.perf_counter() - begin)
-            row["tokens_per_s"] = len(drawn.tokens) / sorted(seconds)[1]
-            engine.close()
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-    return rows
+    prompts, row = [prompt_ids(p, tokenizer) for p in asked], dict(options)
+    with tempfile.TemporaryDirectory() as folder:
+        save_for_engine(model, tokenizer, folder)
+        try:
+            engine = make_engine("vllm", folder, max_model_len=64, kv_cache_mib=64, **options)
+        except EngineError as error:
+            return row | {"refused": str(error)[:400]}
+        grid = options.get("quantization") if options.get("quantization") in GRIDS else None
+        for weights, policy in (("loaded", model), ("synchronized", ahead)):
+            if policy is ahead:
+                begin = time.process_time()
+                engine.load_weights(ahead.named_parameters(), version=1)
+                row["sync_cpu_s"] = time.process_time() - begin
+            rollouts = engine.generate(prompts, sampling, seed=1, evidence="full")
+            row[weights] = kl(policy, rollouts)
+            if grid is not None:
+                with on_grid(policy, grid):
+                    row[f"{weights}, trainer on the grid"] = kl(policy, rollouts)
+        seconds = []
+        for _ in range(3):
+            begin = time.process_time()
+            drawn = engine.generate(prompts, sampling, seed=2)
+            seconds.append(time.process_time() - begin)
+        row["tokens_per_cpu_s"] = len(drawn.tokens) / sorted(seconds)[1]
+        engine.close()
+    return row
+
+
+def costs(model, tokenizer) -> dict[str, float]:
+    """CPU seconds of a batch of 128 responses and of an update on it: median of five, in turn."""
+    asked = find_task("arithmetic").sample(16, seed=0, split="train")
+    prompts = [prompt_ids(p, tokenizer) for p in asked for _ in range(8)]
+    sampling = Sampling(max_tokens=14, stop_token_ids=(1,))
+    rollouts = make_engine("transformers", model, quantization="w8a8").generate(prompts, sampling, seed=1)
+    batch = Batch(rollouts, torch.randn(len(rollouts.tokens)), old_is_current=True)
+    updates = {"bf16": ("ppo_clip", None), "FlashRL": ("flashrl", None), "fp8_rl": ("fp8_rl", None)}
+    updates |= {f"on the grid, {name}": ("ppo_clip", name) for name in GRIDS}
+    accelerator, seconds = Accelerator(cpu=True), {name: [] for name in updates}
+    for _ in range(5):
+        for name, (row, grid) in updates.items():
+            trainer = copy.deepcopy(model)
+            optimizer = torch.optim.AdamW(trainer.parameters(), lr=0.0)
+            with on_grid(trainer, grid):
+                begin = time.process_time()
+                train_step(accelerator, trainer, optimizer, batch, method(row), token_budget=16384, max_grad_norm=1.0)
+                seconds[name].append(time.process_time() - begin)
+    return {name: sorted(values)[2] for name, values in seconds.items()}
 
 
 def main() -> None:
@@ -163,13 +181,14 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--groups", nargs="*", default=list(GROUPS), choices=list(GROUPS))
     parser.add_argument("--steps", type=int, default=900, help="of the warm start")
-    parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--vllm", type=int, nargs="*", help="modes to measure, by place in VLLM; none given: all")
+    parser.add_argument("--costs", action="store_true")
     parser.add_argument("--json", type=Path, help="write the numbers here, and go on with those that are there")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, tokenizer = load_model("tiny-qwen3", seed=0)
     start = warm_start(model, tokenizer, find_task("arithmetic"), steps=args.steps, seed=0).eval()
-    done = {"rows": [], "vllm": []}
+    done = {"rows": [], "vllm": {}}
     if args.json and args.json.exists():
         done |= json.loads(args.json.read_text())
     with tempfile.TemporaryDirectory() as folder:
@@ -182,10 +201,16 @@ def main() -> None:
                 if args.json:
                     done |= {"batches": args.batches, "instructions": instruction_set(), **machine()}
                     args.json.write_text(json.dumps(done, indent=1) + "\n")
-    if args.vllm and not done["vllm"]:
-        done["vllm"] = vllm_modes(start, tokenizer)
-        if args.json:
-            args.json.write_text(json.dumps(done, indent=1) + "\n")
+    if args.costs:
+        done["costs"] = costs(start, tokenizer)
+        print(json.dumps(done["costs"]), flush=True)
+    for i in range(len(VLLM)) if args.vllm == [] else args.vllm or ():
+        if str(i) not in done["vllm"]:
+            done["vllm"][str(i)] = vllm_mode(VLLM[i], start, tokenizer)
+            print(json.dumps(done["vllm"][str(i)]), flush=True)
+    if args.json:
+        done |= {"instructions": instruction_set(), **machine()}
+        args.json.write_text(json.dumps(done, indent=1) + "\n")
 
 
 if __name__ == "__main__":
