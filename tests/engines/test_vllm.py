@@ -10,7 +10,7 @@ import torch
 
 import offdrift.engines.vllm.engine as vllm_engine_module
 from offdrift.engines.generate import request_seed
-from offdrift.engines.grids import instruction_set, on_grid
+from offdrift.engines.grids import instruction_set, on_grid, warn_of_saturation
 from offdrift.engines.score import score
 from offdrift.engines.verify_sync import QUANTIZED_CAP, verify_sync
 from offdrift.engines.vllm.taps import runner_of
@@ -171,11 +171,11 @@ def test_w8a8_of_a_mixture_and_of_no_folder_are_refused(checkpoints, tmp_path):
 @pytest.mark.filterwarnings("default::UserWarning")
 def test_int8_without_vnni_is_warned_of():
     with pytest.warns(UserWarning, match="processor with avx2: without VNNI"):
-        vllm_engine_module.warn_of_saturation("avx2")
+        warn_of_saturation("avx2")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        vllm_engine_module.warn_of_saturation("avx512+vnni")
-        vllm_engine_module.warn_of_saturation(None)
+        warn_of_saturation("avx512+vnni")
+        warn_of_saturation(None)
 
 
 @pytest.mark.skipif(not FP8_CACHE, reason="FP8 KV cache requires AVX-512 or AMX")

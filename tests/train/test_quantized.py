@@ -24,8 +24,8 @@ from offdrift.train import arm as arm_module
 from offdrift.train import loop as loop_module
 from offdrift.train.loop import train
 from offdrift.train.models import load_model
-from offdrift.train.parts import Noise
 from offdrift.train.quantized import (
+    Noise,
     Survival,
     error_tokens,
     noise_size,

@@ -1,4 +1,4 @@
-"""Quantized rollouts in a run: invariant scaling, noise in norms, and how much of an update the grid lets through.
+"""`[quantized]` of a recipe: invariant scaling, noise in norms, and how much of an update the grid lets through.
 
 The forward pass on the rollouts' grid is `engines.grids.put_on_grid`; what corrects for the rest is the arm's method.
 """
@@ -9,16 +9,18 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from offdrift.engines.grids import grid, matrices
+from offdrift.engines.grids import GRIDS, grid, matrices
 from offdrift.errors import RecipeError
 from offdrift.records.rollouts import Rollouts
 from offdrift.train.draws import ngrams
-from offdrift.train.parts import Noise
+from offdrift.train.parts import Part, PositiveFloat, Rollout
 
 PROBE = ((3, 5, 8, 13, 21, 34, 1, 2),)
 """Token ids for passes that look at how a model is built."""
@@ -27,6 +29,75 @@ ERROR_LOG_RATIO = math.log(4)
 ERROR_NGRAM = 3
 INVARIANT = 1e-4
 """How far scaled logits may be off, as a share of the largest: rounding, and nothing else."""
+
+
+class Noise(Part):
+    """QeRL: Gaussian noise in the engine's norms, drawn anew at each synchronization and smaller from stage to stage;
+    see `noise_size` (arXiv:2510.11696)."""
+
+    start: PositiveFloat = 5e-2
+    """Standard deviation in the second stage; there is none in the first."""
+    end: PositiveFloat = 5e-4
+    """Standard deviation in the last stage."""
+    stages: Annotated[int, Field(ge=3)] = 10
+    """Equal parts of the run."""
+
+    @model_validator(mode="after")
+    def _annealed(self) -> Noise:
+        if self.end > self.start:
+            raise ValueError(
+                f"quantized.noise.end = {self.end} is more than quantized.noise.start = {self.start}; noise is "
+                "annealed: exchange the two"
+            )
+        return self
+
+
+class Quantized(Part):
+    """What is done about rollouts on a grid of few bits, beside correcting for them (docs/quantized.md)."""
+
+    forward: bool = False
+    """The trainer's forward passes round as the engine does (`rollout.quantization`), with a straight-through gradient:
+    little mismatch is left (Jet-RL, QaRL). The policy that is trained and evaluated is then the one on the grid."""
+    scale: PositiveFloat = 1.0
+    """QuRL's invariant scaling: matrices behind norms are divided by it at the start, and norms multiplied. The
+    function stays, and steps of the optimizer are larger by it, beside those of the grid. 1.5 in the paper."""
+    noise: Noise | None = None
+    """Absent: the engine has the trainer's weights. `{}`: with QeRL's noise in its norms, and its log-probs."""
+
+    def check(self, arm: str, *, rollout: Rollout, pipeline: bool, adapters: bool) -> None:
+        """Refuse what cannot act.
+
+        Args:
+            arm: its name.
+            pipeline: whether workers draw beside training.
+            adapters: whether low-rank adapters train.
+
+        Raises: `ValueError` naming the field, its value and the way out.
+        """
+        at = f"arms.{arm}: quantized"
+        changed = [name for name in ("forward", "scale") if getattr(self, name) != Quantized.model_fields[name].default]
+        for name in changed:
+            value = str(getattr(self, name)).lower()
+            if rollout.quantization not in GRIDS:
+                raise ValueError(
+                    f"{at}.{name} = {value} is about the grid of the rollouts, and rollout.quantization = "
+                    f"{rollout.quantization!r} is none that the trainer has; set it to one of "
+                    f"{', '.join(sorted(GRIDS))}, or leave {name} out"
+                )
+            if adapters:
+                raise ValueError(
+                    f"{at}.{name} = {value} with [lora]: the engine rounds merged weights, which the trainer's passes "
+                    "do not have; leave one of the two out, or set lora.base for adapters on weights of a grid"
+                )
+        if self.noise is not None and pipeline:
+            raise ValueError(
+                f"{at}.noise with [pipeline], whose workers take the trainer's weights; leave one of the two out"
+            )
+        if self.noise is not None and rollout.engine == "openai":
+            raise ValueError(
+                f'{at}.noise with rollout.engine = "openai": a server is verified with the trainer\'s weights; use '
+                '"vllm" or "transformers"'
+            )
 
 
 @torch.no_grad()

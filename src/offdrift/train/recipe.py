@@ -42,12 +42,12 @@ from offdrift.train.parts import (
     Pipeline,
     Positive,
     PositiveFloat,
-    Quantized,
     Reference,
     Replay,
     Rollout,
     WarmStart,
 )
+from offdrift.train.quantized import Quantized
 
 SUPPLIED = {"logp_old", "sum_pi_squared", "weight", "position", "greedy_rewards", "components", "values", "entropy"}
 """Inputs of advantage estimators that the trainer has, besides rewards and groups."""

@@ -10,17 +10,12 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import os
-import shutil
 import sys
-import tempfile
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -39,7 +34,7 @@ from offdrift.engines.generate import (
     request_seed,
     responses_of,
 )
-from offdrift.engines.grids import instruction_set, int8
+from offdrift.engines.grids import instruction_set, loadable, rounded, warn_of_saturation
 from offdrift.engines.hf import linear_layers
 from offdrift.engines.isolation import host_kept
 from offdrift.engines.routing import route_lengths
@@ -504,69 +499,6 @@ def quantization_label(quantization: str | None, kv_cache_dtype: str) -> str | N
     return "+".join(p for p in parts if p) or None
 
 
-W8A8 = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "token",
-                "dynamic": True,
-            },
-        }
-    },
-}
-"""`quantization_config` of a checkpoint on the grid "w8a8"."""
-
-
-def rounded(weights: Iterable[tuple[str, Tensor]], linear: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
-    """Named weights as a W8A8 checkpoint has them: codes and scales of linear layers, all others as they are."""
-    for name, weight in weights:
-        if name not in linear:
-            yield name, weight
-            continue
-        codes, scale = int8(weight.float())
-        yield name, codes.to(torch.int8)
-        yield f"{name}_scale", scale
-
-
-@contextmanager
-def loadable(path: str, linear: frozenset[str]) -> Iterator[str]:
-    """A folder that vLLM opens: the checkpoint itself, or meanwhile one whose `linear` matrices are W8A8.
-
-    Raises: `EngineError` if `path` is no folder with safetensors files.
-    """
-    if not linear:
-        yield path
-        return
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    files = sorted(Path(path).glob("*.safetensors"))
-    if not files:
-        raise EngineError(
-            f'quantization = "w8a8" rounds the weights of a checkpoint folder, and {path} has no safetensors files; '
-            "give a folder written by save_pretrained"
-        )
-    with tempfile.TemporaryDirectory(prefix="offdrift-w8a8-") as folder:
-        for each in Path(path).iterdir():
-            if each.is_file() and each.name != "config.json" and ".safetensors" not in each.name:
-                shutil.copy(each, folder)
-        for each in files:
-            with safe_open(each, "pt") as tensors:
-                named = ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
-                save_file(dict(rounded(named, linear)), Path(folder) / each.name, {"format": "pt"})
-        config = json.loads((Path(path) / "config.json").read_text())
-        (Path(folder) / "config.json").write_text(json.dumps({**config, "quantization_config": W8A8}))
-        yield folder
-
-
 @contextmanager
 def reloadable(dtype: torch.dtype, *, quantized: bool) -> Iterator[None]:
     """Meanwhile, vLLM's reload of W8A8 weights is right on CPUs.
@@ -593,16 +525,6 @@ def reloadable(dtype: torch.dtype, *, quantized: bool) -> Iterator[None]:
     finally:
         torch.set_default_dtype(default)
         Kernel.process_weights_for_onednn = inner
-
-
-def warn_of_saturation(instructions: str | None) -> None:
-    """Say that int8 products are not exact on this processor, where they are not."""
-    if instructions is not None and not {"vnni", "amx"} & set(instructions.split("+")):
-        warnings.warn(
-            f'quantization = "w8a8" on a processor with {instructions}: without VNNI, int8 products are added in 16 '
-            "bits and saturate, so that a layer is off by several percent; the record says so (instructions)",
-            stacklevel=3,
-        )
 
 
 @contextmanager
