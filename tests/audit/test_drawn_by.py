@@ -31,6 +31,7 @@ EVERYTHING = Provenance(
     "keep",
     teacher="a teacher",
     draft_tokens=4,
+    instructions="avx2",
     eviction=Eviction("window", 8, 2),
     recorded=REPLAYABLE,
     replayed=("routes",),

@@ -7,7 +7,8 @@ from transformers.cache_utils import DynamicLayer
 
 from offdrift.engines import hf_decode
 from offdrift.engines.generate import responses_of
-from offdrift.engines.hf import TransformersEngine, int8_grid, matrices
+from offdrift.engines.grids import int8, matrices
+from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.hf_decode import KEPT_SHARE, InPlaceLayer, Recorder, branched, inverted
 from offdrift.engines.output_head import deviations
 from offdrift.errors import EngineError
@@ -320,8 +321,8 @@ def test_the_grid_has_one_scale_per_output_channel():
     # Row 2: scale 127/127 = 1, so 0.6 -> 1, -0.4 -> 0, 3.5 -> 4 (half to even). Row 3: zeros.
     weight = torch.tensor([[2.54, 0.013, -0.009, 0.031], [127, 0.6, -0.4, 3.5], [0, 0, 0, 0]])
     expected = torch.tensor([[2.54, 0.02, 0.0, 0.04], [127, 1.0, 0.0, 4.0], [0, 0, 0, 0]])
-    torch.testing.assert_close(int8_grid(weight, dim=-1), expected, atol=1e-6, rtol=0)
-    torch.testing.assert_close(int8_grid(weight.T, dim=-2), expected.T, atol=1e-6, rtol=0)
+    torch.testing.assert_close(int8(weight, dim=-1).value, expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(int8(weight.T, dim=-2).value, expected.T, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("kind", "count"), [("dense", 2 * (4 + 3)), ("moe", 2 * (4 + 2))])

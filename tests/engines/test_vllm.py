@@ -2,12 +2,16 @@
 
 import gc
 import sys
+import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import offdrift.engines.vllm.engine as vllm_engine_module
 from offdrift.engines.generate import request_seed
+from offdrift.engines.grids import instruction_set, on_grid, warn_of_saturation
+from offdrift.engines.score import score
 from offdrift.engines.verify_sync import QUANTIZED_CAP, verify_sync
 from offdrift.engines.vllm.taps import runner_of
 from offdrift.errors import EngineError, NotOfferedError, SyncError
@@ -16,6 +20,9 @@ from tests.engines.contract import PLAIN, PROMPTS, EngineContract
 from tests.engines.models import CACHE_MIB, FP8_CACHE, no_wide_vectors, tiny
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+EXACT_INT8 = bool({"vnni", "amx"} & set(instruction_set().split("+")))
+"""Whether int8 products are added without saturation here."""
 
 SMALL = {"max_model_len": 64, "kv_cache_mib": CACHE_MIB}
 """Of an engine that a test makes for itself."""
@@ -104,6 +111,89 @@ def test_fp8_drifts_but_takes_new_weights(vllm_engine, options, label):
     assert engine.generate(PROMPTS, PLAIN, seed=0).provenance.quantization == label
     # bf16 alone is about 0.015 here.
     assert 0.05 < report.noise < report.cap == QUANTIZED_CAP
+
+
+@pytest.fixture(scope="module")
+def exact_int8(vllm_engine):
+    """W8A8 with everything else in float32."""
+    return vllm_engine("dense", dtype="float32", quantization="w8a8")
+
+
+def test_w8a8_multiplies_the_numbers_of_the_grid_before_and_after_new_weights(exact_int8):
+    model, ahead = tiny("dense"), tiny("dense")
+    with torch.no_grad():
+        for weight in ahead.parameters():
+            weight.add_(0.1 * weight.roll(1, 0))
+    for version, trainer in ((1, ahead), (2, model)):
+        exact_int8.load_weights(trainer.named_parameters(), version=version)
+        rollouts = exact_int8.generate(PROMPTS, PLAIN, seed=1, evidence="full")
+        assert rollouts.provenance.quantization == "w8a8"
+        assert rollouts.provenance.instructions == instruction_set()
+        mu = rollouts.evidence.logp.double()
+
+        def kl(policy, mu=mu, rollouts=rollouts):
+            pi = score(policy, rollouts).logits.detach().double().log_softmax(-1)
+            return float((mu.exp() * (mu - pi)).sum(-1).median())
+
+        assert kl(trainer) > 1e-4
+        with on_grid(trainer, "w8a8"):
+            assert kl(trainer) < 1e-7 or not EXACT_INT8
+
+
+def test_every_group_of_weights_reaches_the_int8_engine(exact_int8):
+    model = tiny("dense")
+    with on_grid(model, "w8a8"):
+        report = verify_sync(exact_int8, model, PROMPTS, PLAIN, seed=0)
+    assert report.unverified == ()
+    assert report.noise < 0.01 or not EXACT_INT8
+
+
+def test_a_reload_of_int8_weights_without_its_repair_is_noticed(exact_int8, monkeypatch):
+    model = tiny("dense")
+    monkeypatch.setattr(vllm_engine_module, "reloadable", lambda dtype, quantized: nullcontext())
+    torch.set_default_dtype(torch.float32)
+    try:
+        with pytest.raises((SyncError, EngineError)):
+            verify_sync(exact_int8, model, PROMPTS, PLAIN, seed=0)
+    finally:
+        monkeypatch.undo()
+        exact_int8.load_weights(model.named_parameters(), version=0)
+
+
+def test_w8a8_of_a_mixture_and_of_no_folder_are_refused(checkpoints, tmp_path):
+    with pytest.raises(EngineError, match="fused tensor of experts"):
+        vllm_engine_module.VLLMEngine(checkpoints["moe"], quantization="w8a8", **SMALL)
+    tiny("dense").config.save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match="has no safetensors files"):
+        vllm_engine_module.VLLMEngine(str(tmp_path), quantization="w8a8", **SMALL)
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_int8_without_vnni_is_warned_of():
+    with pytest.warns(UserWarning, match="processor with avx2: without VNNI"):
+        warn_of_saturation("avx2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_saturation("avx512+vnni")
+        warn_of_saturation(None)
+
+
+@pytest.mark.skipif(not FP8_CACHE, reason="FP8 KV cache requires AVX-512 or AMX")
+def test_scales_of_an_fp8_cache_follow_the_weights(vllm_engine):
+    engine = vllm_engine("dense", kv_cache_dtype="fp8")
+    drift = {}
+    for factor in (1.0, 1e3, 1e-3):  # small values lose their bits at a scale of 1, large ones are cut off
+        model = tiny("dense")
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.v_proj.weight.div_(factor)
+                layer.self_attn.o_proj.weight.mul_(factor)
+        engine.load_weights(model.named_parameters(), version=1)
+        rollouts = engine.generate(PROMPTS, PLAIN, seed=1, evidence="full")
+        mu = rollouts.evidence.logp.double()
+        pi = score(model, rollouts).logits.detach().double().log_softmax(-1)
+        drift[factor] = float((mu.exp() * (mu - pi)).sum(-1).mean())
+    assert max(drift.values()) < 2 * min(drift.values()) < 0.05
 
 
 def test_an_fp8_cache_on_a_processor_without_wide_vectors_is_not_offered(checkpoints, dense, monkeypatch):

@@ -41,7 +41,7 @@ ALLOWED = {
     "orjson": {"records/readers/"},
     "ray": {"engines/isolation.py", "audit/stream.py", "train/pipeline/"},
     "simpy": {"plan/"},
-    "pydantic": {"train/optim.py", "train/parts.py", "train/recipe.py", "plan/phases.py"},
+    "pydantic": {"train/optim.py", "train/parts.py", "train/quantized.py", "train/recipe.py", "plan/phases.py"},
     "typer": {"cli/"},
     "rich": {
         "cli/",
@@ -56,7 +56,7 @@ ALLOWED = {
         "train/view.py",
     },
     "triton": {"divergence/kernels_"},
-    "safetensors": {"records/store.py", "engines/server/engine.py", "train/"},
+    "safetensors": {"records/store.py", "engines/grids.py", "engines/server/engine.py", "train/"},
     "httpx": {"engines/server/client.py"},
     "matplotlib": {"show/png.py"},
     "jinja2": {"show/html.py"},

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from offdrift.engines.grids import instruction_set
 from offdrift.records import FullVocab, TopK
 from offdrift.records.store import read
 from tests.engines.models import CACHE_MIB
@@ -65,6 +66,23 @@ def test_real_vllm_draws_the_tokens_and_takes_every_update(tmp_path, recipe, cha
     rows = (tmp_path / "run" / "arms" / "none" / "metrics.jsonl").read_text().splitlines()
     kl = [json.loads(r)["divergence/kl_rollout_current_mean"] for r in rows]
     assert 0 < max(kl) < 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@needs("vllm")
+def test_vllm_and_trainer_train_on_one_int8_grid(tmp_path):
+    changes = ("rollout.engine=vllm", "rollout.dtype=float32")
+    run("quantized", tmp_path / "run", "none,jet_rl", *changes, start=("-c", PROGRAM))
+    batch = read(tmp_path / "run" / "arms" / "jet_rl" / "rollouts" / "batch-000001.parquet")
+    assert (batch.provenance.engine, batch.provenance.quantization) == ("vllm", "w8a8")
+    assert batch.provenance.instructions == instruction_set()
+    kl = {}
+    for arm in ("none", "jet_rl"):
+        rows = map(json.loads, (tmp_path / "run" / "arms" / arm / "metrics.jsonl").read_text().splitlines())
+        kl[arm] = [r["divergence/kl_rollout_current_mean"] for r in rows if r["batch/updates_before"] == 0]
+    if "vnni" in instruction_set():
+        assert max(kl["jet_rl"]) < min(kl["none"]) / 5
 
 
 @pytest.mark.slow

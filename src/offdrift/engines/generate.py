@@ -244,6 +244,8 @@ class Drawing(ABC):
     """Whether rollouts carry the experts that tokens were sent to."""
     teacher_name: str | None = None
     """Of the model that decodes along where `generate` is given shares for it."""
+    instructions: str | None = None
+    """What the processor multiplies small numbers with, where an engine on quantized weights runs on one."""
     stream: Stream | None = None
     """The stream that is open on this engine."""
     _state_bytes: int  # of one hidden state
@@ -342,7 +344,8 @@ class Drawing(ABC):
 
     def provenance(self, sampling: Sampling) -> Provenance:
         """What a record says of this engine's draws."""
-        return Provenance(self.name, *self._source, self.dtype, self.quantization, sampling)
+        source = (*self._source, self.dtype, self.quantization)
+        return Provenance(self.name, *source, sampling, instructions=self.instructions)
 
     def check(self, request: Request) -> None:
         """Refuse a request that this engine should not answer; see `check_request`."""

@@ -15,9 +15,9 @@ from typing import Literal
 
 import torch
 import transformers
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedModel,
@@ -27,6 +27,7 @@ from transformers.utils import logging
 from offdrift.divergence.head import Head
 from offdrift.engines import hf_fixed_order
 from offdrift.engines.generate import Drawing, Draws, Request, pieces
+from offdrift.engines.grids import fitting_matrices, grid, instruction_set, put_on_grid
 from offdrift.engines.hf_cache import check_eviction, evicting
 from offdrift.engines.hf_decode import Recorder, decode, uniform_numbers
 from offdrift.engines.hf_stream import TransformersStream
@@ -43,8 +44,9 @@ class TransformersEngine(Drawing):
     Args:
         model_or_path: the model to copy (it is not changed), or a checkpoint folder.
         dtype: the copy's parameters and arithmetic.
-        quantization: "int8" rounds every matrix (linear layers and fused experts; not embeddings,
-            head, router or norms) to an int8 grid per output channel, at each `load_weights`.
+        quantization: a grid (`engines.grids`) to which every matrix (linear layers and fused experts; not embeddings,
+            head, router or norms) is rounded at each `load_weights`: "int8"; "w8a8" and "fp8_per_channel", which
+            round the inputs of linear layers, too; "nvfp4".
         batch_size: responses drawn at once.
         head_dtype: of the output head's arithmetic and logits, for instance "float32"; its weights
             are those of `dtype`. Absent: `dtype`.
@@ -65,8 +67,8 @@ class TransformersEngine(Drawing):
         version: trainer version of the given weights, optimizer steps.
 
     Raises: `EngineError` if the model cannot generate, has no routers to record, a cache that cannot be compressed, or
-        layers that cannot be made batch-invariant; if teacher or drafter has another vocabulary, or cannot act beside
-        the other options.
+        layers that cannot be made batch-invariant or do not fit the grid; if teacher or drafter has another
+        vocabulary, or cannot act beside the other options.
 
     Example:
         >>> from offdrift.records.rollouts import Sampling
@@ -84,7 +86,7 @@ class TransformersEngine(Drawing):
         model_or_path: PreTrainedModel | str,
         *,
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-        quantization: Literal["int8"] | None = None,
+        quantization: str | None = None,
         batch_size: int = 64,
         head_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         attn_implementation: str | None = None,
@@ -119,7 +121,12 @@ class TransformersEngine(Drawing):
         width = getattr(model.get_output_embeddings(), "in_features", None)
         width = width or model.config.get_text_config().hidden_size
         self._state_bytes = width * getattr(torch, dtype).itemsize
-        self._rounded = matrices(model) if quantization == "int8" else {}
+        self._grid = None if quantization is None else grid(quantization)
+        self._rounded = {} if quantization is None else fitting_matrices(model, quantization)
+        if quantization is not None:
+            put_on_grid(model, quantization, weights=False)
+            on_cpu = next(model.parameters()).device.type == "cpu"
+            self.instructions = instruction_set() if on_cpu else None
         self._head: Head | None = None
         weights = [(name, weight.detach()) for name, weight in source.named_parameters()]
         self._model: PreTrainedModel | None = model.eval()
@@ -227,7 +234,9 @@ class TransformersEngine(Drawing):
                         f"{tuple(target.shape)}; the trainer holds another model"
                     )
                 dim = self._rounded.get(name)
-                target.copy_(weight if dim is None else int8_grid(weight.float(), dim=dim))
+                if dim is not None and self._grid is not None:
+                    weight = self._grid.weights(weight.float(), dim=dim).value
+                target.copy_(weight)
                 stale.discard(name)
         self._head = None  # batches that were drawn keep the old one
         if stale:
@@ -293,33 +302,11 @@ class TransformersEngine(Drawing):
         return transformers.__version__, name
 
 
-INT8_LEVELS = 127
-"""Largest magnitude on the symmetric int8 grid."""
+def linear_layers(path: str) -> frozenset[str]:
+    """Names of the matrices of linear layers, except the output head, in a checkpoint folder; nothing is loaded.
 
-
-def int8_grid(weight: Float[Tensor, "*d"], *, dim: int) -> Float[Tensor, "*d"]:
-    """The nearest weights on a symmetric int8 grid, one scale per output channel.
-
-        round(w / s) s with s = max|w| / 127, the maximum taken over the input dimension `dim`.
-
-    Gradient: none is meant to flow through it.
+    Raises: `EngineError` if the model has fused experts, for which no engine here has a W8A8 kernel.
     """
-    scale = weight.abs().amax(dim, keepdim=True) / INT8_LEVELS
-    return (weight / scale.clamp(min=torch.finfo(weight.dtype).tiny)).round() * scale
-
-
-def matrices(model: nn.Module) -> dict[str, int]:
-    """Names of the weights that "int8" rounds, and the input dimension of each.
-
-    Linear layers except the output head, and fused expert tensors `[experts, out, in]` (or
-    `[experts, in, out]` where the module says that it is transposed).
-    """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    dims: dict[str, int] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not head:
-            dims[f"{path}.weight"] = -1
-        for name, weight in module.named_parameters(recurse=False):
-            if weight.ndim == 3 and "expert" in path:
-                dims[f"{path}.{name}"] = -2 if getattr(module, "is_transposed", False) else -1
-    return dims
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    return frozenset(fitting_matrices(model, "w8a8"))

@@ -117,6 +117,9 @@ class Provenance:
     "recompute": computed anew, so that every token is drawn by the weights of its version. "keep": kept, so that
     tokens behind a change are drawn by a policy that no version has.
     """
+    instructions: str | None = None
+    """What the processor multiplies small numbers with, such as "avx512+vnni", where quantized weights drew the tokens:
+    the results of its kernels depend on it. None: full weights, or another device."""
     eviction: Eviction | None = None
     """How the engine's cache forgets keys; None: it keeps all."""
     teacher: str | None = None
@@ -150,7 +153,7 @@ class Provenance:
         parts = {
             f"{self.engine} {self.engine_version}".strip(): True,
             self.dtype: True,
-            f"{self.quantization}": self.quantization is not None,
+            f"{self.quantization}" + f" ({self.instructions})" * bool(self.instructions): self.quantization is not None,
             f"temperature {s.temperature:g}": s.temperature != 1,
             f"top-k {s.top_k}": s.top_k > 0,
             f"top-p {s.top_p:g}": s.top_p < 1,

@@ -9,7 +9,8 @@ import copy
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from offdrift.advantages import ADVANTAGES
 from offdrift.certificate import TrustRegion
+from offdrift.engines.grids import on_grid, put_on_grid
 from offdrift.engines.routing import router_biases
 from offdrift.engines.verify_sync import check_sync
 from offdrift.judge import Context, Finding, Watcher, num_experts
@@ -34,9 +36,11 @@ from offdrift.train.drafter import Drafter
 from offdrift.train.lora import add_adapters, merged_weights
 from offdrift.train.old_policy import OldPolicy, make_old_policy
 from offdrift.train.perturb import Perturbation
+from offdrift.train.problems import digest
+from offdrift.train.quantized import Survival, noise_size, noisy_norms, norm_readers, scale_invariantly
 from offdrift.train.recipe import Recipe
 from offdrift.train.run_folder import ArmFolder, Position, checkpoints, load_checkpoint, save_checkpoint
-from offdrift.train.sharded import anywhere, whole_weights
+from offdrift.train.sharded import anywhere, is_sharded, whole_weights
 from offdrift.train.source import Source
 
 MIB = 2**20
@@ -68,6 +72,10 @@ class Arm:
     """Noise in the layers' inputs, where the loss is to see it."""
     drafter: Drafter | None = None
     """What proposes tokens to the engine, where something does."""
+    noisy_paths: Sequence[str] = ()
+    """Norms that the engine is given with noise."""
+    published_sigma: float | None = None
+    """Standard deviation of the noise that the engine has."""
     switched: bool = False
     """Whether a surge of lengths has changed the method."""
     surge: SurgeState = field(default_factory=SurgeState)
@@ -89,6 +97,11 @@ class Arm:
     def replay(self) -> recipe.Replay:
         """What the arm's passes repeat."""
         return self.run.recipe.replay_of(self.name)
+
+    @property
+    def quantized(self) -> recipe.Quantized:
+        """What the arm does about the grid of the rollouts."""
+        return self.run.recipe.quantized_of(self.name)
 
     @property
     def region(self) -> TrustRegion:
@@ -155,11 +168,15 @@ class Arm:
         """Give the engine the trainer's weights, and make sure that it took them, unless the source's workers take
         them in their own time."""
         run, begin = self.run, time.perf_counter()
-        if source is None:
-            run.engine.load_weights(self.weights(), version=self.version)
-        if source is None or source.publish(self.weights(), self.version):
-            model = run.accelerator.unwrap_model(self.model)
-            check_sync(run.engine, model, run.probes, run.sampling, seed=run.recipe.seed, baseline=run.synced)
+        model, quantized = run.accelerator.unwrap_model(self.model), self.quantized
+        # Where the trainer's passes are not on the engine's grid anyway, they are while the two are compared. Adapters
+        # have no place on it.
+        other = run.recipe.lora is not None or quantized.forward
+        with self.noisy(model), on_grid(model, None if other else run.recipe.grid):
+            if source is None:
+                run.engine.load_weights(self.weights(), version=self.version)
+            if source is None or source.publish(self.weights(), self.version):
+                check_sync(run.engine, model, run.probes, run.sampling, seed=run.recipe.seed, baseline=run.synced)
         self.old_policy.published(self.model, self.version)
         if source is not None:
             source.seconds["publish"] += time.perf_counter() - begin
@@ -180,6 +197,28 @@ class Arm:
         if self.drafter is not None:
             engine: Any = self.run.engine
             engine.load_drafter(self.drafter.model.named_parameters(), version=self.drafter.version)
+
+    @property
+    def noise_sigma(self) -> float | None:
+        """Standard deviation of the noise in the norms that the engine is given now; None where it gets none."""
+        settings = self.quantized.noise
+        return None if settings is None else noise_size(self.version, self.run.recipe.updates, settings)
+
+    def noisy(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The model with QeRL's noise in its norms, if the arm has it; the same in every process."""
+        sigma = self.noise_sigma
+        if sigma is None:
+            return nullcontext()
+        seed = digest("noise", self.run.recipe.seed, self.version)
+        self.published_sigma = sigma
+        return noisy_norms(model, self.noisy_paths, sigma=sigma, seed=seed)
+
+    def survival(self) -> Survival | None:
+        """The engine's matrices before a step; None where they are on no grid, or spread over processes."""
+        run = self.run
+        if run.recipe.grid is None or is_sharded(run.accelerator.unwrap_model(self.model)):
+            return None
+        return Survival.of(run.recipe.grid, run.matrices, self.weights())
 
     def keep_old_weights(self, rollouts: Rollouts | None, source: Source) -> None:
         """Before the trainer moves on: keep weights that this batch or one to come still refers to."""
@@ -246,6 +285,13 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
     if run.recipe.replay_of(name).freeze_router_bias:
         for bias in router_biases(model):
             bias.requires_grad_(False)
+    quantized = run.recipe.quantized_of(name)
+    noisy_paths = tuple(norm_readers(model)) if quantized.noise is not None else ()
+    if quantized.scale != 1:
+        scale_invariantly(model, quantized.scale)
+    if quantized.forward:
+        assert run.recipe.grid is not None
+        put_on_grid(model, run.recipe.grid)
     # Before and after a surge of lengths, if the recipe makes a difference.
     stages = (run.recipe, run.recipe.after_surge())
     inputs = {x for r in stages for x in ADVANTAGES[r.estimator(r.row(name))].needs}
@@ -314,6 +360,7 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
             reward_range=run.recipe.reward_range,
             token_budget=run.recipe.optim.token_budget,
         )
+    arm.noisy_paths = noisy_paths
     arm.switched = position.switched
     for row in files.rows("metrics"):
         arm.learn(row)

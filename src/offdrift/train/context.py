@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from offdrift.advantages import ADVANTAGES
 from offdrift.engines import Engine, make_engine
+from offdrift.engines.grids import fitting_matrices, matrices, on_grid
 from offdrift.engines.hf_fixed_order import batch_invariant
 from offdrift.engines.retention import need_led
 from offdrift.engines.routing import router_biases, routers_of_mixture, rule_of
@@ -34,7 +36,8 @@ from offdrift.train.models import load_model, prompt_ids, save_for_engine
 from offdrift.train.old_policy import EXACT_NORMS_BELOW, score_batch
 from offdrift.train.perturb import decoder_layers
 from offdrift.train.problems import ProblemFile, read_problems
-from offdrift.train.recipe import Recipe, Replay
+from offdrift.train.quantized import norm_readers, put_weights_on_grid, scale_invariantly
+from offdrift.train.recipe import Quantized, Recipe, Replay
 from offdrift.train.rewards import OwnReward
 from offdrift.train.run_folder import RunFolder
 from offdrift.train.sharded import make_accelerator
@@ -87,6 +90,8 @@ class RunContext:
     watch: Watch
     drafter: PreTrainedModel | None = None
     """The weights that every arm's drafter starts from, where there is one."""
+    matrices: Mapping[str, int] = field(default_factory=dict)
+    """What the engine rounds to `Recipe.grid`, by name, and the input dimension of each."""
     half: torch.dtype | None = None
     """What the trainer's forward passes multiply matrices in; None: float32."""
 
@@ -186,6 +191,8 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
             progress=lambda step, loss: watch(Event("warm_start", step=step, total=steps, metrics={"loss": loss})),
         )
     teacher = None if recipe.fusion is None else _teacher(recipe, model, tokenizer, task, accelerator, watch)
+    if recipe.lora is not None and recipe.lora.base is not None:
+        put_weights_on_grid(model, recipe.lora.base)
     model.to(accelerator.device)
     drafter = _drafter(recipe, model, task, accelerator, watch)
     if recipe.batch_invariant:
@@ -211,6 +218,8 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     if drafter is not None:
         assert rollout.speculative is not None
         engine_options |= {"drafter": drafter, "draft_tokens": rollout.speculative.tokens}
+    if rollout.kv_cache_dtype != "auto":
+        engine_options["kv_cache_dtype"] = rollout.kv_cache_dtype
     if rollout.engine == "vllm" or recipe.pipeline is not None:
         source = str(folder.path / "engine")
         with accelerator.main_process_first():
@@ -228,13 +237,28 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     engine = _engine(recipe, source, engine_options, sampling, model)
     probes = [prompt_ids(p, tokenizer) for p in task.sample(PROBES, seed=recipe.seed, split="eval")]
     watch(Event("setup", text="verifying weight synchronization with perturbed weights"))
-    synced = verify_sync(engine, model, probes, sampling, seed=recipe.seed)
+    rounded = {} if recipe.grid is None else matrices(model)
+    with on_grid(model, recipe.grid if recipe.lora is None else None):
+        synced = verify_sync(engine, model, probes, sampling, seed=recipe.seed)
     if recipe.batch_invariant:
         _check_equal(engine, model, probes, sampling, half=half, seed=recipe.seed)
     if recipe.reference.offload:
         model.to("cpu")  # type: ignore[arg-type]
     return RunContext(
-        recipe, folder, accelerator, model, tokenizer, task, sampling, engine, probes, synced, watch, drafter, half
+        recipe,
+        folder,
+        accelerator,
+        model,
+        tokenizer,
+        task,
+        sampling,
+        engine,
+        probes,
+        synced,
+        watch,
+        drafter=drafter,
+        matrices=rounded,
+        half=half,
     )
 
 
@@ -426,6 +450,8 @@ def _check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
         )
     layer = {"optim.align": recipe.optim.align, "optim.perturb": recipe.optim.perturb, "lora": recipe.lora}
     replays = [recipe.replay_of(name) for name in recipe.arms]
+    treated = (recipe.quantized_of(name) for name in recipe.arms)
+    layer["quantized"] = next((q for q in treated if q != Quantized()), None)
     layer["replay of routers"] = next((r for r in replays if r.routes != "none" or r.freeze_router_bias), None)
     layer["rollout.kv"] = recipe.rollout.kv
     if kind == "FSDP" and (unsharded := [name for name, part in layer.items() if part is not None]):
@@ -477,8 +503,14 @@ def _check_model(recipe: Recipe, model: PreTrainedModel) -> None:
             need_led(model)
         except EngineError as e:
             raise RecipeError(f"rollout.kv.budget = {recipe.rollout.kv.budget}: {e}; leave it out") from e
+    try:
+        if recipe.grid is not None:
+            fitting_matrices(model, recipe.grid)
+    except EngineError as e:
+        raise RecipeError(f"rollout.quantization: {e}") from e
     for name in recipe.arms:
         _check_replay(recipe.replay_of(name), name, model)
+        _check_quantized(recipe.quantized_of(name), name, model)
     if recipe.lora is not None:
         add_adapters(model, recipe.lora, seed=recipe.seed)
         remove_adapters(model)
@@ -497,6 +529,19 @@ def _check_replay(replay: Replay, arm: str, model: PreTrainedModel) -> None:
             router_biases(model)
     except EngineError as e:
         raise RecipeError(f"arms.{arm}: replay.freeze_router_bias = true: {e}; leave it out") from e
+
+
+def _check_quantized(quantized: Quantized, arm: str, model: PreTrainedModel) -> None:
+    """Refuse invariant scaling of a model that is another function then, and noise in norms that nothing reads."""
+    try:
+        if quantized.scale != 1:
+            scale_invariantly(copy.deepcopy(model), quantized.scale)
+    except RecipeError as e:
+        raise RecipeError(f"arms.{arm}: {e}") from e
+    if quantized.noise is not None and not norm_readers(model):
+        raise RecipeError(
+            f"arms.{arm}: quantized.noise: no matrix of {type(model).__name__} reads a norm; leave it out"
+        )
 
 
 def model_facts(recipe: Recipe, model: PreTrainedModel) -> dict[str, Any]:

@@ -84,19 +84,27 @@ def repeated_share(tokens: Int[Tensor, " n"], lengths: Int[Tensor, " b"], *, ngr
 
     Source: arXiv:2502.03373, appendix C.2; as a share of the response, as in TRL's `get_repetition_penalty_reward`.
     """
-    if not len(tokens):
-        return torch.zeros(len(lengths))
+    sequence, code, whole = ngrams(tokens, lengths, ngram=ngram)
+    different = (sequence * len(tokens) + code)[whole].unique() // max(1, len(tokens))
+    counts = torch.bincount(sequence[whole], minlength=len(lengths))
+    return 1 - torch.bincount(different, minlength=len(lengths)) / counts.clamp(min=1) - (counts == 0).float()
+
+
+def ngrams(
+    tokens: Int[Tensor, " n"], lengths: Int[Tensor, " b"], *, ngram: int
+) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"], Bool[Tensor, " n"]]:
+    """The sequence of every token, a number for the n-gram that begins there, and whether that is all in the sequence.
+
+    Gradient: none. Equal n-grams have equal numbers, below `n`.
+    """
     sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
     place, last = torch.arange(len(tokens)), len(tokens) - 1
     code, width = tokens.unique(return_inverse=True)[1], 1
-    while width < ngram:  # a window is known by two that overlap or touch
+    while width < ngram and len(tokens):  # a window is known by two that overlap or touch
         shift = min(width, ngram - width)
         ahead = code[(place + shift).clamp(max=last)]
         code, width = (code * len(tokens) + ahead).unique(return_inverse=True)[1], width + shift
-    whole = place + ngram <= lengths.cumsum(0)[sequence]
-    different = (sequence * len(tokens) + code)[whole].unique() // len(tokens)
-    ngrams = torch.bincount(sequence[whole], minlength=len(lengths))
-    return 1 - torch.bincount(different, minlength=len(lengths)) / ngrams.clamp(min=1) - (ngrams == 0).float()
+    return sequence, code, place + ngram <= lengths.cumsum(0)[sequence]
 
 
 def penalized(rollouts: Rollouts, settings: parts.Penalties, *, max_tokens: int) -> Rollouts:

@@ -112,7 +112,12 @@ def train_batches(arm: Arm, source: Source) -> dict[str, Any]:
             minibatch = batch if isinstance(batch, Parts) or sequences is None else batch.select(sequences)
             version, learning_rate = arm.version, arm.learning_rate
             sampled, logged = version % log.samples_every == 0, log.tokens and epoch == 0
+            before = arm.survival()
             update = take_step(arm, minibatch, learning_rate=learning_rate, view=sampled or logged)
+            if before is not None:
+                update = replace(update, stats=update.stats.plus(before.sums(arm.weights())))
+            if arm.published_sigma is not None:
+                update = replace(update, stats=update.stats.plus({}, {"grid/noise_sigma": arm.published_sigma}))
             if isinstance(batch, Parts):
                 batch = batch.joined()
             if isinstance(minibatch, Parts):
@@ -234,7 +239,9 @@ def evaluate(arm: Arm) -> None:
     sampling = replace(run.sampling, **{name: x for name, x in changed.items() if x is not None})
     problems = run.task.sample(prompts, seed=run.recipe.seed, split="eval")
     with resident(run.model, run.accelerator.device) as start:
-        engine = make_engine("transformers", start, dtype="float32", batch_size=256)
+        # What is trained on the rollouts' grid is a policy there.
+        grid = run.recipe.grid if arm.quantized.forward else None
+        engine = make_engine("transformers", start, dtype="float32", quantization=grid, batch_size=256)
     engine.load_weights(whole_weights(run.accelerator.unwrap_model(arm.model)), version=arm.version)
     responses = rollout(
         engine,

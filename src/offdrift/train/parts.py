@@ -128,8 +128,12 @@ class Rollout(Part):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """The engine's precision; the trainer's is `optim.dtype`."""
     quantization: Annotated[str | None, BeforeValidator(lambda x: None if x == "none" else x)] = None
-    """transformers: "int8". vllm: its own names, for instance "fp8_per_channel". "none": full weights,
-    as if it were absent."""
+    """A grid that the engine's matrices are rounded to, anew at each synchronization (docs/quantized.md). transformers
+    emulates "int8" (weights alone), "w8a8", "fp8_per_channel" and "nvfp4"; vllm computes "w8a8", "fp8_per_channel" and
+    what else it has by its own names. "none": full weights, as if it were absent."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """vllm: "fp8" keeps keys and values in FP8, with scales measured anew after each synchronization; on CPUs, those
+    with AVX-512 or AMX can. "auto": in `dtype`."""
     prompts: Positive = 32
     """Prompts per rollout batch, over all processes."""
     samples: Positive = 8
@@ -726,6 +730,9 @@ class Lora(Part):
     """Scale of the update, times rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Must be 0: with dropout, the loss would score another policy than the one that draws and the old one."""
+    base: Literal["int8", "nvfp4"] | None = None
+    """Grid that the model's own matrices are rounded to once, before adapters are added (QeRL: nvfp4). The engine is
+    given W on the grid plus (alpha / rank) B A. Absent: they stay as they are."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Ends of the names of the layers that get adapters, such as "q_proj"; "all-linear": every linear layer but the
     output head."""

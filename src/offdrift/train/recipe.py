@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from offdrift.advantages import ADVANTAGES
 from offdrift.correction import Correction
+from offdrift.engines.grids import GRIDS
 from offdrift.errors import MethodError, RecipeError
 from offdrift.methods import Method, method, override
 from offdrift.methods.describe import DEFAULT_ADVANTAGE, raised_by
@@ -47,6 +48,7 @@ from offdrift.train.parts import (
     Rollout,
     WarmStart,
 )
+from offdrift.train.quantized import Quantized
 
 SUPPLIED = {"logp_old", "sum_pi_squared", "weight", "position", "greedy_rewards", "components", "values", "entropy"}
 """Inputs of advantage estimators that the trainer has, besides rewards and groups."""
@@ -65,6 +67,8 @@ class Arm(Part):
     """This arm's replay, where it differs from the recipe's."""
     fusion: Mixture | None = None
     """This arm's share of the teacher, where it differs from the recipe's."""
+    quantized: Quantized | None = None
+    """What this arm does about the grid of the rollouts, where it differs from the recipe's."""
     schedule: str | None = None
     """This arm's schedule, where it differs from `pipeline.schedule`."""
     rules: dict[str, Any] = Field(default_factory=dict)
@@ -120,6 +124,7 @@ class Recipe(Part):
     buffer: Buffer = Buffer()
     old_policy: OldPolicy = OldPolicy()
     replay: Replay = Replay()
+    quantized: Quantized = Quantized()
     reference: Reference = Reference()
     optim: Optim = Optim()
     lora: Lora | None = None
@@ -153,6 +158,9 @@ class Recipe(Part):
         for name in self.arms:
             self._check_arm(name)
             self._check_replay(name)
+            self.quantized_of(name).check(
+                name, rollout=self.rollout, pipeline=self.pipeline is not None, adapters=self.lora is not None
+            )
         check_turns(self.task, self.rollout.max_turns, reward=self.reward)
         self._check_rollout()
         self._check_fusion()
@@ -229,11 +237,28 @@ class Recipe(Part):
                 f'rollout.engine = "{rollout.engine}", rollout.url = {rollout.url!r}: the "openai" engine, and no '
                 "other, needs the address of a server"
             )
-        if rollout.engine == "vllm" and rollout.quantization == "int8":
+        grid = rollout.quantization
+        if rollout.engine == "vllm" and grid in ("int8", "nvfp4"):
             raise ValueError(
-                'rollout.quantization = "int8" is the transformers engine\'s; vLLM has names of its own '
-                '("fp8_per_channel", ...), and "none" draws with full weights: add '
+                f'rollout.quantization = "{grid}" is the transformers engine\'s; vLLM has "w8a8", "fp8_per_channel" '
+                'and other names of its own, and "none" draws with full weights: add '
                 "--set rollout.quantization=none --set rollout.dtype=bfloat16"
+            )
+        if rollout.engine == "vllm" and grid == "fp8_per_channel" and rollout.dtype == "float32":
+            raise ValueError(
+                'rollout.quantization = "fp8_per_channel" with rollout.dtype = "float32": vLLM multiplies FP8 numbers '
+                'for activations in half precision alone; set rollout.dtype = "bfloat16"'
+            )
+        if rollout.engine == "transformers" and grid is not None and grid not in GRIDS:
+            raise ValueError(
+                f"rollout.quantization = {grid!r}: the transformers engine emulates "
+                f'{", ".join(sorted(GRIDS))}; use one of them, or rollout.engine = "vllm" for what vLLM has by names '
+                "of its own"
+            )
+        if rollout.engine != "vllm" and rollout.kv_cache_dtype != "auto":
+            raise ValueError(
+                f'rollout.kv_cache_dtype = "{rollout.kv_cache_dtype}" is vLLM\'s; set rollout.engine = "vllm", or '
+                "leave it out"
             )
         if rollout.url is not None and evidence == "hidden":
             raise ValueError('rollout.evidence = "hidden": a server gives none; use "full" or 20')
@@ -419,6 +444,7 @@ class Recipe(Part):
             "draws": self.draws != Draws(),
             "rollout.max_turns": self.rollout.max_turns is not None,
             'rollout.engine = "openai"': self.rollout.engine == "openai",
+            'rollout.kv_cache_dtype = "fp8"': self.rollout.kv_cache_dtype != "auto",
         }
         if unfit := [name for name, is_set in absent.items() if is_set]:
             way_out = "the schedule says how far rollouts lag; " if unfit[0] == "lag" else ""
@@ -518,6 +544,15 @@ class Recipe(Part):
     def mixture_of(self, name: str) -> Mixture | None:
         """The teacher's share in an arm: its own, or the recipe's; None where there is no teacher."""
         return self.arms[name].fusion or self.fusion
+
+    def quantized_of(self, name: str) -> Quantized:
+        """What an arm does about the grid of the rollouts: its own settings, or the recipe's."""
+        return self.arms[name].quantized or self.quantized
+
+    @property
+    def grid(self) -> str | None:
+        """The grid of the rollouts, where the trainer has it, too."""
+        return self.rollout.quantization if self.rollout.quantization in GRIDS else None
 
     def row(self, name: str) -> Method:
         """The method that an arm trains with, with its old policy.

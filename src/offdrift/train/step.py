@@ -43,6 +43,7 @@ from offdrift.train.batch import Batch
 from offdrift.train.critic import SUMS, Critic, value_terms
 from offdrift.train.old_policy import PolicyScores, named_as_old
 from offdrift.train.perturb import Perturbation
+from offdrift.train.quantized import error_tokens
 from offdrift.train.sharded import clip_gradients, in_step, is_sharded
 
 GROUPS_PER_PROCESS = 2**32
@@ -502,6 +503,10 @@ class ScoredPiece:
             self.logprobs.segments,
             weight=corrected.weight.where(corrected.keep, 0.0),
         )
+        if self.batch.rollouts.provenance.quantization is not None:
+            logp_old = self.logprobs.logp_old
+            trainer = self.clean.logp.detach() if logp_old is None else logp_old
+            more |= error_tokens(self.batch.rollouts, trainer.cpu() - self.batch.rollouts.logp_rollout.cpu())
         if self.choices is not None:
             kl = self.divergences.get("kl_rollout_current")
             more |= routing_sums(

@@ -34,6 +34,8 @@ from offdrift.engines.generate import (
     request_seed,
     responses_of,
 )
+from offdrift.engines.grids import instruction_set, loadable, rounded, warn_of_saturation
+from offdrift.engines.hf import linear_layers
 from offdrift.engines.isolation import host_kept
 from offdrift.engines.routing import route_lengths
 from offdrift.engines.vllm.stream import VLLMStream
@@ -41,6 +43,7 @@ from offdrift.engines.vllm.taps import (
     IMPOSED,
     StateTap,
     SupportTap,
+    cache_scales,
     imposed,
     routes_tap,
     runner_of,
@@ -66,6 +69,9 @@ MAX_TEMPERATURE = 2.0
 BYTES_PER_ENTRY = 128
 """Of a log-prob on its way through vLLM's lists: id, value, rank, pointers."""
 
+CALIBRATED_ON = 64
+"""Prompts at most that scales of an FP8 cache are measured on."""
+
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -89,9 +95,11 @@ class VLLMEngine(Drawing):
     Args:
         path: checkpoint folder.
         dtype: of weights and activations; "auto" leaves the choice to vLLM.
-        quantization: vLLM's name, for instance "fp8_per_channel".
+        quantization: vLLM's name, for instance "fp8_per_channel"; or "w8a8", int8 weights per output channel and int8
+            activations per token, for which a checkpoint of full weights is rounded at the start and at every
+            `load_weights`.
         kv_cache_dtype: "auto" is `dtype`; "fp8" makes the cache a source of mismatch (on CPUs only
-            those with AVX-512 or AMX offer it).
+            those with AVX-512 or AMX offer it). Its scales are measured anew after every `load_weights`.
         kv_cache_mib: memory of that cache on a CPU, MiB, unless $VLLM_CPU_KVCACHE_SPACE says otherwise.
         max_model_len: longest prompt and response together, tokens; absent: what the model allows.
         max_num_seqs: responses drawn at once.
@@ -145,6 +153,9 @@ class VLLMEngine(Drawing):
         self.name, self.version, self.path = name, version, str(path)
         self.evidence_limit_mib, self.record_routes = evidence_limit_mib, record_routes
         self.quantization = quantization_label(quantization, kv_cache_dtype)
+        self._linear: frozenset[str] = frozenset()  # matrices that are rounded here, before vLLM takes them
+        self._recalibrates = kv_cache_dtype.startswith("fp8")
+        self._calibrated = False
         self.compiled = not enforce_eager
         # vLLM starts a process group of one where there is none; the last engine in it ends it.
         started = torch.distributed.is_initialized()
@@ -162,13 +173,18 @@ class VLLMEngine(Drawing):
         self.engine_version = vllm.__version__
         self._params = vllm.SamplingParams
         self.chunk = max_num_batched_tokens if is_cpu() else None
-        with host_kept(compiling=self.compiled):
+        if self.quantization is not None and is_cpu():
+            self.instructions = instruction_set()
+        if quantization == "w8a8":
+            self._linear = linear_layers(self.path)
+            warn_of_saturation(self.instructions)
+        with host_kept(compiling=self.compiled), loadable(self.path, self._linear) as folder:
             self._llm = build(
                 vllm,
                 *_modules(),
-                self.path,
+                folder,
                 dtype=dtype,
-                quantization=quantization,
+                quantization=None if self._linear else quantization,
                 kv_cache_dtype=kv_cache_dtype,
                 kv_cache_memory_bytes=kv_cache_mib * 2**20 if is_cpu() else None,
                 max_model_len=max_model_len,
@@ -240,11 +256,16 @@ class VLLMEngine(Drawing):
                 f"no weights were given to engine {self.name!r}; an iterator that was already "
                 "used up? pass model.named_parameters() afresh"
             )
+        weights = itertools.chain([first], named)
         with host_kept():
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": itertools.chain([first], named)})
+            if self._linear:
+                weights = rounded(weights, self._linear)
+            with reloadable(getattr(torch, self.dtype), quantized=bool(self._linear)):
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             repacked(self.llm)
             self.llm.reset_prefix_cache()
         self._loads += 1
+        self._calibrated = False
         self._head = None  # batches that were drawn keep the old one
         self.version = version
 
@@ -277,12 +298,25 @@ class VLLMEngine(Drawing):
                 "cannot draw from seeds beside a prompt in chunks on CPUs; leave "
                 "max_num_batched_tokens out, or draw fewer at once"
             )
+        if self._recalibrates and not self._calibrated:
+            self.calibrate(request.prompts[:CALIBRATED_ON])
         per_request = request.sampling.max_tokens * width * BYTES_PER_ENTRY
         at_once = max(1, self.evidence_limit_mib * 2**20 // per_request)
         params = self.params_of(request, uncached=self.record_routes)
         forcing = nullcontext() if request.forced is None else imposed(self.llm)
         with forcing, host_kept(compiling=self.compiled):
             return [self._draw(request.part(p), params[p]) for p in pieces(len(request.prompts), at_once)]
+
+    def calibrate(self, prompts: Tokens) -> None:
+        """Give the FP8 cache scales that suit the keys and values of these prompts under the present weights.
+
+        Called by the first `generate` or `rescore` after new weights; in a stream the scales stay as they are.
+        """
+        probe = Request(prompts, Sampling(max_tokens=1), "sampled")
+        with host_kept(compiling=self.compiled), cache_scales(self.llm):
+            self.llm.generate(self.inputs(prompts), self.params_of(probe, uncached=True), use_tqdm=False)
+        self.llm.reset_prefix_cache()
+        self._calibrated = True
 
     def inputs(self, prompts: Tokens) -> list[dict[str, Any]]:
         """Prompts as vLLM takes them, salted so that none reads keys and values of other weights than the present."""
@@ -463,6 +497,34 @@ def quantization_label(quantization: str | None, kv_cache_dtype: str) -> str | N
     """What a record says of both, such as "fp8_per_channel+kv_fp8"."""
     parts = [quantization, None if kv_cache_dtype == "auto" else f"kv_{kv_cache_dtype}"]
     return "+".join(p for p in parts if p) or None
+
+
+@contextmanager
+def reloadable(dtype: torch.dtype, *, quantized: bool) -> Iterator[None]:
+    """Meanwhile, vLLM's reload of W8A8 weights is right on CPUs.
+
+    Its kernel keeps a pointer to scales which the reload frees, and is made for torch's default type, which is the
+    model's while a model is loaded and float32 while weights are reloaded.
+    """
+    if not quantized:
+        yield
+        return
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+
+    Kernel: Any = CPUInt8ScaledMMLinearKernel
+    inner, default = Kernel.process_weights_for_onednn, torch.get_default_dtype()
+
+    def keeping_scales(kernel: Any, layer: Any) -> None:
+        inner(kernel, layer)
+        kernel.offdrift_scales = getattr(layer, kernel.layer_param_names[1])
+
+    Kernel.process_weights_for_onednn = keeping_scales
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+        Kernel.process_weights_for_onednn = inner
 
 
 @contextmanager

@@ -291,3 +291,51 @@ def _states_unsupported(why: str) -> str:
         f'this vLLM cannot record evidence = "hidden": {why}. Record evidence = "full" or a number '
         "of top log-probs, or use the transformers engine"
     )
+
+
+FP8_MAX = 448.0
+"""Largest number of FP8 E4M3."""
+ROOM = 2.0
+"""How many times the largest key or value may still grow before it is cut off; a factor of two costs no bit."""
+
+
+@contextmanager
+def cache_scales(llm: Any) -> Iterator[None]:
+    """Afterwards, the FP8 cache of every layer has scales for the keys and values that were written meanwhile.
+
+        s = 2 max|k| / 448, the same for values: of each layer, over all heads and tokens
+
+    vLLM itself leaves the scales at 1, where small values lose their bits and large ones are cut off at 448.
+
+    Raises: `EngineError` if this vLLM does not show its cache.
+
+    Reference: inference-side calibration after each synchronization, FP8-RL, arXiv:2601.18150.
+    """
+    runner = runner_of(llm, "model")
+    layers = [m for m in runner.model.modules() if hasattr(m, "_k_scale_float") and hasattr(m, "impl")]
+    if not layers or not all(hasattr(layer.impl, "do_kv_cache_update") for layer in layers):
+        raise EngineError(_unsupported("it does not show what it writes into its cache"))
+    largest = [[0.0, 0.0] for _ in layers]
+
+    def watch(layer: Any, maxima: list[float]) -> None:
+        inner = layer.impl.do_kv_cache_update
+
+        def update(module: Any, key: Tensor, value: Tensor, *arguments: Any, **named: Any) -> None:
+            for i, x in enumerate((key, value)):
+                maxima[i] = max(maxima[i], float(x.abs().max()))
+            inner(module, key, value, *arguments, **named)
+
+        layer.impl.do_kv_cache_update = update
+
+    for layer, maxima in zip(layers, largest, strict=True):
+        watch(layer, maxima)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.impl.do_kv_cache_update
+    for layer, (key, value) in zip(layers, largest, strict=True):
+        for name, amax in (("_k_scale", key), ("_v_scale", value)):
+            scale = ROOM * amax / FP8_MAX or 1.0
+            getattr(layer, name).fill_(scale)
+            setattr(layer, f"{name}_float", scale)
