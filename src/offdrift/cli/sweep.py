@@ -20,7 +20,9 @@ def sweep(
     changes: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change a setting of the recipe in every run, as in batches=8. Repeatable."
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change a setting of the recipe in every run, as in batches=8. Repeatable.",
         ),
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at a time, each in a process.")] = 1,

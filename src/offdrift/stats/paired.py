@@ -113,9 +113,9 @@ def over_seeds(values: Sequence[float], *, confidence: float = 0.95) -> Mean:
         return Mean(mean, -math.inf, math.inf, n, confidence, 1.0)
     spread = float(x.std(ddof=1))
     if spread <= NO_SPREAD * abs(mean) or spread == 0:
-        p = 2.0 ** (1 - n) if mean else 1.0
-        tells = p <= 1 - confidence or not mean
-        return Mean(mean, mean if tells else -math.inf, mean if tells else math.inf, n, confidence, p)
+        p = 2.0 ** (1 - n)
+        low, high = (mean, mean) if p <= 1 - confidence else (-math.inf, math.inf)
+        return Mean(mean, low, high, n, confidence, p if mean else 1.0)
     error = spread / math.sqrt(n)
     half = student_t(1 - confidence, n - 1) * error
     return Mean(mean, mean - half, mean + half, n, confidence, student_p(mean / error, n - 1))

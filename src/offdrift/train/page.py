@@ -411,7 +411,9 @@ def sweep_charts(grid: Grid, document: Mapping[str, Any]) -> list[Chart]:
         series = [_band(grid, setting, metric, look, document) for look, setting in zip(looks, grid.settings)]
         row = METRICS.get(metric)
         title = "Held-out reward" if metric == HELD_OUT else metric
-        meaning = f"Mean over seeds of {'held-out reward' if row is None else row.formula}; bands are {level} intervals."
+        meaning = (
+            f"Mean over seeds of {'held-out reward' if row is None else row.formula}; bands are {level} intervals."
+        )
         unit = "nat, log scale" if kl else "" if row is None else row.unit
         charts.append(Chart(title, unit, series, f"curve-{i}", meaning, x_title="update", log=kl, wide=not i))
     return charts

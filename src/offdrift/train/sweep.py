@@ -176,7 +176,7 @@ class Setting:
     @property
     def name(self) -> str:
         """Arm and values."""
-        return ", ".join(filter(None, (self.arm, self.label)))
+        return f"{self.arm} ({self.label})" if self.values else self.arm
 
     @property
     def folder(self) -> str:
@@ -564,9 +564,11 @@ class Pace:
     @property
     def left(self) -> str:
         """The time that is left, in words: between that of the fastest and that of the slowest run so far."""
+        over, whole = self.updates
+        if over == whole:
+            return "nothing left"
         if not self.rates:
             return "time left is known after the first run"
-        over, whole = self.updates
         of_all = [(whole - over) * rate / self.jobs for rate in (min(self.rates), max(self.rates))]
         low, high = map(duration, of_all)
         return f"about {low} left" if low == high else f"{low} to {high} left"
@@ -704,7 +706,7 @@ def sentence(document: Mapping[str, Any]) -> str:
     open_ones = [row["name"] for row in by_verdict["undecided"]]
     if open_ones:
         listed = ", ".join(open_ones) if len(open_ones) <= 4 else f"{len(open_ones)} settings"
-        parts.append(f"{listed}: no difference from the baseline that these seeds could show")
+        parts.append(f"undecided with these seeds: {listed}")
     if not parts:
         return "One setting, which is compared with nothing: its mean and interval are below."
     return "; ".join(parts) + "."
