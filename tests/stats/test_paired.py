@@ -45,7 +45,7 @@ def test_only_seeds_that_both_have_are_compared():
 @pytest.mark.parametrize(("n", "tells"), [(1, False), (2, False), (5, False), (6, True)])
 def test_equal_differences_are_judged_by_their_signs(n, tells):
     seeds = range(n)
-    (comparison,) = compare_all([({s: 0.6 for s in seeds}, {s: 0.5 for s in seeds})], larger="better")
+    (comparison,) = compare_all([(dict.fromkeys(seeds, 0.6), dict.fromkeys(seeds, 0.5))], larger="better")
     assert comparison.verdict == ("better" if tells else "undecided")
     assert math.isfinite(comparison.difference.low) == tells
 

@@ -15,7 +15,8 @@ from offdrift.records.atomic import plain
 from offdrift.train import loop
 from offdrift.train.page import render_sweep, write_sweep_page
 from offdrift.train.run_folder import RunFolder
-from offdrift.train.sweep import Grid, Pace, Progress, explained, load_sweep, locked, results, run_sweep, sentence
+from offdrift.train.sweep import Grid, Pace, Progress, load_sweep, locked, run_sweep
+from offdrift.train.sweep_results import explained, results, sentence
 from offdrift.train.view import sweep_summary
 from tests.train.conftest import short_arms
 

@@ -46,7 +46,7 @@ def sweep(
     offdrift sweep recipes/sweep.toml
     offdrift sweep recipes/sweep.toml --jobs 2 --out runs/mine
     """
-    from offdrift.train.sweep import Pace, load_sweep, locked, results, run_sweep
+    from offdrift.train.sweep import Pace, load_sweep, locked, run_sweep
 
     grid = load_sweep(file, out, changes=changes or [])
     states = [cell.status for cell in grid.cells]
@@ -68,6 +68,7 @@ def sweep(
         return
     from offdrift.records.atomic import write_json
     from offdrift.train.page import write_sweep_page
+    from offdrift.train.sweep_results import results
     from offdrift.train.view import sweep_summary
 
     words = [w for c in changes or [] for w in ("--set", c)] + (["--jobs", str(jobs)] if jobs > 1 else [])

@@ -19,7 +19,8 @@ from offdrift.show.numbers import flatten, kl_labels, kl_level, short
 from offdrift.stats import METRICS, over_seeds
 from offdrift.train.overlap import OVERLAP, drift_by_lag
 from offdrift.train.stored import COLUMNS, Arm, Run, Sample, lag_counts, read_run, verdict
-from offdrift.train.sweep import HELD_OUT, Grid, Setting, curve, explained, sentence, signed
+from offdrift.train.sweep import HELD_OUT, Grid, Setting
+from offdrift.train.sweep_results import curve, explained, sentence, signed
 
 FILE_NAME = "report.html"
 SAMPLES_PER_ARM = 8

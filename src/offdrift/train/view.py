@@ -22,7 +22,7 @@ from offdrift.show.json_access import number
 from offdrift.show.numbers import percent, short
 from offdrift.train.overlap import OVERLAP
 from offdrift.train.stored import COLUMNS, Run, verdict
-from offdrift.train.sweep import explained, sentence, signed
+from offdrift.train.sweep_results import explained, sentence, signed
 
 if TYPE_CHECKING:  # importing it loads transformers
     from offdrift.train.context import Event
