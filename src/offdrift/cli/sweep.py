@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import shlex
 import signal
+from collections.abc import Sized
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from offdrift.cli.app import DURING, Screen, app
 from offdrift.cli.exit_codes import ExitCode
+
+
+def counted(things: Sized, name: str) -> str:
+    """A count with its noun."""
+    return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
 
 
 @app.command(rich_help_panel=DURING)
@@ -52,8 +59,8 @@ def sweep(
     states = [cell.status for cell in grid.cells]
     kinds = ", ".join(f"{states.count(s)} {s}" for s in ("finished", "begun", "failed", "waiting") if s in states)
     screen.err.print(
-        f"sweep [bold]{grid.sweep.name}[/]: {len(grid.settings)} settings, {len(grid.sweep.seeds)} seeds, "
-        f"{len(grid.cells)} runs ({kinds}); folder {grid.folder}",
+        f"sweep [bold]{grid.sweep.name}[/]: {counted(grid.settings, 'setting')}, {counted(grid.sweep.seeds, 'seed')}, "
+        f"{counted(grid.cells, 'run')} ({kinds}); folder {escape(str(grid.folder))}",
         soft_wrap=True,
     )
     if dry_run:

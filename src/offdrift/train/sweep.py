@@ -428,7 +428,13 @@ def run_cell(cell: Cell, watch: Callable[[int, str], None]) -> None:
     failure.unlink(missing_ok=True)
     resume = (cell.folder / "run.json").exists()
     try:
-        train(cell.recipe, cell.folder, resume=resume, watch=lambda event: watch(event.step, event.text))
+        train(
+            cell.recipe,
+            cell.folder,
+            resume=resume,
+            # A warm start counts steps of its own.
+            watch=lambda event: watch(0 if event.kind == "warm_start" else event.step, event.text),
+        )
     except RecordError:
         raise
     except Exception as e:  # whatever a run dies of is one run's
@@ -531,7 +537,7 @@ class Pace:
     grid: Grid
     jobs: int = 1
     begun: dict[Path, tuple[float, int]] = field(default_factory=dict)
-    """When a run began here, seconds, and at which update."""
+    """When a run began here, seconds, and after which update."""
     now: dict[Path, int] = field(default_factory=dict)
     """The update that a run is at."""
     rates: list[float] = field(default_factory=list)
@@ -543,12 +549,14 @@ class Pace:
     def follow(self, progress: Progress) -> None:
         """Take note of what a run does."""
         cell, clock = progress.cell, time.monotonic()
-        start, first = self.begun.setdefault(cell.folder, (clock, progress.update))
+        start, first = self.begun.setdefault(cell.folder, (clock, 0))
+        if progress.update and not first:  # where it goes on from
+            self.begun[cell.folder] = start, progress.update - 1
         if not progress.done:
             self.now[cell.folder] = max(self.now[cell.folder], progress.update)
             return
-        if cell.status == "finished" and cell.recipe.updates > first:
-            self.rates.append((clock - start) / (cell.recipe.updates - first))
+        if cell.status == "finished":
+            self.rates.append((clock - start) / max(1, cell.recipe.updates - first))
         self.now[cell.folder] = cell.recipe.updates
 
     @property

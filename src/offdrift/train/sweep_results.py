@@ -176,14 +176,14 @@ def explained(document: Mapping[str, Any]) -> list[str]:
     kind = "evaluations" if document["metric"] == HELD_OUT else "updates"
     over = f", mean of {smooth} {kind} up to there" if smooth > 1 else ""
     lines = [
-        f"{document['metric']} at {at}{over}; a larger one is {document['larger_is']}. Means over seeds with {level} "
-        "Student intervals."
+        f"{document['metric']} at {at}{over}; a larger one is {document['larger_is']}. Means over seeds, with Student "
+        f"intervals of {level}."
     ]
     if count:
         lines.append(
-            f"Differences are paired by seed. Verdicts of all {count} comparisons together are wrong with probability "
-            f"at most {100 - 100 * document['confidence']:.3g} % (Holm), and their intervals exclude 0 exactly where "
-            "there is one."
+            "Differences are paired by seed. That any verdict is wrong has a probability of at most "
+            f"{100 - 100 * document['confidence']:.3g} % (Holm, comparisons: {count}); an interval excludes 0 exactly "
+            "where there is one."
         )
     patience_words = " to ".join(map(str, {min(document["collapse_after"]): 0, max(document["collapse_after"]): 0}))
     lines.append(f"Collapsed: the reward fell 30 % below its best and stayed there for {patience_words} updates.")
