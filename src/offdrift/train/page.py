@@ -380,14 +380,15 @@ def sweep_charts(grid: Grid, document: Mapping[str, Any]) -> list[Chart]:
     """The differences to the baseline, and the compared metric, rewards and KL over updates: means over seeds."""
     level = f"{100 * document['confidence']:g} %"
     looks = _looks([Arm(s.name, True) for s in grid.settings])
-    dots = []
+    dots, places = [], []
     for look, row in zip(looks, document["settings"]):
         change = row["difference"]
         if change is None or number(change["mean"]) is None:
             continue
         ends = [number(change[end]) for end in ("low", "high")]
         interval = {} if None in ends else {"low": ends[:1], "high": ends[1:]}
-        dots.append(Series(row["name"], [row["name"]], [change["mean"]], kind="dots", **interval, **look))
+        dots.append(Series(row["name"], [len(places)], [change["mean"]], kind="dots", **interval, **look))
+        places.append((len(places), GLYPHS[look["symbol"]]))
     charts = []
     if dots:
         meaning = (
@@ -401,7 +402,8 @@ def sweep_charts(grid: Grid, document: Mapping[str, Any]) -> list[Chart]:
                 dots,
                 "difference",
                 meaning,
-                x_title="",
+                x_title="setting",
+                x_ticks=places,
                 lines=[(0.0, "")],
                 wide=True,
             )
