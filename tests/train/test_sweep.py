@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -18,6 +19,8 @@ from offdrift.train.sweep_results import explained, results, sentence
 from offdrift.train.view import sweep_summary
 from tests.train.conftest import short_arms
 from tests.train.sweeps import BASE, fill, reward, sweep_of
+
+SHIPPED = Path(__file__).parents[2] / "recipes" / "sweep.toml"
 
 # -- files -------------------------------------------------------------------------------------------
 
@@ -122,6 +125,26 @@ def test_a_recipe_is_looked_for_and_another_ones_folder_is_kept(tmp_path):
     assert [c.status for c in more.cells] == ["finished"] * 2 + ["waiting"] * 2
     with pytest.raises(RecipeError, match=r"is of another recipe \(batches differ\): delete it"):
         sweep_of(tmp_path, "seeds = 1\n[set]\nbatches = 6")
+
+
+def test_the_shipped_sweep_is_checked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # its reward stands beside it
+    grid = load_sweep(SHIPPED)
+    assert len(grid.cells) == 12
+    assert {cell.recipe.reward for cell in grid.cells} == {f"{SHIPPED.parent / 'digits.py'}:digits"}
+
+
+def test_a_reward_may_stand_beside_the_sweep_or_the_recipe(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(completion): return 1.0")
+    recipe = tmp_path / "elsewhere"
+    recipe.mkdir()
+    (recipe / "base.toml").write_text(BASE)
+    text = 'name = "s"\nrecipe = "elsewhere/base"\nseeds = 1\n[set]\nreward = "mine.py:score"'
+    (tmp_path / "s.toml").write_text(text)
+    for place in (tmp_path, recipe):
+        assert load_sweep(tmp_path / "s.toml").cells[0].recipe.reward == f"{place / 'mine.py'}:score"
+        if place is tmp_path:
+            (tmp_path / "mine.py").rename(recipe / "mine.py")
 
 
 # -- what the numbers say ----------------------------------------------------------------------------

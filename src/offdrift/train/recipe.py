@@ -519,18 +519,19 @@ def load_recipe(path: str | Path, *, changes: Sequence[str] = (), arm: str | Non
             raise RecipeError(f"{path}: {e}") from e
         content["arms"] = {arm: {"method": arm, **content.get("arms", {}).get(arm, {})}}
     for key in ("task", "reward"):
-        content[key] = _found_beside(path, content[key]) if isinstance(content.get(key), str) else content.get(key)
+        content[key] = found_beside(path, content[key]) if isinstance(content.get(key), str) else content.get(key)
     return check_recipe({k: x for k, x in content.items() if x is not None}, source=str(path))
 
 
-def _found_beside(recipe: Path, value: str) -> str:
-    """A task's or a reward's file as an absolute path: looked for in the working folder, then beside the recipe."""
+def found_beside(recipe: Path, value: str, *others: Path) -> str:
+    """A task's or a reward's file as an absolute path: looked for in the working folder, then beside the recipe, then
+    beside other files."""
     name, colon, function = (value, "", "") if value.endswith(".jsonl") else value.partition(".py:")
     name += ".py" if colon else ""
     if not name.endswith((".jsonl", ".py")):
         return value
     path = Path(name).expanduser()
-    places = [path.absolute(), (recipe.parent / path).absolute()]
+    places = [path.absolute(), *((file.parent / path).absolute() for file in (recipe, *others))]
     found = next((place for place in places if place.is_file()), places[0])
     return f"{found}:{function}" if colon else str(found)
 

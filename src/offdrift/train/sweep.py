@@ -39,7 +39,7 @@ from offdrift.show.json_access import mapping
 from offdrift.show.numbers import duration
 from offdrift.stats import METRICS
 from offdrift.train.parts import FolderName, Natural, Part, Positive
-from offdrift.train.recipe import Recipe, load_recipe, problems
+from offdrift.train.recipe import Recipe, found_beside, load_recipe, problems
 from offdrift.train.run_folder import ArmFolder
 
 HELD_OUT = "held_out"
@@ -277,7 +277,12 @@ def load_sweep(path: Path, folder: Path | None = None, *, changes: Sequence[str]
     except ValidationError as e:
         raise RecipeError(f"{path}: {problems(e, Sweep, 'a sweep')}") from e
     recipe, folder = _recipe_file(sweep.recipe, path), folder or Path("runs") / sweep.name
-    fixed = [*_changes(dotted(sweep.fixed).items()), *changes]
+    # Files of problems and rewards may also stand beside the sweep file.
+    settings = {
+        key: found_beside(path, value, recipe) if key in ("task", "reward") and isinstance(value, str) else value
+        for key, value in dotted(sweep.fixed).items()
+    }
+    fixed = [*_changes(settings.items()), *changes]
     arms = sweep.arms or tuple(load_recipe(recipe, changes=fixed).arms)
     cells = []
     for seed, setting in itertools.product(sweep.seeds, list(_settings(arms, dotted(sweep.values)))):
