@@ -12,6 +12,7 @@ from typer.main import get_command
 
 from offdrift.cli import application
 from offdrift.train.recipe import load_recipe
+from offdrift.train.sweep import load_sweep
 
 ROOT = Path(__file__).parents[2]
 GENERATE = runpy.run_path(str(ROOT / "docs" / "generate.py"))
@@ -61,6 +62,8 @@ def test_a_command_can_be_read(text, monkeypatch):
         if words[0] == "train":
             recipe = load_recipe(params["recipe"], changes=params["changes"] or [])
             assert set((params["arms"] or "").split(",")) - {""} <= set(recipe.arms)
+        if words[0] == "sweep":
+            assert load_sweep(params["file"]).cells
         return
     assert program == "python"
     script = f"{words[1].replace('.', '/')}.py" if words[0] == "-m" else words[0]
