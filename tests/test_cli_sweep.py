@@ -71,9 +71,20 @@ def wait_for(begun, process) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_loses_nothing_and_a_worker_that_is_killed_is_one_failed_run(folder):
-    words = [sys.executable, "-m", "offdrift", "sweep", "s.toml", "--jobs", "2", "--set", "batches=16", "--set", "log.eval_every=16"]
-    start = lambda: subprocess.Popen(words, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip # noqa: E731
-    lines = lambda arm: sum(len(f.read_text().splitlines()) for f in folder.glob(f"runs/s/runs/{arm}/recipe/seed-0/arms/*/metrics.jsonl"))  # fmt: skip # noqa: E731
+    options = "sweep s.toml --jobs 2 --set batches=16 --set log.eval_every=16"
+    words = [sys.executable, "-m", "offdrift", *options.split()]
+
+    def start() -> subprocess.Popen:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(words, cwd=folder, env=environment(), **pipes)
+
+    def lines(arm: str) -> int:
+        files = folder.glob(f"runs/s/runs/{arm}/recipe/seed-0/arms/*/metrics.jsonl")
+        return sum(len(file.read_text().splitlines()) for file in files)
+
+    def workers() -> list[int]:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        return [int(p) for p in children if "spawn_main" in Path(f"/proc/{p}/cmdline").read_text()]
 
     process = start()
     wait_for(lambda: lines("none") >= 4, process)
@@ -86,8 +97,6 @@ def test_ctrl_c_loses_nothing_and_a_worker_that_is_killed_is_one_failed_run(fold
 
     before_kill = lines("none") + 1
     process = start()
-    children = lambda: Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()  # noqa: E731
-    workers = lambda: [int(p) for p in children() if "spawn_main" in Path(f"/proc/{p}/cmdline").read_text()]  # noqa: E731
     wait_for(lambda: lines("none") > before_kill and workers(), process)
     os.kill(workers()[0], signal.SIGKILL)
     out, err = process.communicate(timeout=240)
