@@ -1,4 +1,5 @@
-"""Write docs/methods.md, metrics.md, rules.md and the tables of logs.md, plan.md and certificates.md: `make docs`.
+"""Write docs/methods.md, metrics.md, rules.md, evidence.md and the tables of logs.md, plan.md and certificates.md: `make
+docs`.
 
 Nobody edits those; a test fails when they differ from what this prints.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -337,7 +339,60 @@ def plan_page() -> str:
 FIELDS_BEGIN = "<!-- The table of fields, written by `make docs`. -->"
 FIELDS_END = "<!-- End of the table of fields. -->"
 
+# -- evidence ---------------------------------------------------------------------------------
+
+EVIDENCE = HERE / "evidence.toml"
+VERDICTS = ("reproduced", "falsified here", "undecided", "untestable here")
+"""Everything that can have come of a claim."""
+
+
+def evidence_page() -> str:
+    """Claims, and what was seen of each here."""
+    claims = tomllib.loads(EVIDENCE.read_text(encoding="utf-8"))["claim"]
+    counts = ", ".join(f"{sum(c['verdict'] == verdict for c in claims)} {verdict}" for verdict in VERDICTS)
+    lines = [
+        "# Evidence",
+        "",
+        f"{len(claims)} claims about off-policy drift and what was seen of each with this library: {counts}. Generated "
+        "by `make docs` from [evidence.toml](evidence.toml).",
+        "",
+        "A verdict is about the testbed beside it, mostly models of a million parameters on two CPU cores, and not about "
+        "the claim at every size. Brackets are 95 % intervals; those of rewards are of the held-out prompts alone, "
+        "unless seeds are named, and leave out the scatter between seeds, which may be larger. Claims that one seed cannot decide are called undecided; "
+        "`offdrift sweep` ([sweeps.md](sweeps.md)) is the way to decide them, and to test a claim on a task of your own.",
+    ]
+    for verdict in VERDICTS:
+        lines += [
+            "",
+            f"## {upper(verdict)}",
+            "",
+            "| claim | source | testbed | numbers | command |",
+            "|---|---|---|---|---|",
+        ]
+        for row in claims:
+            if row["verdict"] == verdict:
+                numbers = cell(row["numbers"]) + (f"<br>*Why*: {cell(row['why'])}" if "why" in row else "")
+                page, _, heading = row["notes"].partition("#")
+                where = f"[{cell(heading)}]({page}#{anchor(heading)})"
+                commands = "<br>".join([*map(code, row["command"]), where])
+                lines.append(
+                    f"| {cell(row['claim'])} | {cell(row['source'])} | {cell(row['testbed'])} | {numbers} | {commands} |"
+                )
+    return "\n".join(lines) + "\n"
+
+
+def anchor(heading: str) -> str:
+    """The address of a heading within its page, as GitHub makes it.
+
+    Example:
+        >>> anchor("2026-11-24: each text is read once")
+        '2026-11-24-each-text-is-read-once'
+    """
+    return "".join(c for c in heading.lower().replace(" ", "-") if c.isalnum() or c in "-_")
+
+
 PAGES = {
+    "evidence.md": evidence_page,
     "certificates.md": certificates_page,
     "methods.md": methods_page,
     "metrics.md": metrics_page,

@@ -5,7 +5,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from offdrift.train.page import render_sweep
+from offdrift.train.sweep_results import results
 from tests.show.synthetic import write_lines
+from tests.train.sweeps import fill, reward, sweep_of
 
 MARK = "document.documentElement.dataset.pwned=1;window.__pwned=1"
 PAYLOADS = (
@@ -101,3 +104,29 @@ def hostile(content: Mapping[str, Any], payload: str) -> dict[str, Any]:
 
 def _findings(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     return content.get("findings") or []
+
+
+def swept(folder: Path, payload: str = "") -> Path:
+    """The page of a sweep of two arms with two values; the payload stands behind every text of its results."""
+    folder.mkdir(parents=True, exist_ok=True)
+    grid = sweep_of(folder, "seeds = 3\n[values]\nlag.sync_every = [1, 2]")
+    fill(grid, reward)
+    failed = grid.cells[-1]
+    (failed.files.path / "summary.json").unlink()
+    (failed.folder / "error.json").write_text(json.dumps({"error": f"RuntimeError: {payload}"}))
+    document = results(grid)
+    names = {"metric", "status", "verdict"}
+    if payload:
+        for row in (*document["settings"], *document["runs"]):
+            row |= {
+                key: f"{value}{payload}" for key, value in row.items() if isinstance(value, str) and key not in names
+            }
+            row["values"] = {f"{key}{payload}": payload for key in row["values"]}
+        document |= {
+            "name": payload,
+            "versions": [{payload: payload}],
+            "sweep": document["sweep"] | {"recipe": payload},
+        }
+    page = folder / "sweep.html"
+    page.write_text(render_sweep(grid, document), encoding="utf-8")
+    return page

@@ -15,7 +15,7 @@ from offdrift.show.charts import Chart, Series, write_chart
 from offdrift.show.numbers import kl_level
 from offdrift.train.page import write_report
 from tests.show.browser import Browser, browser, chromium
-from tests.show.hostile import PAYLOADS, hostile, write_hostile_run
+from tests.show.hostile import PAYLOADS, hostile, swept, write_hostile_run
 from tests.show.synthetic import overlap, write_run
 from tests.show.synthetic_audit import SNIPPETS, audit, check, little, planned
 from tests.show.test_figure import PANEL, X
@@ -58,6 +58,8 @@ def pages(folder: Path) -> dict[str, Path]:
         "empty": write_audit_page({}, folder / "empty"),
         "check": write_check_page(check(), folder / "check"),
         "compare": write_comparison(full, audit(steps=20, seed=1), NAMES, folder / "compare.html"),
+        "sweep": swept(folder / "sweep"),
+        "hostile sweep": swept(folder / "hostile sweep", ALL),
         "plan": write_plan_page(planned("plain"), folder / "plan.html"),
         "hostile plan": write_plan_page(planned(ALL), folder / "hostile plan.html"),
         "hostile audit": write_audit_page(hostile(full, ALL), folder / "hostile"),
@@ -66,7 +68,7 @@ def pages(folder: Path) -> dict[str, Path]:
     }  # fmt: skip
 
 
-CHARTS = {"plan": 3, "hostile plan": 3, "report": 10, "pipeline report": 15, "figure": 2, "audit": 22, "little": 3, "empty": 0, "check": 1, "compare": 14, "hostile report": 1,
+CHARTS = {"sweep": 4, "hostile sweep": 4, "plan": 3, "hostile plan": 3, "report": 10, "pipeline report": 15, "figure": 2, "audit": 22, "little": 3, "empty": 0, "check": 1, "compare": 14, "hostile report": 1,
           "hostile figure": 2, "hostile audit": 22, "hostile check": 1, "hostile compare": 7}  # fmt: skip
 
 

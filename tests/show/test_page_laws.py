@@ -16,13 +16,13 @@ from offdrift.show.charts import Chart, Series, figure_page
 from offdrift.show.html import write_document
 from offdrift.show.json_access import visible, visible_token
 from offdrift.train.page import write_report
-from tests.show.hostile import PAYLOADS, SHOWN, hostile, write_hostile_run
+from tests.show.hostile import PAYLOADS, SHOWN, hostile, swept, write_hostile_run
 from tests.show.parsed import Parsed, parse
 from tests.show.synthetic import write_run
 from tests.show.synthetic_audit import audit, check, little, planned
 
 ALL = "".join(PAYLOADS)
-NAMES = ("report", "audit", "check", "compare", "figure", "plan")
+NAMES = ("report", "audit", "check", "compare", "figure", "plan", "sweep")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Parsed, P
             write_plan_page(planned("plain"), folder / "p.html"),
             write_plan_page(planned(ALL), folder / "q.html"),
         ),
+        "sweep": tuple(swept(folder / name, text) for name, text in (("plain", ""), ("bad", ALL))),
         "figure": (figure("plain", folder / "plain.html"), figure(ALL, folder / "bad.html")),
     }
     return {name: (parse(good), parse(other)) for name, (good, other) in both.items()}

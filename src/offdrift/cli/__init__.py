@@ -21,6 +21,7 @@ COMMANDS = (
     "check",
     "plan",
     "train",
+    "sweep",
     "watch",
     "audit",
     "compare",

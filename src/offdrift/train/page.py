@@ -1,4 +1,5 @@
-"""The report of a run: one self-contained HTML page, built from the run folder alone, also while the run goes on.
+"""The report of a run: one self-contained HTML page, built from the run folder alone, also while the run goes on; and
+the page of a sweep of runs.
 
 Text that a model wrote is never trusted, see `offdrift.show.html`.
 """
@@ -6,7 +7,7 @@ Text that a model wrote is never trusted, see `offdrift.show.html`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from offdrift.show.charts import NUM_COLORS, SYMBOLS, Chart, Series, chart_data
 from offdrift.show.html import render_document, write_document
 from offdrift.show.json_access import mapping, number
 from offdrift.show.numbers import flatten, kl_labels, kl_level, short
+from offdrift.stats import METRICS, over_seeds
 from offdrift.train.overlap import OVERLAP, drift_by_lag
 from offdrift.train.stored import COLUMNS, Arm, Run, Sample, lag_counts, read_run, verdict
+from offdrift.train.sweep import HELD_OUT, Grid, Setting
+from offdrift.train.sweep_results import curve, explained, sentence, signed
 
 FILE_NAME = "report.html"
 SAMPLES_PER_ARM = 8
@@ -361,3 +365,97 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
     reach = window // 2
     cuts = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
     return [sum(cut) / len(cut) for cut in cuts]
+
+
+# -- sweeps: means over seeds, with bands ------------------------------------------------------------
+
+
+def write_sweep_page(grid: Grid, document: Mapping[str, Any]) -> Path:
+    """Write `sweep.html` from the results of a sweep and the curves of its runs, whole or not at all.
+
+    Raises: `RecordError` if it cannot be written.
+    """
+    return write_document(render_sweep(grid, document), grid.folder / "sweep.html")
+
+
+def render_sweep(grid: Grid, document: Mapping[str, Any]) -> str:
+    """The page of a sweep as text."""
+    charts = sweep_charts(grid, document)
+    context = {
+        "name": document["name"],
+        "sentence": sentence(document),
+        "notes": explained(document),
+        "metric": document["metric"],
+        "settings": document["settings"],
+        "runs": document["runs"],
+        "charts": charts,
+        "glyph": lambda i: GLYPHS[SYMBOLS[i % len(SYMBOLS)]],
+        "num_colors": NUM_COLORS,
+        "signed": signed,
+        "worded": lambda values: ", ".join(f"{key}={value}" for key, value in values.items()),
+        "has_interval": lambda mean: number(mean["low"]) is not None and number(mean["high"]) is not None,
+        "recipe": list(flatten(mapping(document["sweep"]))),
+        "versions": [pair for versions in document["versions"] for pair in versions.items()],
+    }
+    return render_document("sweep.html.j2", context, data=chart_data(charts), styles=("page.css", "views.css"))
+
+
+def sweep_charts(grid: Grid, document: Mapping[str, Any]) -> list[Chart]:
+    """The differences to the baseline, and the compared metric, rewards and KL over updates: means over seeds."""
+    level = f"{100 * document['confidence']:g} %"
+    looks = _looks([Arm(s.name, True) for s in grid.settings])
+    dots, places = [], []
+    for look, row in zip(looks, document["settings"]):
+        change = row["difference"]
+        if change is None or number(change["mean"]) is None:
+            continue
+        ends = [number(change[end]) for end in ("low", "high")]
+        interval = {} if None in ends else {"low": ends[:1], "high": ends[1:]}
+        dots.append(Series(row["name"], [len(places)], [change["mean"]], kind="dots", **interval, **look))
+        places.append((len(places), GLYPHS[look["symbol"]]))
+    charts = []
+    if dots:
+        meaning = (
+            "Mean over seeds of the difference to the baseline at the same seed. An interval that leaves out 0 has a "
+            f"verdict; all verdicts together hold at {level}."
+        )
+        charts.append(
+            Chart(
+                "Difference from the baseline",
+                document["metric"],
+                dots,
+                "difference",
+                meaning,
+                x_title="setting",
+                x_ticks=places,
+                lines=[(0.0, "")],
+                wide=True,
+            )
+        )
+    metrics = dict.fromkeys([document["metric"], HELD_OUT, "reward/mean", "divergence/kl_rollout_current_mean"])
+    for i, metric in enumerate(metrics):
+        kl = metric.startswith("divergence/")
+        series = [_band(grid, setting, metric, look, document) for look, setting in zip(looks, grid.settings)]
+        row = METRICS.get(metric)
+        title = "Held-out reward" if metric == HELD_OUT else metric
+        meaning = (
+            f"Mean over seeds of {'held-out reward' if row is None else row.formula}; bands are {level} intervals."
+        )
+        unit = "nat, log scale" if kl else "" if row is None else row.unit
+        charts.append(Chart(title, unit, series, f"curve-{i}", meaning, x_title="update", log=kl, wide=not i))
+    return charts
+
+
+def _band(grid: Grid, setting: Setting, metric: str, look: Mapping[str, Any], document: Mapping[str, Any]) -> Series:
+    """A metric of a setting over updates, as mean and interval over the seeds that recorded it."""
+    values: dict[int, list[float]] = {}
+    for cell in grid.cells:
+        if cell.setting == setting:
+            for update, value in curve(cell, metric):
+                values.setdefault(update, []).append(value)
+    most = max(map(len, values.values()), default=0)
+    # Where some runs have already ended, the mean would jump.
+    updates = sorted(update for update, of_seeds in values.items() if len(of_seeds) == most)
+    means = [over_seeds(values[update], confidence=document["confidence"]) for update in updates]
+    band = {"low": [m.low for m in means], "high": [m.high for m in means]} if most > 1 else {}
+    return Series(setting.name, updates, [m.mean for m in means], **band, **look)

@@ -140,18 +140,7 @@ class Recipe(Part):
     @classmethod
     def _one_method(cls, content: Any) -> Any:
         """`method = NAME` replaces the arms by one; `override` belongs to it."""
-        if not isinstance(content, dict):
-            return content
-        content = dict(content)
-        name, changes = content.pop("method", None), content.pop("override", None)
-        if name is not None:
-            content["arms"] = {name: {"method": name, "override": changes or {}}}
-        elif changes is not None:
-            raise ValueError(
-                "override changes the values of method = NAME, which is not given; for an arm of the "
-                "recipe, write arms.NAME.override"
-            )
-        return content
+        return with_arms(content) if isinstance(content, dict) else content
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -598,13 +587,29 @@ class Recipe(Part):
         return self.batches * self.optim.epochs * self.optim.minibatches
 
 
-def load_recipe(path: str | Path, *, changes: Sequence[str] = ()) -> Recipe:
+def with_arms(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's plain values with `method = NAME`, if there, written as one arm. Raises: `ValueError` for `override`
+    without `method`."""
+    content = dict(content)
+    name, changes = content.pop("method", None), content.pop("override", None)
+    if name is not None:
+        content["arms"] = {name: {"method": name, "override": changes or {}}}
+    elif changes is not None:
+        raise ValueError(
+            "override changes the values of method = NAME, which is not given; for an arm of the "
+            "recipe, write arms.NAME.override"
+        )
+    return content
+
+
+def load_recipe(path: str | Path, *, changes: Sequence[str] = (), arm: str | None = None) -> Recipe:
     """Read and check a recipe.
 
     Args:
         path: a TOML file.
         changes: "dotted.key=value" pairs that replace values of the file; values are TOML, or bare
             words taken as text.
+        arm: keep this arm alone, or a method of this name where the recipe has no such arm; the others are not checked.
 
     Raises: `RecipeError` naming key, file and what was expected.
 
@@ -633,19 +638,26 @@ def load_recipe(path: str | Path, *, changes: Sequence[str] = ()) -> Recipe:
             table[last] = tomllib.loads(f"x = {text.strip()}")["x"]
         except tomllib.TOMLDecodeError:  # a bare word
             table[last] = text.strip()
+    if arm is not None:
+        try:
+            content = with_arms(content)
+        except ValueError as e:
+            raise RecipeError(f"{path}: {e}") from e
+        content["arms"] = {arm: {"method": arm, **content.get("arms", {}).get(arm, {})}}
     for key in ("task", "reward"):
-        content[key] = _found_beside(path, content[key]) if isinstance(content.get(key), str) else content.get(key)
+        content[key] = found_beside(path, content[key]) if isinstance(content.get(key), str) else content.get(key)
     return check_recipe({k: x for k, x in content.items() if x is not None}, source=str(path))
 
 
-def _found_beside(recipe: Path, value: str) -> str:
-    """A task's or a reward's file as an absolute path: looked for in the working folder, then beside the recipe."""
+def found_beside(recipe: Path, value: str, *others: Path) -> str:
+    """A task's or a reward's file as an absolute path: looked for in the working folder, then beside the recipe, then
+    beside other files."""
     name, colon, function = (value, "", "") if value.endswith(".jsonl") else value.partition(".py:")
     name += ".py" if colon else ""
     if not name.endswith((".jsonl", ".py")):
         return value
     path = Path(name).expanduser()
-    places = [path.absolute(), (recipe.parent / path).absolute()]
+    places = [path.absolute(), *((file.parent / path).absolute() for file in (recipe, *others))]
     found = next((place for place in places if place.is_file()), places[0])
     return f"{found}:{function}" if colon else str(found)
 
@@ -655,11 +667,15 @@ def check_recipe(content: Mapping[str, Any], *, source: str) -> Recipe:
     try:
         return Recipe.model_validate(content)
     except ValidationError as e:
-        problems = map(_explain, e.errors())
-        raise RecipeError(f"{source}: " + "; ".join(dict.fromkeys(problems))) from e
+        raise RecipeError(f"{source}: {problems(e, Recipe, 'a recipe')}") from e
 
 
-def _explain(problem: Mapping[str, Any]) -> str:
+def problems(error: ValidationError, whole: type[Part], name: str) -> str:
+    """Everything that is wrong with a file of settings, in words; `name` is what the file is."""
+    return "; ".join(dict.fromkeys(_explain(problem, whole, name) for problem in error.errors()))
+
+
+def _explain(problem: Mapping[str, Any], whole: type[Part], name: str) -> str:
     """A validation error in words; for an unknown key, with the keys that there are."""
     location = problem["loc"]
     key = ".".join(map(str, location))
@@ -669,7 +685,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
         return str(problem["ctx"]["error"])
     if problem["type"] != "extra_forbidden":
         return f"{key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
-    part: Any = Recipe
+    part: Any = whole
     for step in location[:-1]:
         field = getattr(part, "model_fields", {}).get(step)
         kind = Arm if field is None else field.annotation
@@ -677,5 +693,5 @@ def _explain(problem: Mapping[str, Any]) -> str:
         part = next((x for x in get_args(kind) if hasattr(x, "model_fields")), kind)
     fields = getattr(part, "model_fields", {})
     names = ", ".join(field.alias or name for name, field in fields.items())
-    where = ".".join(map(str, location[:-1])) + " has" if location[:-1] else "a recipe has"
+    where = ".".join(map(str, location[:-1])) + " has" if location[:-1] else f"{name} has"
     return f"unknown key {key!r}; {where} {names}"

@@ -1,4 +1,4 @@
-"""A run in the terminal: live progress while it trains, and its table at the end."""
+"""A run in the terminal: live progress while it trains, and its table at the end; and the table of a sweep."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from offdrift.show.json_access import number
 from offdrift.show.numbers import percent, short
 from offdrift.train.overlap import OVERLAP
 from offdrift.train.stored import COLUMNS, Run, verdict
+from offdrift.train.sweep_results import explained, sentence, signed
 
 if TYPE_CHECKING:  # importing it loads transformers
     from offdrift.train.context import Event
@@ -262,3 +263,35 @@ def _table(rows: Sequence[Sequence[Text]], width: int, *, apart: bool = True) ->
 
 def _two_lines(text: str, below: str, style: str = "") -> Text:
     return Text(text, style=style) + Text(f"\n{below}" if below else "", style="dim")
+
+
+VERDICT_STYLE = {"better": "green", "worse": "red", "undecided": "dim"}
+
+
+def sweep_summary(document: Mapping[str, Any], *, width: int = 140) -> Group:
+    """The table of a sweep (`sweep.json`), the sentence, and how to read them, for a terminal of so many columns."""
+    heads = ("setting", document["metric"], "less baseline", "verdict", "runs")
+    rows = [[Text(head, style="bold") for head in heads]]
+    for row in document["settings"]:
+        change, failed = row["difference"] or {}, row["failed"]
+        amiss = ", ".join(f"{row[kind]} {kind}" for kind in ("failed", "collapsed") if row[kind])
+        verdict_word = row["verdict"] or "baseline"
+        rows.append(
+            [
+                _two_lines(row["arm"], ", ".join(f"{k}={v}" for k, v in row["values"].items())),
+                _two_lines(short(number(row["mean"])), _interval(row, short)),
+                _two_lines(signed(change.get("mean")), _interval(change, signed)) if change else Text(),
+                _two_lines(
+                    verdict_word, f"p {short(change['p_holm'])}" if change else "", VERDICT_STYLE.get(verdict_word, "")
+                ),
+                _two_lines(f"{row['finished']} of {row['runs']}", amiss, "yellow" if failed else ""),
+            ]
+        )
+    notes = [Text(line, style="dim") for line in explained(document)]
+    return Group(_table(rows, width), Text(sentence(document)), *notes)
+
+
+def _interval(mean: Mapping[str, Any], write: Callable[[float | None], str]) -> str:
+    """The ends of an interval; empty where the seeds do not tell."""
+    low, high = number(mean.get("low")), number(mean.get("high"))
+    return "" if low is None or high is None else f"{write(low)} to {write(high)}"
