@@ -1,6 +1,6 @@
 """What fused rollouts cost and teach, by what is made of their ratio: the arms of recipes/fusion.toml, several seeds.
 
-    python benchmarks/fusion.py [--seeds 0 1 2] [--arms NAME ...] [--json PATH]
+    python benchmarks/fusion.py [--seeds 0 1 2] [--arms NAME ...] [--set KEY=VALUE ...] [--json PATH]
 
 Student and teacher are those of the recipe at seed 0, warm-started once; a seed decides prompts and draws. Per arm and
 seed: held-out reward before and after, mean training reward, drift, and on which side of PPO's interval the ratios to
@@ -73,13 +73,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", help="some of the recipe's")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to the recipe")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     args = parser.parse_args()
-    args.seeds = [0, 1, 2]  # TEMPORARY
+    args.seeds, args.set = [0, 1, 2], ["batches=6", "fusion.decay_updates=12", "log.eval_every=6"]  # TEMPORARY
+    args.arms = ["alone", "one_sided", "two_sided", "on_policy_ratio", "shaped_ratio"]  # TEMPORARY
     torch.set_num_threads(1)
-    recipe = load_recipe(RECIPE)
+    recipe = load_recipe(RECIPE, changes=args.set)
     assert recipe.fusion is not None
-    chosen = {name: arm for name, arm in recipe.arms.items() if args.arms is None or name in args.arms}
+    chosen = {name: recipe.arms[name] for name in args.arms or recipe.arms}
     rows: list[dict] = []
     if args.json and args.json.exists():
         rows = json.loads(args.json.read_text())["rows"]
@@ -108,7 +110,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
             rows = sorted([*rows, row], key=lambda r: (list(recipe.arms).index(r["arm"]), r["seed"]))
             if args.json:
-                args.json.write_text(json.dumps({"rows": rows, **machine()}, indent=1) + "\n")
+                args.json.write_text(json.dumps({"rows": rows, "changes": args.set, **machine()}, indent=1) + "\n")
     for name in recipe.arms:
         after = [r["after"] for r in rows if r["arm"] == name]
         if after:
