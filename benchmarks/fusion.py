@@ -76,8 +76,6 @@ def main() -> None:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to the recipe")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     args = parser.parse_args()
-    args.seeds, args.set = [0, 1, 2], ["batches=6", "fusion.decay_updates=12", "log.eval_every=6"]  # TEMPORARY
-    args.arms = ["alone", "one_sided", "two_sided", "on_policy_ratio", "shaped_ratio"]  # TEMPORARY
     torch.set_num_threads(1)
     recipe = load_recipe(RECIPE, changes=args.set)
     assert recipe.fusion is not None
