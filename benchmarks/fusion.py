@@ -1,13 +1,14 @@
 """What fused rollouts cost and teach, by what is made of their ratio: the arms of recipes/fusion.toml, several seeds.
 
-    python benchmarks/fusion.py [--seeds 0 1 2] [--arms NAME ...] [--json PATH]
+    python benchmarks/fusion.py [--seeds 0 1 2] [--arms NAME ...] [--set KEY=VALUE ...] [--json PATH]
 
 Student and teacher are those of the recipe at seed 0, warm-started once; a seed decides prompts and draws. Per arm and
 seed: held-out reward before and after, mean training reward, drift, and on which side of PPO's interval the ratios to
-the mixture lie when a token is first trained on. With --json, seeds that the file already has are kept.
+the mixture lie when a token is first trained on. What the file of --json already has is not measured again.
 """
 
 import argparse
+import itertools
 import json
 import tempfile
 from pathlib import Path
@@ -72,16 +73,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", help="some of the recipe's")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to the recipe")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    recipe = load_recipe(RECIPE)
+    recipe = load_recipe(RECIPE, changes=args.set)
     assert recipe.fusion is not None
-    chosen = {name: arm for name, arm in recipe.arms.items() if args.arms is None or name in args.arms}
+    chosen = {name: recipe.arms[name] for name in args.arms or recipe.arms}
     rows: list[dict] = []
     if args.json and args.json.exists():
         rows = json.loads(args.json.read_text())["rows"]
-        rows = [r for r in rows if r["seed"] not in args.seeds or r["arm"] not in chosen]
     with tempfile.TemporaryDirectory() as folder:
         starts = {}
         for name, source, start in (
@@ -94,23 +95,20 @@ def main() -> None:
             starts[name] = str(Path(folder) / name)
             save_for_engine(model, tokenizer, starts[name])
         none = recipe.warm_start.model_copy(update={"steps": 0})
-        for seed in args.seeds:
-            settings = {
-                "seed": seed,
-                "model": starts["student"],
-                "warm_start": none,
-                "fusion": recipe.fusion.model_copy(update={"teacher": starts["teacher"], "warm_start": none}),
-                "log": recipe.log.model_copy(update={"trackers": ()}),
-            }
-            for name, arm in chosen.items():  # one by one, so that what is measured is kept
-                run = Path(folder) / f"{name}-{seed}"
-                (summary,) = train(recipe.model_copy(update={**settings, "arms": {name: arm}}), run)
-                numbers = measured(ArmFolder(run / "arms" / name), summary)
-                row = {"seed": seed, "arm": name, "method": summary["method"], **numbers}
-                print(json.dumps(row), flush=True)
-                rows = sorted([*rows, row], key=lambda r: (r["seed"], list(recipe.arms).index(r["arm"])))
-                if args.json:
-                    args.json.write_text(json.dumps({"rows": rows, **machine()}, indent=1) + "\n")
+        teacher = recipe.fusion.model_copy(update={"teacher": starts["teacher"], "warm_start": none})
+        start = {"model": starts["student"], "warm_start": none, "fusion": teacher}
+        start["log"] = recipe.log.model_copy(update={"trackers": ()})
+        for (name, arm), seed in itertools.product(chosen.items(), args.seeds):
+            if any((r["arm"], r["seed"]) == (name, seed) for r in rows):
+                continue
+            run = Path(folder) / f"{name}-{seed}"
+            (summary,) = train(recipe.model_copy(update={**start, "seed": seed, "arms": {name: arm}}), run)
+            numbers = measured(ArmFolder(run / "arms" / name), summary)
+            row = {"seed": seed, "arm": name, "method": summary["method"], **numbers}
+            print(json.dumps(row), flush=True)
+            rows = sorted([*rows, row], key=lambda r: (list(recipe.arms).index(r["arm"]), r["seed"]))
+            if args.json:
+                args.json.write_text(json.dumps({"rows": rows, "changes": args.set, **machine()}, indent=1) + "\n")
     for name in recipe.arms:
         after = [r["after"] for r in rows if r["arm"] == name]
         if after:

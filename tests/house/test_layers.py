@@ -42,6 +42,7 @@ ALLOWED = {
     "ray": {"engines/isolation.py", "audit/stream.py", "train/pipeline/"},
     "simpy": {"plan/"},
     "pydantic": {
+        "train/fusion.py",
         "train/optim.py",
         "train/parts.py",
         "train/quantized.py",

@@ -9,7 +9,7 @@ from offdrift.audit.facets import Facets
 from offdrift.judge import Context, Watcher, diagnose, escalate, judge, load_rules, verdict
 from offdrift.judge.scatter import error_of_mean
 from tests.audit.logs import asynchronous
-from tests.judge.histories import altered, both, clean, drift, later, without_lag
+from tests.judge.histories import FIRES, altered, both, clean, drift, later, without_lag
 
 SURE = {"pearson": 0.4, "prob_diff_max": 0.002, "kl": 1e-5}
 """All probabilities lie in [0.9989, 0.9999] and differ by 5e-4: the range is restricted."""
@@ -257,3 +257,19 @@ def test_workers_that_differ_by_chance_are_left_in_peace(noise: float) -> None:
         assert reading["worker_growth"] < 1.5
     assert min(largest.values()) > 1.5  # of 8 workers one is always somewhat off
     assert max(largest.values()) < limits["worker_z"]
+
+
+EXPLAINED_BY_A_TEACHER = (
+    *("untempered_trainer", "wrong_weights", "weights_part", "wrong_weights_from_the_start", "engines_disagree"),
+    *("router_flips", "router_or_rare_tokens", "engine_gap", "probability_spike", "engine_or_lag", "agreement_gap"),
+)
+
+
+@pytest.mark.parametrize("name", EXPLAINED_BY_A_TEACHER)
+def test_a_teacher_whose_logits_are_mixed_in_is_no_fault_of_the_engines(name):
+    rows, context = FIRES[name].rows, FIRES[name].context
+    assert name in rules_of(rows, context)
+    mixed = rules_of([{**row, "fusion/alpha_mean": 0.5} for row in rows], context)
+    assert "teacher_mixed" in mixed
+    assert not {*mixed} & {*EXPLAINED_BY_A_TEACHER, "systems_fix"}
+    assert rules_of([{**row, "fusion/alpha_mean": 0.0} for row in rows], context) == rules_of(rows, context)
