@@ -1,12 +1,13 @@
 """What a compressed KV cache costs a policy, what its replay takes off the mismatch, and what a run learns.
 
-    python benchmarks/kv.py [--budgets 8 10 12 14] [--seeds 0 1 2] [--batches 12] [--only drift|speed|train] [--json PATH]
+    python benchmarks/kv.py [--budgets 8 10 12 14 16] [--seeds 0 1 2] [--batches 12] [--repeats 3]
+        [--only drift|speed|train] [--json PATH]
 
 `drift`: the warm-started tiny model answers sums with caches of several budgets; both sides have its weights in
 float32. Per policy and budget: reward, share of keys that tokens saw, bytes recorded per token, and the exact
 KL(rollout || trainer) with and without replay. `speed`: long responses with a whole and with compressed caches,
-seconds and the most memory that drawing took. `train`: `recipes/kv.toml` for every seed. A JSON file that exists keeps the rows of
-other parts and seeds, so that each can be a run of its own.
+seconds and the most memory that drawing took. `train`: `recipes/kv.toml` for every seed. A JSON file that exists keeps
+the rows of other parts and seeds, so that each can be a run of its own.
 """
 
 import argparse
@@ -62,7 +63,7 @@ def drift(budgets, steps=900, prompts=64, samples=8):
             yield row
 
 
-def speed(tokens=240, responses=16, budget=32):
+def speed(repeats, tokens=240, responses=16, budget=32):
     """Rows by cache, of responses that all have as many tokens."""
     model, tokenizer = load_model("tiny-qwen3", seed=0)
     prompts = [prompt_ids(p, tokenizer) for p in find_task("arithmetic").sample(responses, seed=0, split="train")]
@@ -71,7 +72,7 @@ def speed(tokens=240, responses=16, budget=32):
     for name, eviction in caches.items():
         engine = TransformersEngine(model, eviction=eviction)
         draws[name] = functools.partial(engine.generate, prompts, Sampling(max_tokens=tokens), seed=0)
-    seconds = interleaved_medians(draws, repeats=3)
+    seconds = interleaved_medians(draws, repeats=repeats)
     for name, draw in draws.items():
         row = {"part": "speed", "cache": name, "responses": responses, "tokens": tokens, "seconds": seconds[name]}
         yield row | {"budget": None if name == "whole" else budget, "peak_mib": peak_mib(draw)}
@@ -109,11 +110,12 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+", default=[8, 10, 12, 14, 16])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--batches", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", choices=["drift", "speed", "train"])
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    parts = {"drift": lambda: drift(args.budgets), "speed": speed}
+    parts = {"drift": lambda: drift(args.budgets), "speed": lambda: speed(args.repeats)}
     parts["train"] = lambda: (row for seed in args.seeds for row in trained(seed, args.batches))
     key = lambda row: tuple(row.get(k) for k in ("part", "policy", "budget", "cache", "seed", "arm"))  # noqa: E731
     kept = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []

@@ -19,6 +19,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from offdrift.engines.hf import TransformersEngine
@@ -39,6 +40,7 @@ from offdrift.records.rollouts import Eviction, Rollouts
 from offdrift.records.store import read
 from offdrift.train.batch import Batch
 from offdrift.train.loop import train
+from offdrift.train.old_policy import score_batch
 from offdrift.train.step import train_step
 from tests.train.conftest import short_arms, small_recipe
 from tests.train.test_loop import rows, weights
@@ -47,9 +49,17 @@ from tests.train.test_routes import check_same, far
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 SMALL: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3, "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 WINDOW, ATTENTION = Eviction("window", 6, 2), Eviction("attention", 6, 3)
 EVICTIONS = pytest.mark.parametrize("eviction", [WINDOW, ATTENTION, Eviction("window", 5, 0)], ids=str)
 
@@ -105,6 +115,22 @@ def test_every_precision_and_evidence_goes_with_it(model, dtype, evidence):
     assert (whole.logp - rollouts.logp_rollout).abs().mean() > 0.5
     kl = divergences(rollouts, scored.logits)["kl_rollout_current"].lo.mean()
     assert kl < 0.1 * divergences(rollouts, whole.logits)["kl_rollout_current"].lo.mean()
+
+
+def test_experts_and_keys_are_replayed_together():
+    """A mixture of experts drawn in bfloat16, with a compressed cache: each record takes its part of the mismatch off."""
+    model = made(Qwen3MoeConfig(**SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16))
+    engine = TransformersEngine(model, dtype="bfloat16", eviction=ATTENTION, record_routes=True)
+    rollouts = engine.generate([[5, 6, 7, 8]] * 24, Sampling(max_tokens=12), seed=0)
+
+    def off(rollouts: Rollouts, *, replays: bool) -> float:
+        scores = score_batch(model, rollouts, token_budget=100, replays=replays)
+        return float((scores.logp - rollouts.logp_rollout).abs().mean())
+
+    both = off(rollouts, replays=True)
+    assert both < 0.05
+    assert off(rollouts, replays=False) > 1.5 * both
+    assert off(rollouts.with_(retention=None), replays=True) > 10 * both
 
 
 def test_a_budget_for_everything_changes_nothing(model):
@@ -191,11 +217,19 @@ def test_tokens_do_not_depend_on_what_else_is_drawn(model, eviction):
 FAMILIES = {
     "llama": LlamaConfig(**SMALL),
     "deepseek": DeepseekV3Config(
-        **{**SMALL, "head_dim": 4, "num_key_value_heads": 4}, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
-        topk_group=1, moe_intermediate_size=8, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4,
+        **{**SMALL, "head_dim": 4, "num_key_value_heads": 4},
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=8,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
         v_head_dim=6,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -358,9 +392,14 @@ def test_a_step_adds_the_terms_gradient(model, batch, by):
     got = {n: more[n] - less[n] for n in more}
     check_same(got, {n: -p.grad for n, p in plain.named_parameters()}, rtol=1e-3)
     update = train_step(
-        Accelerator(cpu=True), plain, torch.optim.SGD(plain.parameters(), lr=0.0), replace(batch, distill=weight, distill_by=by),
-        METHODS["none"], token_budget=60, max_grad_norm=1e9,
-    )  # fmt: skip
+        Accelerator(cpu=True),
+        plain,
+        torch.optim.SGD(plain.parameters(), lr=0.0),
+        replace(batch, distill=weight, distill_by=by),
+        METHODS["none"],
+        token_budget=60,
+        max_grad_norm=1e9,
+    )
     host = update.stats.to_host()
     assert host["kv/distill"] == pytest.approx(float(term.detach()), rel=1e-4)
 

@@ -148,6 +148,10 @@ def make_batch(arm: Arm, picked: Picked, *, part: bool = False) -> Batch:
     if replay.records and rollouts.routes is None:
         raise EngineError(f'replay.routes = "{replay.routes}": the engine recorded no routes for a batch')
     sums: dict[str, Tensor] = {}
+    if recipe.rollout.kv is not None and rollouts.retention is None:
+        raise EngineError(
+            f"rollout.kv.budget = {recipe.rollout.kv.budget}: the engine recorded no retention for a batch"
+        )
     if rollouts.retention is not None:
         sums |= retention_sums(rollouts)
         rollouts = rollouts if replay.kv else rollouts.with_(retention=None)
