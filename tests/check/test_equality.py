@@ -147,3 +147,32 @@ def test_vllm_is_bisected_by_the_modules_that_both_have():
     assert {"model.embed_tokens", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"} <= names
     assert max(m["relative"] for m in exact["modules"]) < 1e-5
     assert row["repeat"]["abs_log_ratio_max"] == 0
+
+
+class Flat(torch.nn.Module):
+    """A model as vLLM has it: tokens of all requests in one dimension, heads in another, norms that give a pair."""
+
+    class FlatDecoderLayer(torch.nn.Module):
+        def forward(self, x):
+            return x, 2 * x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.layer = torch.nn.Embedding(9, 8), torch.nn.LayerNorm(2), self.FlatDecoderLayer()
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        self.norm(x.view(len(x), 4, 2))
+        return self.layer(x)[0]
+
+
+def test_modules_of_flat_batches_are_read_token_by_token():
+    model = Flat()
+    with torch.no_grad(), equality.outputs_of(model) as noted:
+        for ids in ([1, 2, 3], [4], [5]):  # a prompt, then one token after the other
+            model(input_ids=torch.tensor(ids))
+        whole = model.embed(torch.tensor([1, 2, 3, 4, 5]))
+    assert torch.equal(noted.last("embed", 5), whole.double())
+    assert noted.last("norm", 3).shape == (3, 8)
+    assert torch.equal(noted.last("layer", 2), (whole + 2 * whole)[-2:].double())
+    assert noted.last("layer", 6) is None

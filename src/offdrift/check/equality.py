@@ -215,9 +215,9 @@ def bisect(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, An
 
     Raises: `NotOfferedError` for an engine that does not show its layers, or cannot follow tokens.
     """
-    engine: Any = bench.engine(rollout)
-    if rollout.kind == "openai" or not isinstance(engine, Rescores):
+    if rollout.kind == "openai" or not isinstance(bench.engine(rollout), Rescores):
         raise NotOfferedError("a server does not show its layers; bisect the same engine in this process")
+    engine: Any = bench.engine(rollout)
     inner: nn.Module = runner_of(engine.llm, "model").model if rollout.kind == "vllm" else engine.model
     drawn = bench.rollouts(rollout, sampling=bench.sampling.unfiltered)
     longest = int(drawn.lengths.argmax())
