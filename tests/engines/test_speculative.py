@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.hf_decode import filters_of
-from offdrift.engines.speculative import verified
+from offdrift.engines.hf_speculative import verified
 from offdrift.errors import EngineError
 from offdrift.records.rollouts import ACCEPTED, FREE, REDRAWN, Sampling, concatenate
 from tests.engines.contract import PLAIN, PROMPTS, SAMPLINGS, EngineContract
