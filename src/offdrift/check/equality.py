@@ -19,7 +19,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from offdrift.check.bench import Bench, EngineSpec
 from offdrift.check.rescore import rescored
-from offdrift.engines import Rescores
 from offdrift.engines.score import score
 from offdrift.engines.vllm.taps import runner_of
 from offdrift.errors import NotOfferedError, OffdriftError
@@ -215,9 +214,9 @@ def bisect(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, An
 
     Raises: `NotOfferedError` for an engine that does not show its layers, or cannot follow tokens.
     """
-    if rollout.kind == "openai" or not isinstance(bench.engine(rollout), Rescores):
-        raise NotOfferedError("a server does not show its layers; bisect the same engine in this process")
     engine: Any = bench.engine(rollout)
+    if rollout.kind == "openai" or not hasattr(engine, "rescore"):
+        raise NotOfferedError("a server does not show its layers; bisect the same engine in this process")
     inner: nn.Module = runner_of(engine.llm, "model").model if rollout.kind == "vllm" else engine.model
     drawn = bench.rollouts(rollout, sampling=bench.sampling.unfiltered)
     longest = int(drawn.lengths.argmax())

@@ -30,10 +30,10 @@ from offdrift.engines.generate import Drawing, Draws, Request, pieces
 from offdrift.engines.grids import fitting_matrices, grid, instruction_set, put_on_grid
 from offdrift.engines.hf_cache import check_eviction, evicting
 from offdrift.engines.hf_decode import Recorder, decode, uniform_numbers
+from offdrift.engines.hf_speculative import NUMBERS, speculate
 from offdrift.engines.hf_stream import TransformersStream
 from offdrift.engines.output_head import head_input, head_of, kept, recast
 from offdrift.engines.routing import routers_of_mixture, routes_of, watched
-from offdrift.engines.speculative import NUMBERS, speculate
 from offdrift.errors import EngineError
 from offdrift.records.rollouts import Eviction, EvidenceKind, Provenance, Rollouts, Routes, Sampling
 

@@ -416,6 +416,7 @@ def place_dtype(positions: int) -> torch.dtype:
     return torch.int16 if positions <= torch.iinfo(torch.int16).max else torch.int32
 
 
+@dataclass(frozen=True)
 class Speculation:
     """How each response token came about where a drafter proposed and the engine's own policy, the target, verified.
 
