@@ -25,7 +25,7 @@ from offdrift.engines import make_engine
 from offdrift.engines.hf_fixed_order import batch_invariant, tensor_parallel
 from offdrift.engines.score import score
 from offdrift.methods import method
-from offdrift.records.rollouts import Sampling
+from offdrift.records.provenance import Sampling
 from offdrift.train.batch import Batch
 from offdrift.train.models import load_model, prompt_ids
 from offdrift.train.old_policy import score_batch

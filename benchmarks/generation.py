@@ -24,7 +24,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from offdrift.engines import make_engine
 from offdrift.engines.hf_decode import left_padded
 from offdrift.engines.score import chunks, score
-from offdrift.records.rollouts import Sampling
+from offdrift.records.provenance import Sampling
 from offdrift.train.models import load_model, prompt_ids
 from offdrift.train.tasks import find_task
 from offdrift.train.warmstart import warm_start

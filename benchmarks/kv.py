@@ -21,7 +21,7 @@ from measure import interleaved_medians, machine, peak_mib
 
 from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.retention import retention_sums
-from offdrift.records.rollouts import Eviction, Sampling
+from offdrift.records.provenance import Eviction, Sampling
 from offdrift.train.loop import train
 from offdrift.train.models import load_model, prompt_ids
 from offdrift.train.old_policy import score_batch

@@ -21,7 +21,7 @@ from measure import interleaved_medians, machine
 
 from offdrift.engines import make_engine
 from offdrift.methods import method
-from offdrift.records.rollouts import Sampling
+from offdrift.records.provenance import Sampling
 from offdrift.train.batch import Batch
 from offdrift.train.models import load_model
 from offdrift.train.old_policy import Averaged, BatchStart, SecondModel, Snapshots

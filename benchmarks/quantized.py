@@ -26,7 +26,7 @@ from offdrift.engines.grids import GRIDS, instruction_set, on_grid
 from offdrift.engines.score import score
 from offdrift.errors import EngineError
 from offdrift.methods import method
-from offdrift.records.rollouts import Sampling
+from offdrift.records.provenance import Sampling
 from offdrift.train.batch import Batch
 from offdrift.train.loop import train
 from offdrift.train.models import load_model, prompt_ids, save_for_engine

@@ -23,7 +23,7 @@ from offdrift.engines import make_engine
 from offdrift.engines.routing import at_predictions, flip_rate, flips, routes_of
 from offdrift.judge import num_experts
 from offdrift.methods import method
-from offdrift.records.rollouts import Sampling
+from offdrift.records.provenance import Sampling
 from offdrift.train.batch import Batch
 from offdrift.train.models import load_model, prompt_ids, save_for_engine
 from offdrift.train.old_policy import score_batch

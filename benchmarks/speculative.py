@@ -23,7 +23,7 @@ import torch
 from measure import interleaved_medians, machine
 
 from offdrift.engines.hf import TransformersEngine
-from offdrift.records.rollouts import Sampling
+from offdrift.records.provenance import Sampling
 from offdrift.train.loop import train
 from offdrift.train.models import load_model, prompt_ids
 from offdrift.train.recipe import load_recipe

@@ -12,9 +12,9 @@ from offdrift.audit.stream import audit
 from offdrift.audit.view import drawn_by
 from offdrift.errors import BadValueError
 from offdrift.judge import Context
+from offdrift.records.provenance import REPLAYABLE, Eviction, Provenance, Sampling
 from offdrift.records.readers import detect, pieces
 from offdrift.records.recorder import write_log
-from offdrift.records.rollouts import REPLAYABLE, Eviction, Provenance, Sampling
 from tests.audit.logs import make_log
 
 FULL = Provenance("vllm", "0.32.0", "tiny", "bfloat16", "fp8_per_channel", Sampling(64, top_p=0.95))

@@ -16,7 +16,8 @@ from offdrift.check.measure import measure
 from offdrift.check.recommend import THRESHOLDS, fitting, level_of, published, recommended, sentence, thresholds
 from offdrift.errors import BadValueError, EngineError, RecipeError
 from offdrift.judge import load_rules
-from offdrift.records.rollouts import FullVocab, Sampling
+from offdrift.records.provenance import Sampling
+from offdrift.records.rollouts import FullVocab
 from offdrift.segments import Segments
 from tests.check import benches
 from tests.check.benches import BFLOAT16, FLOAT32

@@ -13,7 +13,8 @@ from offdrift.check.factors.base import Setting, recorded_alike, self_difference
 from offdrift.check.measure import measure
 from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.routing import at_predictions
-from offdrift.records.rollouts import FullVocab, HiddenStates, Sampling
+from offdrift.records.provenance import Sampling
+from offdrift.records.rollouts import FullVocab, HiddenStates
 from tests.check.benches import BFLOAT16, FLOAT32, NULL, ROUNDED, bench_of, prompts_of, run
 from tests.engines.contract import Forgetful
 from tests.engines.models import VOCAB

@@ -7,7 +7,7 @@ import offdrift.engines.vllm.engine as vllm_engine_module
 from offdrift.check.bench import EngineSpec, Pair
 from offdrift.check.measure import measure
 from offdrift.engines.vllm.taps import runner_of
-from offdrift.records.rollouts import Sampling
+from offdrift.records.provenance import Sampling
 from tests.check import benches
 from tests.engines.models import FP8_CACHE, need_vllm, no_wide_vectors
 

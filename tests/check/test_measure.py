@@ -13,7 +13,8 @@ from offdrift.check.rescore import THETAS, Scored, rescored, surprise_cgf, tail_
 from offdrift.divergence.interval import topk_divergences
 from offdrift.engines.generate import Draws, rollouts_from
 from offdrift.judge import load_rules
-from offdrift.records.rollouts import Provenance, Rollouts, Sampling
+from offdrift.records.provenance import Provenance, Sampling
+from offdrift.records.rollouts import Rollouts
 from tests.check.benches import BFLOAT16, FLOAT32, bench_of
 from tests.engines.models import VOCAB
 

@@ -16,7 +16,8 @@ from offdrift.engines.output_head import deviations
 from offdrift.engines.score import score
 from offdrift.engines.verify_sync import FLOAT32_CAP, GROUPS, check_sync, verify_sync, weight_groups
 from offdrift.errors import EngineError, SyncError
-from offdrift.records.rollouts import FullVocab, HiddenStates, Sampling, TopK
+from offdrift.records.provenance import Sampling
+from offdrift.records.rollouts import FullVocab, HiddenStates, TopK
 from tests.engines.models import VOCAB
 from tests.engines.oracles import logp_rows
 

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from offdrift.records.rollouts import Rollouts, Sampling
+from offdrift.records.provenance import Sampling
+from offdrift.records.rollouts import Rollouts
 
 
 @torch.no_grad()

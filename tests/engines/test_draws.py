@@ -7,7 +7,8 @@ import torch
 
 from offdrift.engines.generate import Draws, check_request, rollouts_from
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import FullVocab, Provenance, Sampling, Support, TopK
+from offdrift.records.provenance import Provenance, Sampling
+from offdrift.records.rollouts import FullVocab, Support, TopK
 
 OK = Sampling(max_tokens=4, stop_token_ids=(9,))
 

@@ -19,7 +19,7 @@ from offdrift.engines.hf_fixed_order import (
 )
 from offdrift.engines.score import divergences, score
 from offdrift.errors import EngineError, ShapeError
-from offdrift.records.rollouts import Sampling
+from offdrift.records.provenance import Sampling
 from tests.engines.models import SIZES, VOCAB, tiny
 
 HALVES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -29,7 +29,7 @@ from offdrift.engines import make_engine
 from offdrift.engines.server.client import Server, StatusError, faithful, measured_mode
 from offdrift.engines.server.engine import OpenAIEngine
 from offdrift.errors import EngineError, RecipeError
-from offdrift.records.rollouts import Sampling
+from offdrift.records.provenance import Sampling
 from offdrift.train.recipe import check_recipe
 
 VOCAB = 8

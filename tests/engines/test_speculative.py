@@ -15,7 +15,8 @@ from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.hf_decode import filters_of
 from offdrift.engines.hf_speculative import verified
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import ACCEPTED, FREE, REDRAWN, Sampling, concatenate
+from offdrift.records.provenance import Sampling
+from offdrift.records.rollouts import ACCEPTED, FREE, REDRAWN, concatenate
 from tests.engines.contract import PLAIN, PROMPTS, SAMPLINGS, EngineContract
 from tests.engines.models import SMALLER, VOCAB, tiny
 from tests.engines.oracles import logp_rows

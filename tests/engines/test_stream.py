@@ -18,7 +18,8 @@ from offdrift.engines.hf_stream import response_numbers
 from offdrift.engines.stream import Delta, Job, open_stream, rollouts_of
 from offdrift.engines.verify_sync import check_sync, verify_sync
 from offdrift.errors import EngineError, ShapeError
-from offdrift.records.rollouts import FullVocab, HiddenStates, Provenance, Sampling, Support, TopK
+from offdrift.records.provenance import Provenance, Sampling
+from offdrift.records.rollouts import FullVocab, HiddenStates, Support, TopK
 from tests.engines.models import SMALLER, VOCAB, tiny
 from tests.engines.oracles import processed
 

@@ -21,7 +21,7 @@ from offdrift.engines.verify_sync import (
     weight_groups,
 )
 from offdrift.errors import SyncError
-from offdrift.records.rollouts import Provenance, Sampling
+from offdrift.records.provenance import Provenance, Sampling
 from tests.engines.contract import PLAIN, PROMPTS, Forgetful
 from tests.engines.models import tiny
 

@@ -12,7 +12,7 @@ from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.hf_decode import KEPT_SHARE, InPlaceLayer, Recorder, branched, inverted
 from offdrift.engines.output_head import deviations
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import Sampling
+from offdrift.records.provenance import Sampling
 from tests.engines.contract import PLAIN, PROMPTS, EngineContract
 from tests.engines.models import SMALLER, VOCAB, tiny
 from tests.engines.oracles import logp_rows

@@ -15,7 +15,7 @@ from offdrift.engines.score import score
 from offdrift.engines.verify_sync import QUANTIZED_CAP, verify_sync
 from offdrift.engines.vllm.taps import runner_of
 from offdrift.errors import EngineError, NotOfferedError, SyncError
-from offdrift.records.rollouts import Sampling
+from offdrift.records.provenance import Sampling
 from tests.engines.contract import PLAIN, PROMPTS, EngineContract
 from tests.engines.models import CACHE_MIB, FP8_CACHE, no_wide_vectors, tiny
 

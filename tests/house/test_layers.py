@@ -47,9 +47,10 @@ ALLOWED = {
         "train/parts.py",
         "train/quantized.py",
         "train/recipe.py",
+        "train/rollout_parts.py",
         "train/sweep.py",
         "plan/phases.py",
-        "records/rollouts.py",
+        "records/provenance.py",
     },
     "typer": {"cli/"},
     "rich": {

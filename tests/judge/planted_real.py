@@ -19,7 +19,8 @@ from torch import Tensor
 from offdrift.engines import Engine, make_engine
 from offdrift.engines.verify_sync import SyncReport, verify_sync
 from offdrift.judge import Context
-from offdrift.records.rollouts import EvidenceKind, FullVocab, Rollouts, Sampling
+from offdrift.records.provenance import Sampling
+from offdrift.records.rollouts import EvidenceKind, FullVocab, Rollouts
 from offdrift.segments import Segments
 from offdrift.train.loop import train
 from offdrift.train.recipe import Recipe, check_recipe

@@ -16,7 +16,8 @@ from offdrift.plan.measured import LENGTHS, SKIPPED, Draws, correlation_of, fit_
 from offdrift.plan.phases import EXAMPLE, Lengths, Phases
 from offdrift.plan.simulate import simulate
 from offdrift.records import store
-from offdrift.records.rollouts import Provenance, Rollouts, Sampling, cumulative
+from offdrift.records.provenance import Provenance, Sampling
+from offdrift.records.rollouts import Rollouts, cumulative
 from offdrift.schedules import SCHEDULES
 
 T0, T1, PREFILL = 0.012, 0.0004, 3e-5

@@ -17,9 +17,10 @@ from offdrift.divergence.head import Head
 from offdrift.errors import EvidenceError, RecordError, ShapeError
 from offdrift.records import FullVocab, HiddenStates, Provenance, Rollouts, Sampling, TopK, store
 from offdrift.records.batch import Logged
+from offdrift.records.provenance import Eviction
 from offdrift.records.readers import detect
 from offdrift.records.recorder import write_log
-from offdrift.records.rollouts import Eviction, Retention, Routes, Support, concatenate, pack_sequences
+from offdrift.records.rollouts import Retention, Routes, Support, concatenate, pack_sequences
 from offdrift.records.schema import BY_TOKEN
 from tests.records.samples import one, ragged, same_groups
 

@@ -13,7 +13,8 @@ from offdrift.errors import RecipeError
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import method
-from offdrift.records.rollouts import Provenance, Rollouts, Sampling, cumulative
+from offdrift.records.provenance import Provenance, Sampling
+from offdrift.records.rollouts import Rollouts, cumulative
 from offdrift.segments import Segments
 from offdrift.train import recipe
 from offdrift.train.buffer import Buffer

@@ -15,7 +15,7 @@ from offdrift.engines import make_engine
 from offdrift.engines.score import left_right_padded, score
 from offdrift.errors import RecipeError
 from offdrift.methods import METHODS
-from offdrift.records.rollouts import Sampling
+from offdrift.records.provenance import Sampling
 from offdrift.segments import Segments
 from offdrift.train import recipe
 from offdrift.train.batch import Batch

@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError
 
 from offdrift.engines.stream import Job
 from offdrift.errors import EngineError, SyncError
-from offdrift.records.rollouts import Sampling
+from offdrift.records.provenance import Sampling
 from offdrift.schedules import Key, Schedule
 from offdrift.schedules.rules import Always, InFlight, TooOld, Weights
 from offdrift.train.parts import Pipeline

@@ -24,8 +24,9 @@ from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import method
 from offdrift.records import store
+from offdrift.records.provenance import Sampling
 from offdrift.records.readers import detect, pieces, read
-from offdrift.records.rollouts import Sampling, Turns, concatenate
+from offdrift.records.rollouts import Turns, concatenate
 from offdrift.train import context
 from offdrift.train.batch import Batch
 from offdrift.train.context import set_up

@@ -21,8 +21,9 @@ from offdrift.engines.score import score
 from offdrift.errors import CheckpointError, EvidenceError, RecipeError
 from offdrift.methods import METHODS
 from offdrift.objectives.ewma import ewma_update
+from offdrift.records.provenance import Sampling
 from offdrift.records.readers import detect, pieces
-from offdrift.records.rollouts import OLD_STATUS, Sampling
+from offdrift.records.rollouts import OLD_STATUS
 from offdrift.records.store import read
 from offdrift.train import loop, old_policy
 from offdrift.train.batch import make_batch

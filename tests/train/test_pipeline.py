@@ -18,7 +18,7 @@ from offdrift.engines.score import score
 from offdrift.engines.stream import Job, rollouts_of
 from offdrift.errors import EngineError, RecipeError
 from offdrift.records import store
-from offdrift.records.rollouts import Sampling
+from offdrift.records.provenance import Sampling
 from offdrift.schedules import SCHEDULES, override, schedule
 from offdrift.train.loop import train
 from offdrift.train.parts import Pipeline

@@ -12,7 +12,7 @@ from offdrift.audit.conclude import run_context
 from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.hf_decode import filters_of
 from offdrift.engines.score import score
-from offdrift.records.rollouts import Sampling
+from offdrift.records.provenance import Sampling
 from offdrift.records.store import read
 from offdrift.train import loop
 from offdrift.train.loop import train

@@ -36,7 +36,8 @@ from offdrift.engines.score import chunks, computed_cells, divergences, left_rig
 from offdrift.errors import EngineError, RecipeError
 from offdrift.methods import METHODS
 from offdrift.records import Sampling
-from offdrift.records.rollouts import Eviction, Rollouts
+from offdrift.records.provenance import Eviction
+from offdrift.records.rollouts import Rollouts
 from offdrift.records.store import read
 from offdrift.train.batch import Batch
 from offdrift.train.loop import train

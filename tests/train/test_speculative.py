@@ -15,14 +15,15 @@ from safetensors.torch import load_file, save_file
 from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.score import score
 from offdrift.errors import CheckpointError, RecipeError
-from offdrift.records.rollouts import ACCEPTED, FREE, Sampling
+from offdrift.records.provenance import Sampling
+from offdrift.records.rollouts import ACCEPTED, FREE
 from offdrift.records.store import read
 from offdrift.stats.metrics import METRICS
 from offdrift.train import models
 from offdrift.train.drafter import FILE, Drafter, distillation_loss, reward_weights
 from offdrift.train.loop import train
 from offdrift.train.models import load_model
-from offdrift.train.parts import Speculative
+from offdrift.train.rollout_parts import Speculative
 from tests.train.conftest import short_arms, small_recipe
 from tests.train.test_loop import rows as rows_of
 from tests.train.test_loop import weights

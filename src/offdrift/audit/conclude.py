@@ -20,7 +20,7 @@ from offdrift.judge import Context, Rules, diagnose, escalate, load_rules, verdi
 from offdrift.judge.kl_choice import kl_of
 from offdrift.judge.verdict import Action, correlation_broken
 from offdrift.records.atomic import plain, write_json
-from offdrift.records.rollouts import Sampling
+from offdrift.records.provenance import Sampling
 
 FORMAT = 1
 FILE_NAME = "audit.json"

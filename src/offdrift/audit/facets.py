@@ -22,7 +22,7 @@ from torch import Tensor
 from offdrift.errors import BadValueError
 from offdrift.numerics import BLOCK, at_least_float32, clamped
 from offdrift.records.batch import Logged
-from offdrift.records.rollouts import Provenance
+from offdrift.records.provenance import Provenance
 from offdrift.stats import METRICS
 from offdrift.stats.drift import SECOND, TOKEN_LOGS
 from offdrift.stats.signature import PerSequence

@@ -18,7 +18,8 @@ from offdrift.engines import Engine, make_engine
 from offdrift.engines.hf_fixed_order import batch_invariant, check_invariance
 from offdrift.engines.output_head import recast
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import EvidenceKind, FullVocab, HiddenStates, Rollouts, Sampling
+from offdrift.records.provenance import Sampling
+from offdrift.records.rollouts import EvidenceKind, FullVocab, HiddenStates, Rollouts
 
 Option = str | int | float | bool
 

@@ -32,7 +32,7 @@ from offdrift.judge import Evidence, Finding, load_rules
 from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS, override
 from offdrift.ratios import stopped_log_ratio
-from offdrift.records.rollouts import Sampling
+from offdrift.records.provenance import Sampling
 
 GATES = ("trm_max", "trm_max_tv", "trm_avg", "trm_max_k2", "trm_avg_k3", "decoupled_k3_rs", "bypass_ppo_clip_k3_rs")
 """Methods of one gate with an upper bound."""

@@ -96,7 +96,7 @@ def check(
     from offdrift.check.page import write_check_page
     from offdrift.check.view import check_view
     from offdrift.records.atomic import write_json
-    from offdrift.records.rollouts import Sampling
+    from offdrift.records.provenance import Sampling
     from offdrift.train.models import load_model, save_for_engine
 
     check_max_kl(max_kl)

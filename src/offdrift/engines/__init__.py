@@ -21,7 +21,8 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import EvidenceKind, Rollouts, Sampling
+from offdrift.records.provenance import Sampling
+from offdrift.records.rollouts import EvidenceKind, Rollouts
 
 
 @runtime_checkable

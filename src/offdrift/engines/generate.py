@@ -16,15 +16,14 @@ from torch import Tensor
 from offdrift.engines.output_head import check_states
 from offdrift.errors import EngineError
 from offdrift.ratios import turns_of
+from offdrift.records.provenance import Provenance, Sampling
 from offdrift.records.rollouts import (
     Evidence,
     EvidenceKind,
     HiddenStates,
-    Provenance,
     Retention,
     Rollouts,
     Routes,
-    Sampling,
     Speculation,
     Support,
     cumulative,

@@ -35,7 +35,8 @@ from offdrift.engines.hf_stream import TransformersStream
 from offdrift.engines.output_head import head_input, head_of, kept, recast
 from offdrift.engines.routing import routers_of_mixture, routes_of, watched
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import Eviction, EvidenceKind, Provenance, Rollouts, Routes, Sampling
+from offdrift.records.provenance import Eviction, Provenance, Sampling
+from offdrift.records.rollouts import EvidenceKind, Rollouts, Routes
 
 
 class TransformersEngine(Drawing):

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer
 
 from offdrift.engines.retention import attention_modules, by_query, hidden, need_led
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import Eviction
+from offdrift.records.provenance import Eviction
 
 EMPTY = -1
 """Place of a slot that holds no key."""

@@ -34,12 +34,12 @@ from offdrift.engines.output_head import HeadInput
 from offdrift.engines.retention import kept_until
 from offdrift.engines.routing import Choices
 from offdrift.methods.schedules import fused_logits
+from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import (
     Evidence,
     EvidenceKind,
     FullVocab,
     HiddenStates,
-    Sampling,
     Speculation,
     Support,
     TopK,

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from offdrift.engines.generate import Draws, Request
 from offdrift.engines.hf_decode import PAD, Forward, InPlaceLayer, Recorder, cache_of, filters_of, inverted, left_padded
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import ACCEPTED, FREE, REDRAWN, Sampling
+from offdrift.records.provenance import Sampling
+from offdrift.records.rollouts import ACCEPTED, FREE, REDRAWN
 
 NUMBERS = 3
 """Uniform numbers of a place: for the drafter's proposal, for the judgement of it, and for a token drawn without it."""

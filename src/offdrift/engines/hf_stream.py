@@ -22,7 +22,8 @@ from offdrift.engines.generate import Draws, pieces
 from offdrift.engines.hf_decode import Forward, InPlaceLayer, Recorder, cache_of, filters_of, inverted, left_padded
 from offdrift.engines.output_head import head_input
 from offdrift.engines.stream import Response, Stream
-from offdrift.records.rollouts import EvidenceKind, Sampling
+from offdrift.records.provenance import Sampling
+from offdrift.records.rollouts import EvidenceKind
 
 if TYPE_CHECKING:
     from offdrift.engines.hf import TransformersEngine

@@ -26,16 +26,8 @@ from torch import Tensor
 from offdrift.engines import Engine
 from offdrift.engines.generate import Drawing, Draws, Request, rollouts_from
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import (
-    Evidence,
-    EvidenceKind,
-    Provenance,
-    Rollouts,
-    Sampling,
-    Support,
-    evidence_at,
-    joined_evidence,
-)
+from offdrift.records.provenance import Provenance, Sampling
+from offdrift.records.rollouts import Evidence, EvidenceKind, Rollouts, Support, evidence_at, joined_evidence
 
 Finish = Literal["stop", "length"]
 Cache = Literal["recompute", "keep"]

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from offdrift.engines import Engine
 from offdrift.engines.score import score
 from offdrift.errors import SyncError
-from offdrift.records.rollouts import Provenance, Rollouts, Sampling
+from offdrift.records.provenance import Provenance, Sampling
+from offdrift.records.rollouts import Rollouts
 
 FLOAT32_CAP = 1e-3
 HALF_CAP = 0.25

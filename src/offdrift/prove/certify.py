@@ -24,7 +24,7 @@ from offdrift.certificate.batch import BatchEvidence
 from offdrift.engines.score import chunks, divergences, score
 from offdrift.errors import RecordError
 from offdrift.logprobs import LogProbs
-from offdrift.records.rollouts import Provenance
+from offdrift.records.provenance import Provenance
 from offdrift.records.store import read, read_drawn_by
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from offdrift.errors import BadValueError, EvidenceError, ShapeError
 from offdrift.logprobs import LogProbs
-from offdrift.records.rollouts import REPLAYABLE, Rollouts, cumulative
+from offdrift.records.provenance import REPLAYABLE
+from offdrift.records.rollouts import Rollouts, cumulative
 from offdrift.records.schema import ARGUMENTS, FIELDS, MASK, LogValues
 from offdrift.segments import Segments
 

@@ -30,11 +30,11 @@ from torch import Tensor
 from offdrift.divergence.head import Head
 from offdrift.errors import RecordError
 from offdrift.records.atomic import write_atomically
+from offdrift.records.provenance import Provenance
 from offdrift.records.rollouts import (
     Evidence,
     FullVocab,
     HiddenStates,
-    Provenance,
     Retention,
     Rollouts,
     Routes,

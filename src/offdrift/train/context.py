@@ -27,7 +27,7 @@ from offdrift.engines.routing import router_biases, routers_of_mixture, rule_of
 from offdrift.engines.verify_sync import SyncReport, verify_sync
 from offdrift.errors import CheckpointError, EngineError, RecipeError
 from offdrift.judge import num_experts
-from offdrift.records.rollouts import Sampling
+from offdrift.records.provenance import Sampling
 from offdrift.train.environments import Environment, find_environment, is_environment
 from offdrift.train.fusion import check_same_tokens, given_difficulties
 from offdrift.train.judge import Judge

@@ -23,7 +23,7 @@ from offdrift.engines.score import chunks, score
 from offdrift.errors import CheckpointError, EngineError
 from offdrift.records.rollouts import FullVocab, HiddenStates, Rollouts
 from offdrift.train.old_policy import read_weights, write_weights
-from offdrift.train.parts import Speculative
+from offdrift.train.rollout_parts import Speculative
 
 FILE = "drafter.safetensors"
 """File of the drafter's weights and AdamW's moments in a checkpoint."""

@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerBase
 from offdrift.engines import Engine
 from offdrift.engines.generate import request_seed
 from offdrift.errors import RecipeError
+from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import (
     EvidenceKind,
     Rollouts,
-    Sampling,
     Turns,
     concatenate,
     cumulative,

@@ -19,6 +19,7 @@ from offdrift.errors import RecipeError
 from offdrift.methods.schedules import alpha_decay
 from offdrift.train.parts import Part, Positive, WarmStart
 from offdrift.train.problems import Problem
+from offdrift.train.rollout_parts import Rollout
 
 
 class Mixture(Part):
@@ -83,6 +84,22 @@ class Fusion(Mixture):
     """What a recipe's `model` may be, over the same tokens. Its weights stay, in the engine, at `rollout.dtype`."""
     warm_start: WarmStart = WarmStart()
     """Supervised steps of the teacher, where it is to learn the task first."""
+
+    def check_beside(self, rollout: Rollout, *, pipeline: bool, episodes: bool, task: str) -> None:
+        """Refuse a teacher that cannot decode along.
+
+        Raises: `ValueError` naming the field, its value and the way out.
+        """
+        setting, engine = f'fusion.teacher = "{self.teacher}"', rollout.engine
+        absent = {
+            f'rollout.engine = "{engine}", which decodes one model; use "transformers"': engine != "transformers",
+            "[pipeline], whose workers decode one model": pipeline,
+            f'task = "{task}", whose episodes are drawn turn by turn': episodes,
+            'rollout.evidence = "hidden", states of the policy that do not make the mixture; use "full", "sampled" or '
+            "a number of top log-probs": rollout.evidence == "hidden",
+        }
+        if unfit := [reason for reason, is_so in absent.items() if is_so]:
+            raise ValueError(f"{setting} has no place beside {unfit[0]}; or leave [fusion] out")
 
 
 def given_difficulties(problems: Sequence[Problem]) -> Float[Tensor, " p"]:

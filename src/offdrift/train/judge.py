@@ -24,7 +24,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from offdrift.engines.score import chunks, score
 from offdrift.errors import RecipeError, RewardError
-from offdrift.records.rollouts import Provenance, Rollouts, Sampling, cumulative
+from offdrift.records.provenance import Provenance, Sampling
+from offdrift.records.rollouts import Rollouts, cumulative
 from offdrift.train.models import prompt_ids
 from offdrift.train.parts import Judge as Settings
 from offdrift.train.problems import Problem

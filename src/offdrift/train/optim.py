@@ -133,3 +133,11 @@ class Optim(Part):
         x = (update - self.warmup) / max(1, updates - self.warmup)
         falls = {"constant": 0.0, "linear": x, "cosine": (1 - math.cos(math.pi * x)) / 2}
         return self.lr * (1 - (1 - self.final) * falls[self.schedule])
+
+    @model_validator(mode="after")
+    def _falls(self) -> Optim:
+        if self.schedule == "constant" and self.final != 0:
+            raise ValueError(
+                f'optim.final = {self.final} does nothing with optim.schedule = "constant"; use "linear" or "cosine"'
+            )
+        return self

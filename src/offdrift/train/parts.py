@@ -1,4 +1,4 @@
-"""Parts of a recipe: draws, penalties, replay, the critic, a judge and small ones, with the base of all.
+"""Parts of a recipe: draws, penalties, the critic, a judge, the pipeline and small ones, with the base of all.
 
 A part is a table of the recipe. Unknown keys are refused, and so is what does nothing in the recipe that it is in.
 """
@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from offdrift.advantages import ADVANTAGES
 from offdrift.methods import Method
-from offdrift.records.rollouts import Eviction, Rollouts, Sampling
 from offdrift.schedules import Schedule
 
 Positive = Annotated[int, Field(ge=1)]
@@ -26,159 +25,6 @@ class Part(BaseModel):
     """Base of all parts: unknown keys are errors, values cannot change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
-
-
-class KV(Part):
-    """A compressed KV cache of the engine, which keeps a fixed number of keys in every layer and key-value head."""
-
-    budget: Annotated[int, Field(ge=2)]
-    """Keys kept, that of the token being read among them. Prompts are read whole, and cut to the budget behind that."""
-    policy: Literal["window", "attention"] = "window"
-    """Which key goes. "window": the oldest one (StreamingLLM); "attention": the one that has received the least
-    attention so far (H2O), in each layer and head by itself."""
-    sinks: Natural | None = None
-    """window: first tokens of the sequence that always stay. Absent: 4, or half of the budget if that is less."""
-    recent: Positive | None = None
-    """attention: latest tokens that always stay. Absent: half of the budget, as H2O."""
-
-    @property
-    def eviction(self) -> Eviction:
-        """What the engine is asked for."""
-        half = self.budget // 2
-        if self.policy == "window":
-            return Eviction("window", self.budget, min(4, half) if self.sinks is None else self.sinks)
-        return Eviction("attention", self.budget, self.recent or half)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> KV:
-        other, its = ("recent", self.recent) if self.policy == "window" else ("sinks", self.sinks)
-        own, value = ("sinks", self.sinks) if self.policy == "window" else ("recent", self.recent)
-        if its is not None:
-            raise ValueError(
-                f'rollout.kv.{other} = {its} does nothing with rollout.kv.policy = "{self.policy}"; set {own}, or '
-                "leave it out"
-            )
-        if value is not None and value >= self.budget:
-            raise ValueError(
-                f"rollout.kv.{own} = {value} leaves no key of rollout.kv.budget = {self.budget} that may go; use a "
-                "smaller one"
-            )
-        return self
-
-
-class Speculative(Part):
-    """A drafter that proposes tokens to the engine (docs/speculative.md). What is drawn has the law of the policy,
-    whatever the drafter proposes; a better one saves forward passes of the policy."""
-
-    model: str
-    """The drafter: what a recipe's `model` may be, or "tiny-qwen3-draft"; of the policy's vocabulary, and smaller."""
-    tokens: Positive = 4
-    """Proposals that one pass of the policy judges, at most."""
-    warm_start: Natural = 0
-    """Supervised steps of the drafter on the task's demonstrations before RL, with the batch size and the learning rate
-    of the recipe's own warm start; 0 for a drafter that is trained."""
-    every: Positive | None = None
-    """Updates of the trainer between two updates of the drafter, which is distilled on the batch at hand. Absent: it
-    stays as it is."""
-    steps: Positive = 1
-    """every: steps of AdamW in an update of the drafter."""
-    lr: PositiveFloat = 1e-3
-    """every: learning rate of the drafter."""
-    weighting: Literal["reward", "none"] = "reward"
-    """every: "reward": responses count by their rewards, as shares of `reward_range` (ReSpec); "none": all alike."""
-
-    def check(self, rollout: Rollout, *, updates: int, whole: Mapping[str, bool]) -> None:
-        """Refuse a drafter that cannot act, and settings of what is not done.
-
-        Args:
-            updates: of a whole arm.
-            whole: what has no place beside it, by name, and whether the recipe has it.
-
-        Raises: `ValueError` naming the field, its value and the way out.
-        """
-        if rollout.engine != "transformers":
-            raise ValueError(
-                f'rollout.speculative: rollout.engine = "{rollout.engine}" takes no drafter of this trainer; use '
-                '"transformers", or leave it out'
-            )
-        if unfit := [name for name, is_set in whole.items() if is_set]:
-            raise ValueError(f"rollout.speculative: no tokens are proposed with {unfit[0]}; leave one of the two out")
-        if rollout.max_tokens < 2:
-            raise ValueError(
-                "rollout.speculative does nothing with rollout.max_tokens = 1: a pass draws one token by itself; leave "
-                "it out"
-            )
-        if self.every is None:
-            for name in ("steps", "lr", "weighting"):
-                if getattr(self, name) != Speculative.model_fields[name].default:
-                    raise ValueError(
-                        f"rollout.speculative.{name} does nothing without rollout.speculative.every; set it, for "
-                        "instance to 1, or leave both out"
-                    )
-        elif self.every > updates:
-            raise ValueError(
-                f"rollout.speculative.every = {self.every} is more than the {updates} updates of an arm, so that the "
-                "drafter never learns; lower it, or leave it out"
-            )
-
-
-class Rollout(Part):
-    engine: Literal["transformers", "vllm", "openai"] = "transformers"
-    """Which engine draws the tokens; "openai": a server that is running at `url`."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """The engine's precision; the trainer's is `optim.dtype`."""
-    quantization: Annotated[str | None, BeforeValidator(lambda x: None if x == "none" else x)] = None
-    """A grid that the engine's matrices are rounded to, anew at each synchronization (docs/quantized.md). transformers
-    emulates "int8" (weights alone), "w8a8", "fp8_per_channel" and "nvfp4"; vllm computes "w8a8", "fp8_per_channel" and
-    what else it has by its own names. "none": full weights, as if it were absent."""
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """vllm: "fp8" keeps keys and values in FP8, with scales measured anew after each synchronization; on CPUs, those
-    with AVX-512 or AMX can. "auto": in `dtype`."""
-    prompts: Positive = 32
-    """Prompts per rollout batch, over all processes."""
-    samples: Positive = 8
-    """Responses per prompt: the group whose mean is the baseline."""
-    max_tokens: Positive = 14
-    """Longest response, tokens; with an environment, of one turn. The horizon T of the bounds is this, or
-    `max_turns` times this."""
-    max_turns: Positive | None = None
-    """With an environment: turns of the model until an episode is cut off. Other tasks have one, and it is absent."""
-    temperature: PositiveFloat = 1.0
-    """Sampling temperature; the trainer tempers its own distribution alike."""
-    top_k: Natural = 0
-    """Draw from the k likeliest tokens; 0: from all."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draw from the smallest set of tokens with at least this mass; 1: from all."""
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Draw from the tokens with at least this share of the likeliest one's probability; 0: from all."""
-    kv: KV | None = None
-    """transformers: a compressed KV cache (docs/kv-cache.md). Absent: it keeps every key."""
-    evidence: Literal["full", "hidden", "sampled"] | Positive = "full"
-    """Evidence recorded of the rollout policy: "full" vocabulary, the "hidden" states that its head turned
-    into logits (as exact, far smaller for large vocabularies), the top k (a number), or "sampled"."""
-    tail_log_ratio_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """For top-k evidence: assume |log mu - log pi| at most this outside the top k, nats. Upper ends of
-    divergences then rest on it, and every guarantee from them states it. Absent: nothing is assumed."""
-    evidence_limit_mib: Positive = 1024
-    """Refuse to record more evidence than this per batch, or per round and stage of `draws`, MiB; with an environment
-    each turn may take an equal part."""
-    url: str | None = None
-    """openai: address of a vLLM or SGLang server, http://HOST:PORT/v1; it is given weights."""
-    served_model: str | None = None
-    """openai: name of the model there; absent: the only one that is served."""
-    sync_folder: str | None = None
-    """openai: folder through which the server gets weights, if it is on another machine."""
-    speculative: Speculative | None = None
-    """transformers: a drafter that proposes tokens. Absent: the policy draws each by itself."""
-
-    @property
-    def filtered(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-    def sampling(self, *, max_tokens: int, stop_token_ids: tuple[int, ...]) -> Sampling:
-        """What the engine is asked for."""
-        return Sampling(max_tokens, self.temperature, self.top_k, self.top_p, self.min_p, stop_token_ids)
 
 
 class Draws(Part):
@@ -492,143 +338,6 @@ class Pipeline(Part):
             )
 
 
-class Replay(Part):
-    """What the trainer's forward passes repeat of what the rollout engine, or the old policy's pass, did."""
-
-    support: bool = True
-    """Where the rollouts are filtered (`rollout.top_k`, `top_p`, `min_p`): the policies of the trainer live on the
-    tokens that the filters left over at each place, as recorded by the sampler. false: on the whole vocabulary, and
-    the mass that the filters removed counts as drift."""
-    kv: bool = True
-    """Where the engine's cache is compressed (`rollout.kv`): attention of the trainer's policies, current, old and
-    reference, sees at each token the keys that the cache still had. false: all earlier tokens, and what the cache had
-    let go counts as drift."""
-    distill: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """kv: weight of a second forward pass, which sees everything, being pulled towards the one that sees what the cache
-    had (Shadow Mask Distillation, whose authors use 0.1). 0: no such pass."""
-    distill_by: Literal["exact", "k3"] = "exact"
-    """distill: by the KL over the whole vocabulary, or by its estimate from sampled tokens, as the authors' code."""
-    routes: Literal["none", "record", "rollout", "old"] = "none"
-    """Experts of the trainer's forward passes: "none": its own; "record": its own, and those of the engine are recorded
-    and compared (`router/...`); "rollout": the engine's, in passes of old and current policy (R3); "old": those of the
-    old policy's pass, in every later pass on the batch (R2). Weights of the experts are always the trainer's own."""
-    freeze_gates: bool = False
-    """old: also keep the weights that the old policy's routers gave the experts; routers then get no gradient."""
-    freeze_router_bias: bool = False
-    """Routers' biases do not train (Ring-1T)."""
-
-    @property
-    def records(self) -> bool:
-        """Whether the engine has to record routes."""
-        return self.routes in ("record", "rollout")
-
-    def replayed(self, rollouts: Rollouts) -> tuple[str, ...]:
-        """What of these rollouts' recorded choices all of the trainer's policies repeat: see `Provenance.replayed`."""
-        repeated = {
-            "support": self.support and rollouts.support is not None,
-            "routes": self.routes == "rollout",
-            "retention": self.kv and rollouts.retention is not None,
-        }
-        return tuple(name for name, does in repeated.items() if does)
-
-    def check_routes(
-        self, arm: str, *, scores_old: bool, adapters: bool, always_current: bool, whole: Mapping[str, bool]
-    ) -> None:
-        """Refuse a replay that cannot act.
-
-        Args:
-            arm: its name.
-            scores_old: whether the arm's method reads log-probs of an old policy, from a pass of its own.
-            adapters: whether adapters are all that trains.
-            always_current: whether every batch takes one step, by the weights that drew it.
-            whole: what has no place beside it, by name, and whether the recipe has it.
-
-        Raises: `ValueError` naming the field, its value and the way out.
-        """
-        if self.freeze_gates and self.routes != "old":
-            raise ValueError(
-                f"arms.{arm}: replay.freeze_gates = true keeps what the old policy's pass gave, and replay.routes = "
-                f'"{self.routes}" has none; set replay.routes = "old", or leave it out'
-            )
-        if self.freeze_router_bias and adapters:
-            raise ValueError(
-                f"arms.{arm}: replay.freeze_router_bias = true does nothing with [lora], whose adapters are all that "
-                "trains; leave it out"
-            )
-        if self.routes == "none":
-            return
-        setting = f'arms.{arm}: replay.routes = "{self.routes}"'
-        if unfit := [name for name, is_set in whole.items() if is_set]:
-            raise ValueError(f"{setting}: routes are not recorded with {unfit[0]}; leave one of the two out")
-        if self.routes == "old" and not scores_old:
-            raise ValueError(
-                f"{setting} repeats the experts of the old policy's forward pass, and this arm makes none; use a "
-                'method that reads logp_old with old_policy.from = "sampling", or replay.routes = "rollout"'
-            )
-        if self.routes == "old" and always_current:
-            raise ValueError(
-                f"{setting} does nothing: every batch takes one step, by the weights that drew it, and that step's "
-                'pass is the old policy\'s; set optim.minibatches or optim.epochs, or replay.routes = "rollout"'
-            )
-
-    def check_kv(self, arm: str, rollout: Rollout, *, whole: Mapping[str, bool]) -> None:
-        """Refuse a compressed cache where there is none or it is not recorded, and settings that change nothing.
-
-        Args:
-            arm: its name.
-            whole: what has no place beside a distillation, by name, and whether the recipe has it.
-
-        Raises: `ValueError` naming the setting, its value and the way out.
-        """
-        asked = {"replay.kv = false": not self.kv, f"replay.distill = {self.distill}": self.distill > 0}
-        if self.distill_by != "exact" and not self.distill:
-            raise ValueError(
-                f'arms.{arm}: replay.distill_by = "{self.distill_by}" does nothing without replay.distill; set it to '
-                "0.1"
-            )
-        if rollout.kv is None:
-            if inert := next((name for name, is_set in asked.items() if is_set), None):
-                raise ValueError(
-                    f"arms.{arm}: {inert} does nothing: the engine's cache keeps every key; leave it out, or set "
-                    "rollout.kv.budget"
-                )
-            return
-        if self.distill and not self.kv:
-            raise ValueError(
-                f"arms.{arm}: replay.distill = {self.distill} pulls the policy that sees everything towards the one "
-                "that sees what the cache had, and replay.kv = false has no such policy; leave one of the two out"
-            )
-        if self.distill and (unfit := next((name for name, is_set in whole.items() if is_set), None)):
-            raise ValueError(
-                f"arms.{arm}: replay.distill = {self.distill} with {unfit}: the step takes its gradient from one "
-                "forward pass; leave one of the two out"
-            )
-
-    def check_support(self, rollout: Rollout) -> None:
-        """Refuse a replay of what is not recorded, and settings that change nothing.
-
-        Raises: `ValueError` naming the setting, its value and the way out.
-        """
-        if not rollout.filtered:
-            if not self.support:
-                raise ValueError(
-                    "replay.support = false does nothing: the rollouts are not filtered; leave it out, or set "
-                    "rollout.top_p, rollout.top_k or rollout.min_p"
-                )
-            return
-        if self.support and rollout.engine == "openai":
-            raise ValueError(
-                'replay.support = true needs the tokens that the filters left over, which rollout.engine = "openai" '
-                'does not give; use "vllm" or "transformers", sample without filters, or set replay.support = false '
-                "and let a method correct for the mass that they removed"
-            )
-        if not self.support and rollout.evidence == "hidden":
-            raise ValueError(
-                'replay.support = false: rollout.evidence = "hidden" describes a filtered policy together with its '
-                'support alone; use "full" or a number of top log-probs, or leave replay.support out'
-            )
-
-
 class Reference(Part):
     """The model that every arm starts from, which penalties on KL refer to."""
 
@@ -719,6 +428,45 @@ class Buffer(Part):
     """freshness: power of the weights that correct for priorities, at the start; it rises to 1 over the run."""
     clear_at_sync: bool = False
     """When the engine takes new weights, discard all that older weights drew, in the buffer or waiting (OAPL)."""
+
+    def check(self, prompts: int, *, lag: Lag, accumulate: int, steps: int, evidence: str | int) -> None:
+        """Refuse a buffer that cannot fill a batch, or settings of one that is not there.
+
+        Args:
+            prompts: of a batch.
+            accumulate: draws that are joined in a batch.
+            steps: of the optimizer on a batch.
+            evidence: what rollouts carry.
+
+        Raises: `ValueError` naming the field, its value and the way out.
+        """
+        changed = {name for name, field in Buffer.model_fields.items() if getattr(self, name) != field.default}
+        if self.capacity is None:
+            if inert := sorted(changed - {"clear_at_sync"}):
+                raise ValueError(
+                    f"buffer.{inert[0]} does nothing without a buffer; set buffer.capacity, for instance {4 * prompts}"
+                )
+            return
+        if accumulate > 1:
+            raise ValueError(
+                f"optim.accumulate = {accumulate} joins draws into a batch, and batches are picked from a "
+                f"buffer, whatever drew them; set rollout.prompts = {accumulate * prompts} in its place"
+            )
+        if self.capacity < prompts:
+            raise ValueError(f"buffer.capacity = {self.capacity} is less than the {prompts} groups of a batch")
+        if evidence == "hidden" and not self.clear_at_sync:
+            raise ValueError(
+                'rollout.evidence = "hidden" belongs to one version of the output head, and a buffer mixes versions; '
+                'use "full", "sampled" or a number of top log-probs, or buffer.clear_at_sync = true'
+            )
+        youngest = lag.sync_every - 1 + lag.queue * steps
+        if self.max_age is not None and self.max_age < youngest:
+            raise ValueError(
+                f"buffer.max_age = {self.max_age}, but with lag.sync_every = {lag.sync_every} and lag.queue = "
+                f"{lag.queue} responses may be {youngest} updates old when they arrive; allow at least that"
+            )
+        if self.pick == "uniform" and (inert := {"priority", "tau", "alpha", "beta"} & changed):
+            raise ValueError(f'buffer.{min(inert)} does nothing with buffer.pick = "uniform"; set it to "freshness"')
 
 
 class Lora(Part):

@@ -20,7 +20,8 @@ from offdrift.engines.grids import GRIDS, grid, matrices
 from offdrift.errors import RecipeError
 from offdrift.records.rollouts import Rollouts
 from offdrift.train.draws import ngrams
-from offdrift.train.parts import Part, PositiveFloat, Rollout
+from offdrift.train.parts import Part, PositiveFloat
+from offdrift.train.rollout_parts import Rollout
 
 PROBE = ((3, 5, 8, 13, 21, 34, 1, 2),)
 """Token ids for passes that look at how a model is built."""

@@ -44,11 +44,10 @@ from offdrift.train.parts import (
     Positive,
     PositiveFloat,
     Reference,
-    Replay,
-    Rollout,
     WarmStart,
 )
 from offdrift.train.quantized import Quantized
+from offdrift.train.rollout_parts import Replay, Rollout
 
 SUPPLIED = {"logp_old", "sum_pi_squared", "weight", "position", "greedy_rewards", "components", "values", "entropy"}
 """Inputs of advantage estimators that the trainer has, besides rewards and groups."""
@@ -153,7 +152,13 @@ class Recipe(Part):
         check_turns(self.task, self.rollout.max_turns, reward=self.reward)
         self._check_rollout()
         self._check_fusion()
-        self._check_buffer()
+        self.buffer.check(
+            self.rollout.prompts,
+            lag=self.lag,
+            accumulate=self.optim.accumulate,
+            steps=self.optim.epochs * self.optim.minibatches,
+            evidence=self.rollout.evidence,
+        )
         self._check_draws()
         self._check_pipeline()
         self.judge.check(self.reward, self.reward_range)
@@ -211,56 +216,20 @@ class Recipe(Part):
             scores_old=row.scores_old,
             adapters=self.lora is not None,
             always_current=one_step and exact,
-            whole={
-                "[pipeline]": self.pipeline is not None,
-                f'task = "{self.task}", whose episodes are read anew at each turn': is_environment(self.task),
-                'rollout.engine = "openai"': self.rollout.engine == "openai",
-            },
+            whole=self._elsewhere | {'rollout.engine = "openai"': self.rollout.engine == "openai"},
         )
+
+    @property
+    def _elsewhere(self) -> dict[str, bool]:
+        """What draws otherwise than in one pass of the run's own engine, and whether the recipe has it."""
+        episodes = f'task = "{self.task}", whose episodes are read anew at each turn'
+        return {"[pipeline]": self.pipeline is not None, episodes: is_environment(self.task)}
 
     def _check_rollout(self) -> None:
         """Refuse what the engine does not have."""
-        rollout, evidence, cap = self.rollout, self.rollout.evidence, self.rollout.tail_log_ratio_cap
-        if (rollout.engine == "openai") != (rollout.url is not None):
-            raise ValueError(
-                f'rollout.engine = "{rollout.engine}", rollout.url = {rollout.url!r}: the "openai" engine, and no '
-                "other, needs the address of a server"
-            )
-        grid = rollout.quantization
-        if rollout.engine == "vllm" and grid in ("int8", "nvfp4"):
-            raise ValueError(
-                f'rollout.quantization = "{grid}" is the transformers engine\'s; vLLM has "w8a8", "fp8_per_channel" '
-                'and other names of its own, and "none" draws with full weights: add '
-                "--set rollout.quantization=none --set rollout.dtype=bfloat16"
-            )
-        if rollout.engine == "vllm" and grid == "fp8_per_channel" and rollout.dtype == "float32":
-            raise ValueError(
-                'rollout.quantization = "fp8_per_channel" with rollout.dtype = "float32": vLLM multiplies FP8 numbers '
-                'for activations in half precision alone; set rollout.dtype = "bfloat16"'
-            )
-        if rollout.engine == "transformers" and grid is not None and grid not in GRIDS:
-            raise ValueError(
-                f"rollout.quantization = {grid!r}: the transformers engine emulates "
-                f'{", ".join(sorted(GRIDS))}; use one of them, or rollout.engine = "vllm" for what vLLM has by names '
-                "of its own"
-            )
-        if rollout.engine != "vllm" and rollout.kv_cache_dtype != "auto":
-            raise ValueError(
-                f'rollout.kv_cache_dtype = "{rollout.kv_cache_dtype}" is vLLM\'s; set rollout.engine = "vllm", or '
-                "leave it out"
-            )
-        if rollout.url is not None and evidence == "hidden":
-            raise ValueError('rollout.evidence = "hidden": a server gives none; use "full" or 20')
-        if cap is not None and not isinstance(evidence, int):
-            raise ValueError(
-                f"rollout.tail_log_ratio_cap = {cap} is about the tail of top-k evidence, but rollout.evidence = "
-                f'"{evidence}" has none; set rollout.evidence = 20 (or another k), or leave the cap out'
-            )
-        without = {
-            f'rollout.engine = "{rollout.engine}"': rollout.engine != "transformers",
-            "[pipeline]": self.pipeline is not None,
-            f'task = "{self.task}", whose episodes are read anew at each turn': is_environment(self.task),
-        }
+        rollout = self.rollout
+        rollout.check()
+        without = {f'rollout.engine = "{rollout.engine}"': rollout.engine != "transformers"} | self._elsewhere
         if rollout.kv is not None and (unfit := next((name for name, is_so in without.items() if is_so), None)):
             raise ValueError(
                 f"rollout.kv.budget = {rollout.kv.budget}: caches are not compressed with {unfit}; leave one of the "
@@ -272,47 +241,19 @@ class Recipe(Part):
             self.replay_of(name).check_kv(name, rollout, whole=twice)
         if rollout.speculative is not None:
             recording = next((name for name in self.arms if self.replay_of(name).records), None)
-            rollout.speculative.check(
-                rollout,
-                updates=self.updates,
-                whole={
-                    "[pipeline]": self.pipeline is not None,
-                    f'task = "{self.task}", whose episodes are read anew at each turn': is_environment(self.task),
-                    f'arms.{recording}: replay.routes = "record" or "rollout"': recording is not None,
-                    "[fusion]": self.fusion is not None,
-                    "rollout.kv": rollout.kv is not None,
-                },
-            )
-        self._check_batch_invariant()
-
-    def _check_batch_invariant(self) -> None:
-        """Refuse engines that cannot be equal bit for bit."""
-        if not self.batch_invariant:
-            return
-        rollout, trainer = self.rollout, self.optim.dtype or "float32"
-        if rollout.engine != "transformers":
-            raise ValueError(
-                f"batch_invariant = true changes the kernels of the transformers engine, and rollout.engine = "
-                f'"{rollout.engine}" has its own; set rollout.engine = "transformers", or leave it out'
-            )
-        if rollout.quantization is not None:
-            raise ValueError(
-                f'batch_invariant = true with rollout.quantization = "{rollout.quantization}": rounded weights are '
-                "not the trainer's; leave one of the two out"
-            )
-        if rollout.dtype != trainer:
-            raise ValueError(
-                f'batch_invariant = true needs one precision on both sides, and rollout.dtype = "{rollout.dtype}" is '
-                f'not the trainer\'s "{trainer}"; set rollout.dtype = "{trainer}", or optim.dtype = "{rollout.dtype}"'
-            )
-        beside = {"rollout.kv": rollout.kv, "rollout.speculative": rollout.speculative, "[fusion]": self.fusion}
-        if unfit := [name for name, part in beside.items() if part is not None]:
-            raise ValueError(f"batch_invariant = true has no place beside {unfit[0]}; leave one of the two out")
-        if self.lora is not None:
-            raise ValueError(
-                "batch_invariant = true with [lora]: the engine multiplies by merged weights, the trainer by each "
-                "factor; leave one of the two out"
-            )
+            beside = {
+                f'arms.{recording}: replay.routes = "record" or "rollout"': recording is not None,
+                "[fusion]": self.fusion is not None,
+                "rollout.kv": rollout.kv is not None,
+            }
+            rollout.speculative.check(rollout, updates=self.updates, whole=self._elsewhere | beside)
+        if self.batch_invariant:
+            beside = {
+                "rollout.kv": rollout.kv is not None,
+                "rollout.speculative": rollout.speculative is not None,
+                "[fusion]": self.fusion is not None,
+            }
+            rollout.check_batch_invariant(self.optim.dtype or "float32", beside=beside, adapters=self.lora is not None)
 
     def _check_fusion(self) -> None:
         """Refuse a teacher that cannot decode along, or that no arm listens to."""
@@ -321,28 +262,19 @@ class Recipe(Part):
                 if arm.fusion is not None:
                     raise ValueError(f"arms.{name}: fusion does nothing without [fusion], which names the teacher")
             return
-        setting, engine = f'fusion.teacher = "{self.fusion.teacher}"', self.rollout.engine
-        absent = {
-            f'rollout.engine = "{engine}", which decodes one model; use "transformers"': engine != "transformers",
-            "[pipeline], whose workers decode one model": self.pipeline is not None,
-            f'task = "{self.task}", whose episodes are drawn turn by turn': is_environment(self.task),
-            'rollout.evidence = "hidden", states of the policy that do not make the mixture; use "full", "sampled" or '
-            "a number of top log-probs": self.rollout.evidence == "hidden",
-        }
-        if unfit := [reason for reason, is_so in absent.items() if is_so]:
-            raise ValueError(f"{setting} has no place beside {unfit[0]}; or leave [fusion] out")
+        self.fusion.check_beside(
+            self.rollout, pipeline=self.pipeline is not None, episodes=is_environment(self.task), task=self.task
+        )
         for name in self.arms:
             self.mixture_of(name).check(name, task=self.task)  # type: ignore[union-attr]
         if not any(self.mixture_of(name).alpha for name in self.arms):  # type: ignore[union-attr]
-            raise ValueError(f"{setting} does nothing: fusion.alpha is 0 in every arm; raise it, or leave [fusion] out")
+            raise ValueError(
+                f'fusion.teacher = "{self.fusion.teacher}" does nothing: fusion.alpha is 0 in every arm; raise it, or '
+                "leave [fusion] out"
+            )
 
     def _check_optim(self) -> None:
         """Refuse settings of the optimizer that do nothing, or that contradict each other."""
-        if self.optim.schedule == "constant" and self.optim.final != 0:
-            raise ValueError(
-                f'optim.final = {self.optim.final} does nothing with optim.schedule = "constant"; '
-                'use "linear" or "cosine"'
-            )
         estimators = {self.estimator(self.row(name)) for name in self.arms}
         reads_norms = any("grad_norm_squared" in ADVANTAGES[x].reads for x in estimators)
         if self.optim.gradient_norms != "proxy" and not reads_norms:
@@ -388,37 +320,6 @@ class Recipe(Part):
                     f"{setting} reads another old policy than arms.{name} keeps ({' and '.join(sorted(sources))}); set "
                     "old_policy.from, or name a method that reads none, such as bypass_pg_geo_rs"
                 )
-
-    def _check_buffer(self) -> None:
-        """Refuse a buffer that cannot fill a batch, or settings of one that is not there."""
-        buffer, lag, prompts = self.buffer, self.lag, self.rollout.prompts
-        changed = {name for name, field in Buffer.model_fields.items() if getattr(buffer, name) != field.default}
-        if buffer.capacity is None:
-            if inert := sorted(changed - {"clear_at_sync"}):
-                raise ValueError(
-                    f"buffer.{inert[0]} does nothing without a buffer; set buffer.capacity, for instance {4 * prompts}"
-                )
-            return
-        if self.optim.accumulate > 1:
-            raise ValueError(
-                f"optim.accumulate = {self.optim.accumulate} joins draws into a batch, and batches are picked from a "
-                f"buffer, whatever drew them; set rollout.prompts = {self.optim.accumulate * prompts} in its place"
-            )
-        if buffer.capacity < prompts:
-            raise ValueError(f"buffer.capacity = {buffer.capacity} is less than the {prompts} groups of a batch")
-        if self.rollout.evidence == "hidden" and not buffer.clear_at_sync:
-            raise ValueError(
-                'rollout.evidence = "hidden" belongs to one version of the output head, and a buffer mixes versions; '
-                'use "full", "sampled" or a number of top log-probs, or buffer.clear_at_sync = true'
-            )
-        youngest = lag.sync_every - 1 + lag.queue * self.optim.epochs * self.optim.minibatches
-        if buffer.max_age is not None and buffer.max_age < youngest:
-            raise ValueError(
-                f"buffer.max_age = {buffer.max_age}, but with lag.sync_every = {lag.sync_every} and lag.queue = "
-                f"{lag.queue} responses may be {youngest} updates old when they arrive; allow at least that"
-            )
-        if buffer.pick == "uniform" and (inert := {"priority", "tau", "alpha", "beta"} & changed):
-            raise ValueError(f'buffer.{min(inert)} does nothing with buffer.pick = "uniform"; set it to "freshness"')
 
     def _check_pipeline(self) -> None:
         """Refuse schedules that an arm's method or the engine cannot follow, and what has no place beside them."""

@@ -22,7 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from offdrift.engines import Engine
 from offdrift.errors import RewardError
 from offdrift.records import store
-from offdrift.records.rollouts import EvidenceKind, Rollouts, Sampling, concatenate
+from offdrift.records.provenance import Sampling
+from offdrift.records.rollouts import EvidenceKind, Rollouts, concatenate
 from offdrift.train.buffer import Buffer, Picked
 from offdrift.train.draws import COST, History, has_spread, joined, of_groups, penalized
 from offdrift.train.environments import Environment

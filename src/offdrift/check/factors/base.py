@@ -24,7 +24,8 @@ from offdrift.divergence.fused import exact_divergences
 from offdrift.engines import Rescores
 from offdrift.errors import NotOfferedError, OffdriftError
 from offdrift.numerics import one_thread
-from offdrift.records.rollouts import EvidenceKind, FullVocab, HiddenStates, Rollouts, Sampling
+from offdrift.records.provenance import Sampling
+from offdrift.records.rollouts import EvidenceKind, FullVocab, HiddenStates, Rollouts
 
 Cost = Literal["cheap", "engine", "compile"]
 """Effort of a factor: the engines of the pair, another engine, or a compiled one."""

@@ -42,7 +42,8 @@ from offdrift.engines.hf_fixed_order import tensor_parallel as emulated_tensor_p
 from offdrift.engines.score import score
 from offdrift.engines.verify_sync import examine_sync, perturbed
 from offdrift.errors import NotOfferedError
-from offdrift.records.rollouts import Rollouts, Sampling, pack_sequences
+from offdrift.records.provenance import Sampling
+from offdrift.records.rollouts import Rollouts, pack_sequences
 from offdrift.segments import Segments
 
 train_dtype = variant(

@@ -21,7 +21,8 @@ import httpx
 import torch
 
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import Rollouts, Sampling, TopK
+from offdrift.records.provenance import Sampling
+from offdrift.records.rollouts import Rollouts, TopK
 
 BUSY = (429, 502, 503, 504)
 """Statuses worth a retry. 500 is not one: there an engine has died."""

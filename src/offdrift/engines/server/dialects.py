@@ -20,7 +20,8 @@ import torch
 
 from offdrift.engines.generate import Draws
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import EvidenceKind, FullVocab, Sampling, TopK
+from offdrift.records.provenance import Sampling
+from offdrift.records.rollouts import EvidenceKind, FullVocab, TopK
 
 API = Literal["completions", "generate", "sglang"]
 

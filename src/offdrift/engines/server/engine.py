@@ -38,7 +38,8 @@ from offdrift.engines.server.client import (
 )
 from offdrift.engines.server.dialects import API, PATHS, Answer, read, request, size_limit
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import EvidenceKind, Provenance, Rollouts, Routes, Sampling, cumulative
+from offdrift.records.provenance import Provenance, Sampling
+from offdrift.records.rollouts import EvidenceKind, Rollouts, Routes, cumulative
 
 PROBED = 20
 """Likeliest tokens from which the kind of log-probs is told: what vLLM gives unless told otherwise."""

@@ -51,6 +51,7 @@ from offdrift.engines.vllm.taps import (
     support_tap,
 )
 from offdrift.errors import EngineError, NotOfferedError
+from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import (
     Evidence,
     EvidenceKind,
@@ -58,7 +59,6 @@ from offdrift.records.rollouts import (
     HiddenStates,
     Rollouts,
     Routes,
-    Sampling,
     TopK,
     cumulative,
 )

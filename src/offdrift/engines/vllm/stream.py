@@ -17,7 +17,8 @@ from offdrift.engines.generate import Draws, Request, request_seed
 from offdrift.engines.isolation import host_kept
 from offdrift.engines.stream import Response, Stream
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import EvidenceKind, Sampling
+from offdrift.records.provenance import Sampling
+from offdrift.records.rollouts import EvidenceKind
 
 if TYPE_CHECKING:
     from offdrift.engines.vllm.engine import VLLMEngine

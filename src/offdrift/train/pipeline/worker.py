@@ -23,16 +23,8 @@ from torch import Tensor
 from offdrift.engines import Engine, make_engine
 from offdrift.engines.stream import Cache, Delta, Job, Stream, open_stream
 from offdrift.errors import SyncError
-from offdrift.records.rollouts import (
-    Evidence,
-    EvidenceKind,
-    Provenance,
-    Rollouts,
-    Sampling,
-    Support,
-    evidence_at,
-    joined_evidence,
-)
+from offdrift.records.provenance import Provenance, Sampling
+from offdrift.records.rollouts import Evidence, EvidenceKind, Rollouts, Support, evidence_at, joined_evidence
 
 
 @dataclass(frozen=True)

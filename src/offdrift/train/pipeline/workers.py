@@ -16,7 +16,8 @@ from torch import Tensor
 
 from offdrift.engines.isolation import start_local_ray
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import EvidenceKind, Provenance, Rollouts, Sampling, concatenate
+from offdrift.records.provenance import Provenance, Sampling
+from offdrift.records.rollouts import EvidenceKind, Rollouts, concatenate
 from offdrift.train.parts import Pipeline
 from offdrift.train.pipeline.worker import EngineSpec, RolloutWorker, packed
 
