@@ -33,6 +33,7 @@ ALL = (
     "truncated",
     "workers",
     "drawn_by",
+    "mix_alpha",
     "texts",
 )
 
@@ -118,7 +119,6 @@ def asynchronous(
         workers=tuple(f"worker-{i}" for i in worker.tolist()),
         queue_seconds=torch.rand(sequences, generator=g),
         generation_seconds=lengths / 10,
-        mix_alpha=torch.rand(sequences, generator=g),
     )
 
 
@@ -190,6 +190,7 @@ def make_log(
         "old_status": torch.randint(0, 4, (b,), generator=g),
         "workers": tuple(("node-1/0", "node-1/1", "", "node-2")[i % 4] for i in range(b)),
         "drawn_by": tuple(("vllm", "sglang")[i % 2] for i in range(b)),
+        "mix_alpha": torch.rand(b, generator=g, dtype=torch.float64).to(dtype),
     }
     chosen = {name: x for name, x in values.items() if name in fields}
     if "texts" in fields:

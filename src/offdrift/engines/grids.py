@@ -74,8 +74,8 @@ def fp8(x: Float[Tensor, "*b d"], *, dim: int = -1) -> Coded:
     Gradient: none is meant to flow through it.
 
     Example:
-        >>> fp8(torch.tensor([448.0, 17.0, -0.3])).codes
-        tensor([448.0000,  16.0000,  -0.3125])
+        >>> fp8(torch.tensor([448.0, 17.0, -0.3])).codes.tolist()
+        [448.0, 16.0, -0.3125]
 
     Reference: vLLM's "fp8_per_channel" (weights per output channel, activations per token); FP8-RL, arXiv:2601.18150.
     """
@@ -92,8 +92,8 @@ def nvfp4(x: Float[Tensor, "*b d"], *, dim: int = -1) -> Coded:
     flow through it.
 
     Example:
-        >>> nvfp4(torch.tensor([6.0, 2.4, -0.2, 5.1])).codes
-        tensor([ 6.0000,  2.0000, -0.0000,  6.0000])
+        >>> nvfp4(torch.tensor([6.0, 2.4, -0.2, 5.1])).codes.tolist()
+        [6.0, 2.0, -0.0, 6.0]
 
     Reference: QeRL, arXiv:2510.11696, eq. 2 and 3.
     """

@@ -72,7 +72,7 @@ class TransformersEngine(Drawing):
         vocabulary, or cannot act beside the other options.
 
     Example:
-        >>> from offdrift.records.rollouts import Sampling
+        >>> from offdrift.records.provenance import Sampling
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8,
         ...     num_hidden_layers=1, num_attention_heads=1)

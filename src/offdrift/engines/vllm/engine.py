@@ -35,7 +35,6 @@ from offdrift.engines.generate import (
     responses_of,
 )
 from offdrift.engines.grids import instruction_set, loadable, rounded, warn_of_saturation
-from offdrift.engines.hf import linear_layers
 from offdrift.engines.isolation import host_kept
 from offdrift.engines.routing import route_lengths
 from offdrift.engines.vllm.stream import VLLMStream
@@ -176,6 +175,8 @@ class VLLMEngine(Drawing):
         if self.quantization is not None and is_cpu():
             self.instructions = instruction_set()
         if quantization == "w8a8":
+            from offdrift.engines.hf import linear_layers
+
             self._linear = linear_layers(self.path)
             warn_of_saturation(self.instructions)
         with host_kept(compiling=self.compiled), loadable(self.path, self._linear) as folder:
