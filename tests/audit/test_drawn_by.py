@@ -138,6 +138,11 @@ def test_the_log_informs_the_diagnosis_where_the_context_does_not_know():
     assert informed(Context(), rows(kept, FULL)).filter_replayed is False
     assert informed(Context(), rows(replace(hot, logprobs="raw"))).raw_stated is True
     assert informed(Context(), rows(replace(PLAIN, logprobs="raw"))).raw_stated is False  # nothing to be before of
+    short = replace(PLAIN, eviction=Eviction("window", 8, 2))
+    seen = replace(short, recorded=("retention",), replayed=("retention",))
+    assert informed(Context(), rows(short)).cache_replayed is False
+    assert informed(Context(), rows(seen)).cache_replayed is True
+    assert informed(Context(), rows(PLAIN)).cache_replayed is None
     assert informed(Context(), []) == Context()
 
 

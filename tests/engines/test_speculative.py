@@ -15,7 +15,7 @@ from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.hf_decode import filters_of
 from offdrift.engines.hf_speculative import verified
 from offdrift.errors import EngineError
-from offdrift.records.provenance import Sampling
+from offdrift.records.provenance import Eviction, Sampling
 from offdrift.records.rollouts import ACCEPTED, FREE, REDRAWN, concatenate
 from tests.engines.contract import PLAIN, PROMPTS, SAMPLINGS, EngineContract
 from tests.engines.models import SMALLER, VOCAB, tiny
@@ -271,6 +271,9 @@ def test_what_a_drafter_cannot_do_is_refused():
         TransformersEngine(model, drafter=few(0))
     with pytest.raises(EngineError, match="draft_tokens = 0"):
         TransformersEngine(model, drafter=tiny("dense"), draft_tokens=0)
+    for name, other in {"teacher": tiny("dense"), "eviction": Eviction("window", 8, 2)}.items():
+        with pytest.raises(EngineError, match=f"{name} does not act beside a drafter"):
+            TransformersEngine(model, drafter=tiny("dense"), **{name: other})
     with pytest.raises(EngineError, match="record_routes"):
         TransformersEngine(tiny("moe"), drafter=tiny("moe"), record_routes=True)
     engine = TransformersEngine(model, drafter=tiny("dense"))

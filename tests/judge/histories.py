@@ -127,6 +127,7 @@ def later(rows: list[Row]) -> list[Row]:
 FIRES: dict[str, Example] = {
     "misaligned": Example(altered(both(shift_corr=0.2, shift_corr_after=0.99, pearson=0.3))),
     "raw_logprobs": Example(altered(both(k1=-0.08, k3=0.06, ratio_mean=1.14, ratio_mean_z=4.0))),
+    "cache_not_replayed": Example(clean(), Context(cache_replayed=False)),
     "raw_stated": Example(clean(), Context(raw_stated=True)),
     "one_sided_filter": Example(altered(both(k1=0.048, k3=0.0015, ratio_mean=0.9535, ratio_mean_z=-20.0))),
     "filter_not_replayed": Example(clean(), Context(filter_replayed=False)),

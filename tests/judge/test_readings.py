@@ -246,6 +246,7 @@ def test_every_reading_can_be_made_and_is_documented():
         temperature=0.7,
         filter_replayed=True,
         raw_stated=False,
+        cache_replayed=True,
         method="decoupled_token_icepop",
         facets={"length": [{"low": 0, "gate/acceptance_seq": 0.9}, {"low": 9, "gate/acceptance_seq": 0.8}], **workers()},
     )  # fmt: skip

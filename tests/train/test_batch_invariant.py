@@ -83,6 +83,12 @@ def test_a_run_whose_sides_differ_is_refused_before_it_trains(tmp_path, monkeypa
         ({"rollout": {"dtype": "bfloat16"}}, r'rollout.dtype = "bfloat16" is not the trainer.s "float32"; set'),
         ({"optim": {"dtype": "float16"}}, r'is not the trainer.s "float16"'),
         ({"lora": {}}, r"\[lora\]: the engine multiplies by merged weights"),
+        ({"fusion": {"teacher": "tiny-qwen3"}}, r"batch_invariant = true has no place beside \[fusion\]"),
+        (
+            {"rollout": {"dtype": "float32", "speculative": {"model": "tiny-qwen3-draft"}}},
+            r"batch_invariant = true has no place beside rollout.speculative",
+        ),
+        ({"rollout": {"dtype": "float32", "kv": {"budget": 8}}}, r"has no place beside rollout.kv"),
     ],
 )
 def test_what_cannot_be_equal_is_refused(changes, words):

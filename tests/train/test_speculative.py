@@ -227,6 +227,8 @@ def test_a_checkpoint_of_another_drafter_is_refused(world, tmp_path):
     [
         ({"rollout": {"engine": "vllm"}}, r'rollout.engine = "vllm" takes no drafter'),
         ({"rollout": {"engine": "openai", "url": "http://localhost:1/v1"}}, r'rollout.engine = "openai"'),
+        ({"fusion": {"teacher": "tiny-qwen3"}}, r"no tokens are proposed with \[fusion\]"),
+        ({"rollout": {"kv": {"budget": 8}}}, "no tokens are proposed with rollout.kv"),
         ({"rollout": {"max_tokens": 1}}, "does nothing with rollout.max_tokens = 1"),
         ({"pipeline": {}, "lag": {}}, r"no tokens are proposed with \[pipeline\]"),
         ({"task": "calculator", "rollout": {"max_turns": 2}}, 'no tokens are proposed with task = "calculator"'),

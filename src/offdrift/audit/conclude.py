@@ -112,9 +112,11 @@ def informed(context: Context, drawn_by: Sequence[Mapping[str, Any]]) -> Context
     temperatures = {p["sampling"]["temperature"] for p in stated}
     filtered = [p for p in stated if Sampling(**p["sampling"]).filtered]
     warped = [p for p in stated if Sampling(**p["sampling"]).filtered or p["sampling"]["temperature"] != 1]
+    evicted = [p for p in stated if p["eviction"] is not None]
     own = {
         "temperature": temperatures.pop() if len(temperatures) == 1 else None,
         "filter_replayed": all("support" in p["replayed"] for p in filtered) if filtered else None,
+        "cache_replayed": all("retention" in p["replayed"] for p in evicted) if evicted else None,
         "raw_stated": any(p["logprobs"] == "raw" for p in warped),
     }
     return replace(context, **{name: x for name, x in own.items() if getattr(context, name) is None})

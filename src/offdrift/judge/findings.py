@@ -37,6 +37,9 @@ class Context:
     filter_replayed: bool | None = None
     """Whether the trainer's policies live on the tokens that the sampler's filters left over; None: unknown, or
     nothing was filtered."""
+    cache_replayed: bool | None = None
+    """Whether the trainer's attention sees the keys that the engine's compressed cache kept; None: unknown, or the
+    cache kept all."""
     raw_stated: bool | None = None
     """Whether the log says that its rollout log-probs are those before temperature and filters; None: unknown."""
     overall: Row = field(default_factory=dict)

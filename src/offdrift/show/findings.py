@@ -41,6 +41,7 @@ CAUSES = {
     "raw_logprobs": "log-probs taken before temperature or top-p",
     "misaligned": "log-probs off by one token",
     "one_sided_filter": "a filter that only one side applies",
+    "one_sided_cache": "a compressed cache on one side alone",
     "router_flips": "experts routed differently",
     "teacher_mixed": "a teacher whose logits are mixed in, on purpose",
     "wrong_weights": "the engine does not hold the weights it claims",

@@ -331,6 +331,7 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
         method=run.recipe.arms[name].method,
         temperature=run.recipe.rollout.temperature,
         filter_replayed=run.recipe.replay_of(name).support if run.recipe.rollout.filtered else None,
+        cache_replayed=run.recipe.replay_of(name).kv if run.recipe.rollout.kv is not None else None,
     )
     diagnosis = LiveDiagnosis.of(files, context)
     arm = Arm(

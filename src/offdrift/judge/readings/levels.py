@@ -114,6 +114,11 @@ LEVELS.rows({
         "1 if the context says that rollouts were filtered and the trainer scored whole vocabularies, 0 if it scored "
         "what the filters left over",
     ),
+    "cache_unreplayed": (
+        lambda v: None if v.context.cache_replayed is None else float(not v.context.cache_replayed),
+        "1 if the context says that the engine's cache was compressed and the trainer's attention saw everything, 0 if "
+        "it saw what the cache kept",
+    ),
     "raw_stated": (
         lambda v: None if v.context.raw_stated is None else float(v.context.raw_stated),
         "1 if the log's provenance says that log-probs were taken before the temperature or filters that tokens were "
