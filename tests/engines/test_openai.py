@@ -241,6 +241,12 @@ def test_check_finds_a_float32_server_equal_to_its_checkpoint(url, folder, model
     assert 0 <= found["baseline"]["kl_mean"] < 1e-6
     assert found["rollout"]["engine_version"] == "vllm 0.32.0"
     assert found["rollout"]["spec"] == f"openai:{url},dtype=auto"
+    row = found["deterministic"]["rollout"]
+    assert row["text"].startswith(("yes, as it is", "no: "))
+    assert row["deterministic"] == row["text"].startswith("yes")
+    for compared in ("repeat", "batch"):
+        assert 0 <= row[compared]["abs_log_ratio_max"] < 1e-4
+        assert row[compared]["same_tokens_frac"] > 0.5
 
 
 def test_train_draws_from_the_server_and_gives_it_weights(url, folder, tmp_path):
