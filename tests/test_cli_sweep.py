@@ -71,7 +71,7 @@ def wait_for(begun, process) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_loses_nothing_and_a_worker_that_is_killed_is_one_failed_run(folder):
-    options = "sweep s.toml --jobs 2 --set batches=16 --set log.eval_every=16"
+    options = "sweep s.toml --jobs 2 --set batches=60 --set log.eval_every=60"
     words = [sys.executable, "-m", "offdrift", *options.split()]
 
     def start() -> subprocess.Popen:
@@ -111,7 +111,7 @@ def test_ctrl_c_loses_nothing_and_a_worker_that_is_killed_is_one_failed_run(fold
         kept = text.splitlines()[:-2]
         assert file.read_text().splitlines()[: len(kept)] == kept
 
-    done = shell("sweep s.toml --set batches=16 --set log.eval_every=16 --json", folder)
+    done = shell("sweep s.toml --set batches=60 --set log.eval_every=60 --json", folder)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert {run["status"] for run in document["runs"]} == {"finished"}

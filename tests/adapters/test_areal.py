@@ -184,7 +184,7 @@ def correct(method: str, of: Batch, **options: Any) -> tuple[Tensor, Tensor]:
     return decided.behave_imp_weight, decided.loss_mask
 
 
-FRAMEWORK = Framework("areal", stand_in, run, served=94)
+FRAMEWORK = Framework("areal", stand_in, run, served=95)
 CORRECTING = Correcting("areal", stand_in, correct)
 
 

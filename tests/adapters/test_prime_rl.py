@@ -74,7 +74,7 @@ def run(
     return outcome(torch.stack([o.loss for o in outputs]).sum() / tokens, current, metrics)
 
 
-FRAMEWORK = Framework("prime-rl", stand_in, run, served=34, has_old=False)
+FRAMEWORK = Framework("prime-rl", stand_in, run, served=35, has_old=False)
 
 
 @pytest.fixture(autouse=True)

@@ -86,9 +86,13 @@ def over_time(audit: Fields) -> list[Chart]:
     return [c for c in charts if c.series]
 
 
+BROWSED = 1000
+"""Points of each metric that a reader may choose to look at: all of them together are most of the page."""
+
+
 def explorable(audit: Fields) -> dict[str, tuple[list[float | None], list[float | None]]]:
-    """Steps and values of every metric that was recorded at some step, in the order of METRICS."""
-    table = thinned(rows(audit.get("steps")))
+    """Steps and values of every metric that was recorded at some step, in the order of METRICS; `BROWSED` at most."""
+    table = thinned(rows(audit.get("steps")), BROWSED)
     steps, order = _steps(table), {name: i for i, name in enumerate(METRICS)}
     names = sorted({name for row in table for name in row} - NOT_METRICS, key=lambda n: (order.get(n, len(order)), n))
     values = {name: column(table, name) for name in names}

@@ -205,7 +205,7 @@ def bisect(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, An
 
     The rollout engine follows one response as it draws, alone and from its cache; the training engine scores it whole,
     padded among others. Outputs are compared at the places that response tokens are predicted from, where both engines
-    have a module of one name and as many numbers per token. A module that contains others comes after them, so that
+    have a module of one name and as many numbers per token, in and out. A module that contains others comes after them, so that
     the first one is the smallest that shows the difference.
 
     Returns: `first` (None where nothing differs), whose `within` is the module around it where its input differs
@@ -236,7 +236,9 @@ def bisect(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, An
         x, y = ours.last(name, widest + 1, inputs=inputs), theirs.last(name, count, inputs=inputs)
         if x is None or y is None or len(ours.parts[name]) > 1 or x.shape[1] != y.shape[1]:
             return None
-        return x[:count], y
+        # vLLM's act_fn also multiplies by the gate: of the same name, and another function of a wider input.
+        widths = {parts[0].shape[1] for parts in (ours.inputs.get(name), theirs.inputs.get(name)) if parts}
+        return None if len(widths) > 1 else (x[:count], y)
 
     modules: list[dict[str, Any]] = []
     for name in ours.parts:

@@ -109,6 +109,8 @@ class ArmFolder:
             number = re.match(r"batch-(\d+)", file.name)
             if number and int(number[1]) >= batch:
                 file.unlink()
+        for file in self.path.rglob(".*.tmp"):  # what a killed process was writing
+            file.unlink(missing_ok=True)
 
     def trim(self, limit: int, needed: AbstractSet[int]) -> None:
         """Delete the oldest rollouts and token logs until they take at most `limit` bytes.
