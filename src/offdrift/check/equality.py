@@ -205,8 +205,8 @@ def bisect(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, An
 
     The rollout engine follows one response as it draws, alone and from its cache; the training engine scores it whole,
     padded among others. Outputs are compared at the places that response tokens are predicted from, where both engines
-    have a module of one name and as many numbers per token, in and out. A module that contains others comes after them, so that
-    the first one is the smallest that shows the difference.
+    have a module of one name and as many numbers per token, in and out. A module that contains others comes after
+    them, so that the first one is the smallest that shows the difference.
 
     Returns: `first` (None where nothing differs), whose `within` is the module around it where its input differs
         already: then something between modules does it, such as the attention itself. And `modules`, in order: name,
