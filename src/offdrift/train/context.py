@@ -34,6 +34,7 @@ from offdrift.train.judge import Judge
 from offdrift.train.lora import add_adapters, keep_trained, remove_adapters
 from offdrift.train.models import load_model, prompt_ids, save_for_engine
 from offdrift.train.old_policy import EXACT_NORMS_BELOW, score_batch
+from offdrift.train.parts import WarmStart
 from offdrift.train.perturb import decoder_layers
 from offdrift.train.problems import ProblemFile, read_problems
 from offdrift.train.quantized import norm_readers, put_weights_on_grid, scale_invariantly
@@ -175,21 +176,7 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     _check_model(recipe, model)
     if recipe.lora is not None:
         accelerator.register_save_state_pre_hook(keep_trained)
-    steps = recipe.warm_start.steps
-    if steps:
-        watch(Event("setup", text=f"warm start: at most {steps} supervised steps on {recipe.task}"))
-    with accelerator.main_process_first():  # the others find the result in the cache
-        warm_start(
-            model,
-            tokenizer,
-            task,
-            steps=steps,
-            batch_size=recipe.warm_start.batch_size,
-            lr=recipe.warm_start.lr,
-            target=recipe.warm_start.target,
-            seed=recipe.seed,
-            progress=lambda step, loss: watch(Event("warm_start", step=step, total=steps, metrics={"loss": loss})),
-        )
+    _warm_started(model, tokenizer, task, recipe.warm_start, recipe, accelerator, watch)
     teacher = None if recipe.fusion is None else _teacher(recipe, model, tokenizer, task, accelerator, watch)
     if recipe.lora is not None and recipe.lora.base is not None:
         put_weights_on_grid(model, recipe.lora.base)
@@ -262,6 +249,36 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     )
 
 
+def _warm_started(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task | Environment,
+    start: WarmStart,
+    recipe: Recipe,
+    accelerator: Accelerator,
+    watch: Watch,
+    *,
+    whose: str = "",
+) -> None:
+    """Fit a model to the task's demonstrations, in place, in one process before the others."""
+    if start.steps:
+        watch(Event("setup", text=f"warm start{whose}: at most {start.steps} supervised steps on {recipe.task}"))
+    with accelerator.main_process_first():  # the others find the result in the cache
+        warm_start(
+            model,
+            tokenizer,
+            task,
+            steps=start.steps,
+            batch_size=start.batch_size,
+            lr=start.lr,
+            target=start.target,
+            seed=recipe.seed,
+            progress=lambda step, loss: watch(
+                Event("warm_start", step=step, total=start.steps, metrics={"loss": loss})
+            ),
+        )
+
+
 def _drafter(
     recipe: Recipe, model: PreTrainedModel, task: Task | Environment, accelerator: Accelerator, watch: Watch
 ) -> PreTrainedModel | None:
@@ -280,18 +297,8 @@ def _drafter(
             f"rollout.speculative.model = {settings.model!r} has a vocabulary of {sizes[0]} tokens, {recipe.model} one "
             f"of {sizes[1]}; proposals are judged token by token: name a drafter with the policy's tokenizer"
         )
-    warm_start(
-        drafter,
-        tokenizer,
-        task,
-        steps=settings.warm_start,
-        batch_size=start.batch_size,
-        lr=start.lr,
-        seed=recipe.seed,
-        progress=lambda step, loss: watch(
-            Event("warm_start", step=step, total=settings.warm_start, metrics={"loss": loss})
-        ),
-    )
+    own = WarmStart(steps=settings.warm_start, batch_size=start.batch_size, lr=start.lr)
+    _warm_started(drafter, tokenizer, task, own, recipe, accelerator, watch, whose=" of the drafter")
     return drafter.to(accelerator.device)  # type: ignore[arg-type]
 
 
@@ -339,23 +346,7 @@ def _teacher(
             "mixed token by token: pad or cut one of the two (resize_token_embeddings), or take another teacher"
         )
     teacher.config.name_or_path = fusion.teacher  # what records call it
-    start = fusion.warm_start
-    if start.steps:
-        watch(Event("setup", text=f"warm start of the teacher: at most {start.steps} supervised steps"))
-    with accelerator.main_process_first():  # the others find the result in the cache
-        warm_start(
-            teacher,
-            tokenizer,
-            task,
-            steps=start.steps,
-            batch_size=start.batch_size,
-            lr=start.lr,
-            target=start.target,
-            seed=recipe.seed,
-            progress=lambda step, loss: watch(
-                Event("warm_start", step=step, total=start.steps, metrics={"loss": loss})
-            ),
-        )
+    _warm_started(teacher, tokenizer, task, fusion.warm_start, recipe, accelerator, watch, whose=" of the teacher")
     return teacher.to(accelerator.device)  # type: ignore[arg-type]
 
 
