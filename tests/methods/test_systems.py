@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 
+from offdrift.errors import RecipeError
 from offdrift.methods import METHODS
 from offdrift.methods import describe as axes
 from offdrift.methods.describe import catalog
@@ -122,11 +123,25 @@ def in_recipe(path):
     return True
 
 
+def fault_of(word):
+    """What a recipe says of a value by itself; not of what else it would need."""
+    from offdrift.train.recipe import load_recipe
+
+    try:
+        load_recipe("recipes/tiny.toml", changes=[word])
+    except RecipeError as e:
+        return str(e) if "input should be" in str(e) or "unknown key" in str(e) else ""
+    return ""
+
+
 def test_every_recipe_value_that_a_system_names_exists():
     named = [w for row in SYSTEMS.values() for w in row.where.replace(",", "").replace(";", "").split() if "=" in w]
     assert len(named) > 20
     assert [w for w in named if not in_recipe(w.partition("=")[0])] == []
     assert not in_recipe("rollout.kv.bucket")
+    assert {word: fault for word in named if (fault := fault_of(word))} == {}
+    assert "input should be" in fault_of("buffer.pick=freshest")
+    assert "input should be" in fault_of("rollout.kv.policy=attentive")
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

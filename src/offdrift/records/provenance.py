@@ -104,11 +104,6 @@ class Provenance:
             if unknown := [x for x in getattr(self, name) if x not in REPLAYABLE]:
                 raise BadValueError(f"provenance: {name} names {unknown[0]!r}; choose from {', '.join(REPLAYABLE)}")
 
-    @property
-    def filter_replayed(self) -> bool | None:
-        """Whether the trainer's policies live on the tokens that filters left over; None: nothing was filtered."""
-        return "support" in self.replayed if self.sampling.filtered else None
-
     def __str__(self) -> str:
         """In one line, without what is as usual.
 
