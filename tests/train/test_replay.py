@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from offdrift.audit.conclude import run_context
 from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.hf_decode import filters_of
 from offdrift.engines.score import score
-from offdrift.records.provenance import Sampling
+from offdrift.records.provenance import Provenance, Sampling
 from offdrift.records.store import read
 from offdrift.train import loop
 from offdrift.train.loop import train
@@ -69,6 +70,18 @@ def test_without_the_replay_the_kept_mass_counts_as_drift_and_the_run_says_so(sh
     assert not {f["rule"] for f in clean["findings"]} & {"filter_not_replayed", "one_sided_filter"}
     for name, replayed in (("without", False), ("with", True)):
         assert run_context(str(tmp_path / name / "arms/arm/log"), "offdrift").filter_replayed is replayed
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_the_log_says_what_was_recorded_and_what_the_trainer_repeated(short, tmp_path, repeats):
+    rollout = {"prompts": 4, "samples": 4, "max_tokens": 6, "dtype": "float32", "top_p": 0.9, "kv": {"budget": 4}}
+    replay = {"support": repeats, "kv": repeats}
+    train(small_recipe(rollout=rollout, replay=replay, arms={"arm": {"method": "token_is"}}), tmp_path)
+    (text,) = {*pq.read_table(next((tmp_path / "arms/arm/log").glob("*.parquet")))["drawn_by"].to_pylist()}
+    provenance = Provenance.from_text(text)
+    assert provenance.recorded == ("support", "retention")
+    assert provenance.replayed == (("support", "retention") if repeats else ())
+    assert (provenance.sampling.top_p, provenance.eviction.budget) == (0.9, 4)
 
 
 def test_a_filter_of_the_trainers_own_is_not_the_samplers():
