@@ -18,7 +18,6 @@ from torch import Tensor
 
 from offdrift.errors import BadValueError, EvidenceError, ShapeError
 from offdrift.logprobs import LogProbs
-from offdrift.records.provenance import REPLAYABLE
 from offdrift.records.rollouts import Rollouts, cumulative
 from offdrift.records.schema import ARGUMENTS, FIELDS, MASK, LogValues
 from offdrift.segments import Segments
@@ -42,15 +41,25 @@ class Logged(LogValues):
     `records.readers.assemble`); a token without two of them counts in both."""
 
     @staticmethod
-    def of(rollouts: Rollouts, *, step: Int[Tensor, " b"], replayed: Sequence[str] = (), **columns: Any) -> Logged:
+    def of(
+        rollouts: Rollouts,
+        *,
+        step: Int[Tensor, " b"],
+        recorded: Sequence[str] | None = None,
+        replayed: Sequence[str] = (),
+        **columns: Any,
+    ) -> Logged:
         """The log of rollouts: what was sampled, and `columns` with what a trainer computed from it.
 
         Args:
+            recorded: of `REPLAYABLE`, what the engine recorded; None: what the rollouts hold.
             replayed: of `REPLAYABLE`, what all policies of the trainer did again.
         """
-        present = {"support": rollouts.support, "routes": rollouts.routes, "retention": rollouts.retention}
-        recorded = tuple(name for name in REPLAYABLE if present[name] is not None)
-        drawn_by = replace(rollouts.provenance, recorded=recorded, replayed=tuple(replayed)).as_text()
+        drawn_by = replace(
+            rollouts.provenance,
+            recorded=rollouts.recorded if recorded is None else tuple(recorded),
+            replayed=tuple(replayed),
+        ).as_text()
         return Logged(
             cu_seqlens=rollouts.cu_seqlens,
             step=step,

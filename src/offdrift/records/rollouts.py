@@ -19,7 +19,7 @@ from torch import Tensor
 
 from offdrift.divergence.head import Head
 from offdrift.errors import EvidenceError, ShapeError
-from offdrift.records.provenance import Provenance
+from offdrift.records.provenance import REPLAYABLE, Provenance
 from offdrift.segments import Segments
 
 REDRAWN, ACCEPTED, FREE = 0, 1, 2
@@ -401,6 +401,11 @@ class Rollouts:
     def with_(self, **changes: object) -> Rollouts:
         """The same rollouts with some fields replaced (rewards, group ids, texts, ...)."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        """Of `REPLAYABLE`, what these rollouts hold."""
+        return tuple(name for name in REPLAYABLE if getattr(self, name) is not None)
 
     def select(self, sequences: Int[Tensor, " s"]) -> Rollouts:
         """The given sequences, in the given order, as a batch of their own."""

@@ -143,6 +143,7 @@ def make_batch(arm: Arm, picked: Picked, *, part: bool = False) -> Batch:
     recipe, method, estimator = arm.run.recipe, arm.method, ADVANTAGES[arm.estimator]
     optim, cap = recipe.optim, recipe.rollout.tail_log_ratio_cap
     half, replay = arm.run.half, arm.replay
+    rollouts = rollouts.with_(provenance=replace(rollouts.provenance, recorded=rollouts.recorded))
     if not replay.support:
         rollouts = rollouts.with_(support=None)
     if replay.records and rollouts.routes is None:

@@ -195,6 +195,7 @@ class TokenLog:
             worst_status = used.segments.max(batch.old_status[rows].double()).long()
         log = Logged.of(
             used,
+            recorded=used.provenance.recorded,
             replayed=self.replayed,
             step=version + 1,  # metrics call an update by the number of steps taken after it
             logp_old=logp if batch.old_is_current else None if old is None else old.logp[rows],
