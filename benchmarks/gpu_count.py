@@ -43,8 +43,9 @@ def compiled(arch: int, dtypes: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def _facts(kernel: Any, constants: dict[str, Any], dtype: str, arch: int) -> dict[str, Any]:
-    r = kernels.VECTOR // (4 if dtype == "fp32" else 2)
-    constants = {**constants, "LANES": 32 * kernels.WARPS, "R": r}
+    size = 4 if dtype == "fp32" else 2
+    r, warps = kernels.VECTOR // size, kernels.WARPS[size]
+    constants = {**constants, "LANES": 32 * warps, "R": r}
     signature = {name: _type_of(name, constants, dtype) for name in kernel.arg_names}
     attributes = {
         (i,): [["tt.divisibility", 16]]
@@ -52,7 +53,7 @@ def _facts(kernel: Any, constants: dict[str, Any], dtype: str, arch: int) -> dic
         if signature[name].startswith("*") or name in ALIGNED
     }
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": kernels.WARPS, **kernels.OPTIONS}
+    options = {"num_warps": warps, **kernels.OPTIONS}
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["cubin"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
@@ -61,7 +62,7 @@ def _facts(kernel: Any, constants: dict[str, Any], dtype: str, arch: int) -> dic
         listing = _tool("nvdisasm", "-c", file.name)
     used = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     return {
-        "warps": kernels.WARPS,
+        "warps": warps,
         "registers": used["REG"],
         "spilled_bytes": used["STACK"] + used["LOCAL"],
         "cubin_bytes": len(binary),

@@ -103,7 +103,7 @@ def our_arms(run: Callable[[], object], warps: list[int]) -> Arms:
 
     def with_warps(count: int) -> Callable[[], object]:
         def arm() -> object:
-            kept, kernels.WARPS = kernels.WARPS, count
+            kept, kernels.WARPS = kernels.WARPS, dict.fromkeys(kernels.WARPS, count)
             try:
                 return run()
             finally:

@@ -103,6 +103,8 @@ class LogProbs:
         for name, x in fields.items():
             check_tensor(name, x)
         _check_shapes(fields, mask, segments)
+        if segments is not None and segments.cu_seqlens.device != logp_rollout.device:  # lengths counted on the host
+            segments = segments.to(logp_rollout.device)
         if mask is not None:
             kept = mask.reshape(-1).nonzero().squeeze(-1)
             fields = {name: x.reshape(-1).index_select(0, kept) for name, x in fields.items()}
@@ -227,6 +229,10 @@ def _check_shapes(given: dict[str, Tensor], mask: Tensor | None, segments: Segme
         )
     if len(shape) == 2 and mask is None:
         raise ShapeError("padded input needs mask= (nonzero where a token may train)")
+    device = given["logp_rollout"].device
+    for name, x in {**given, **({} if mask is None else {"mask": mask})}.items():
+        if x.device != device:
+            raise BadValueError(f"{name} is on {x.device}, logp_rollout on {device}; move them to one device")
     if mask is not None and mask.is_floating_point() and bool(mask.isnan().any()):
         raise BadValueError(f"mask is nan at {int(mask.isnan().sum())} positions; give 0 where a token may not train")
     if segments is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from offdrift.errors import BadValueError, EvidenceError, MethodError, ShapeErro
 from offdrift.logprobs import LogProbs
 from offdrift.methods import Method
 from offdrift.methods import method as row
-from offdrift.numerics import check_tensor
+from offdrift.numerics import check_tensor, transformed
 from offdrift.ratios import log_ratio
 from offdrift.segments import Segments
 from offdrift.stats.drift import DriftStats
@@ -31,10 +33,23 @@ class PolicyLoss:
     """To be minimized; carries the gradient to `logp`, also when everything was rejected (zero)."""
     corrected: Corrected
     """What gates and weights decided, per token."""
-    stats: DriftStats
-    """Mergeable statistics of the batch; still on its device."""
     observed: Observed
     """What the method's observing parts saw: `batch_info.observed`, else what they see of this batch."""
+    summarize: Callable[[], DriftStats]
+    """Computes `stats`."""
+
+    @cached_property
+    def stats(self) -> DriftStats:
+        """Mergeable statistics of the batch, still on its device, computed when first asked for.
+
+        They are four fifths of the work on a few tokens. Asked for after `loss.backward()`, an accelerator is busy with
+        the gradient while the host prepares them; asked for before, it waits.
+        """
+        return self.summarize()
+
+    def plus(self, sums: Callable[[], Mapping[str, Tensor | float]]) -> PolicyLoss:
+        """The same with more sums in its statistics (`DriftStats.plus`), computed together with them."""
+        return replace(self, summarize=lambda: self.stats.plus(sums()))
 
 
 def policy_loss(
@@ -122,13 +137,21 @@ def policy_loss(
     if normalizer is None:
         normalizer = normalizer_of(segments, how=how, horizon=horizon) or 1.0
     loss = aggregate(token_loss, segments, how=how, normalizer=normalizer)
-    stats = DriftStats.of(logprobs, corrected, divergences=batch_info.divergences, clipped=pushed.clipped)
-    of_objective = getattr(method.objective, "sums", None)
-    if of_objective is not None:
-        stats = stats.plus(of_objective(scored[0], scored[2]))
-    if kl is not None:
-        stats = stats.with_sum("reference/kl", logprobs.at_scored(kl).sum())
-    return PolicyLoss(loss, corrected, stats, observed)
+
+    def summarize() -> DriftStats:
+        stats = DriftStats.of(logprobs, corrected, divergences=batch_info.divergences, clipped=pushed.clipped)
+        of_objective = getattr(method.objective, "sums", None)
+        with torch.no_grad():
+            if of_objective is not None:
+                stats = stats.plus(of_objective(scored[0], scored[2]))
+            if kl is not None:
+                stats = stats.with_sum("reference/kl", logprobs.at_scored(kl).sum())
+        return stats
+
+    result = PolicyLoss(loss, corrected, observed, summarize)
+    if transformed():  # what a transformation of `torch.func` made dies with it
+        assert result.stats is not None
+    return result
 
 
 def _regularizer(method: Method, logprobs: LogProbs, own: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -159,6 +182,10 @@ def _check(
         shapes[name], inputs[name] = n, d.lo
     for name, x in inputs.items():
         check_tensor(name, x)
+        if x.device != logprobs.logp_rollout.device:
+            raise BadValueError(
+                f"{name} is on {x.device}, the log-probs on {logprobs.logp_rollout.device}; move it there"
+            )
         if x.shape != shapes[name]:
             raise ShapeError(
                 f"{name} has shape {tuple(x.shape)}, expected {tuple(shapes[name])}: the batch has "

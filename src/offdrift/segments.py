@@ -19,7 +19,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from offdrift.errors import BadValueError, ShapeError
-from offdrift.numerics import cached, check_tensor
+from offdrift.numerics import cached, check_tensor, transformed
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Segments:
         return segments
 
     def check(self) -> None:
-        """Raise unless cuts, turns and groups describe one batch (host transfer, the first time).
+        """Raise unless cuts, turns and groups describe one batch (host transfer of the cuts, the first time).
 
         Raises: `ShapeError`, or `BadValueError` for what are no integers.
         """
@@ -75,14 +75,14 @@ class Segments:
     @cached
     def checked(self) -> bool:
         """True once `check` has passed."""
-        cuts = self.cu_seqlens
-        check_tensor("cu_seqlens", cuts, integers=True)
-        if cuts.ndim != 1 or len(cuts) == 0 or int(cuts[0]) != 0 or bool((cuts.diff() < 0).any()):
+        check_tensor("cu_seqlens", self.cu_seqlens, integers=True)
+        if self.cu_seqlens.ndim != 1:
+            raise ShapeError(f"cu_seqlens must be one-dimensional, got shape {tuple(self.cu_seqlens.shape)}")
+        cuts = self.on_host
+        if len(cuts) == 0 or int(cuts[0]) != 0 or bool((cuts.diff() < 0).any()):
             raise ShapeError(
                 "cu_seqlens must start at 0 and never decrease (cumulative sequence starts, one "
                 f"more than sequences), got {cuts.tolist()[:8]}"
-                if cuts.ndim == 1
-                else f"cu_seqlens must be one-dimensional, got shape {tuple(cuts.shape)}"
             )
         if self.group_ids is not None:
             check_group_ids(self.group_ids, len(self))
@@ -90,7 +90,7 @@ class Segments:
             if not isinstance(self.turns, Segments):
                 raise BadValueError(f"turns is a {type(self.turns).__name__}, not `Segments`")
             self.turns.check()
-            ends = self.turns.cu_seqlens
+            ends = self.turns.on_host
             if not bool(torch.isin(cuts, ends).all()) or int(ends[-1]) != int(cuts[-1]):
                 raise ShapeError(
                     "turns must cut the same tokens at least where sequences do: sequence cuts "
@@ -124,18 +124,32 @@ class Segments:
         return replace(self, turns=Segments(torch.cat([self.cu_seqlens, changes.to(self.cu_seqlens)]).unique()))
 
     def to(self, device: torch.device | str) -> Segments:
-        """The same on another device."""
-        ids = None if self.group_ids is None else self.group_ids.to(device)
+        """The same on another device; to an accelerator without waiting for it."""
+        waits = torch.device(device).type == "cpu"  # what is read on the host must have arrived
+        ids = None if self.group_ids is None else self.group_ids.to(device, non_blocking=not waits)
         turns = None if self.turns is None else self.turns.to(device)
-        return Segments(self.cu_seqlens.to(device), turns=turns, group_ids=ids)
+        moved = Segments(self.cu_seqlens.to(device, non_blocking=not waits), turns=turns, group_ids=ids)
+        if not transformed():
+            moved.__dict__["on_host"] = self.on_host
+        return moved
 
     def __len__(self) -> int:
         return len(self.cu_seqlens) - 1
 
     @cached
+    def on_host(self) -> Int[Tensor, " cuts"]:
+        """`cu_seqlens` in host memory: the one transfer that checks and sizes of tensors need."""
+        return self.cu_seqlens.detach().cpu()
+
+    @cached
     def num_tokens(self) -> int:
-        """Tokens in the stream (one host transfer, then cached)."""
-        return int(self.cu_seqlens[-1])
+        """Tokens in the stream (see `on_host`)."""
+        return int(self.on_host[-1])
+
+    @cached
+    def longest(self) -> int:
+        """Tokens of the longest segment, 0 if there is none (see `on_host`)."""
+        return int(self.on_host.diff().max()) if len(self) else 0
 
     @cached
     def lengths(self) -> Int[Tensor, " b"]:
@@ -233,7 +247,7 @@ class Segments:
 
         A doubling scan: log2(longest segment) vector steps, no loop over tokens.
         """
-        reach, longest = 1, int(self.lengths.max()) if len(self) else 0
+        reach, longest = 1, self.longest
         while reach < longest:
             inside = self.position[reach:] >= reach
             merged = torch.minimum(x[reach:], x[:-reach])

@@ -108,3 +108,26 @@ def test_the_benchmark_refuses_to_time_an_absent_gpu(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     with pytest.raises(SystemExit, match="no GPU"):
         importlib.import_module("gpu_kl").main([])
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_everything_runs_without_a_gpu_for_errors(tmp_path):
+    path = tmp_path / "gpu.json"
+    parts = ["ceilings", "methods", "topk", "correction"]
+    arguments = ["--tiny", "--repeats", "1", "--only", ",".join(parts), "--json", str(path)]
+    done = run("benchmarks/gpu.py", *arguments, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(path.read_text())
+    assert "Triton's interpreter" in results["device"]
+    assert results["methods"]["failures"] == []
+    assert all("failed" not in results[part] for part in parts), done.stdout
+
+
+def test_the_benchmark_of_everything_names_its_parts_and_refuses_without_a_gpu():
+    done = run("benchmarks/gpu.py", "--only", "exakt")
+    assert done.returncode == 2
+    assert "exact" in done.stderr
+    if not torch.cuda.is_available():
+        done = run("benchmarks/gpu.py")
+        assert done.returncode == 1
+        assert "no GPU here" in done.stderr

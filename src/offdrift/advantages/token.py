@@ -34,7 +34,7 @@ def returns_to_go(rewards: Float[Tensor, " n"], segments: Segments, *, gamma: fl
     y = rewards.detach()
     if gamma == 1:
         return segments.spread(segments.sum(y)) - segments.prefix_sum(y) + y
-    reach, longest = 1, int(segments.lengths.max()) if len(segments) else 0
+    reach, longest = 1, segments.longest
     while reach < longest:
         # y_t so far holds `reach` terms; the next `reach` are y_{t + reach}, if still inside.
         further = y[reach:].where(segments.position[reach:] >= reach, 0.0)

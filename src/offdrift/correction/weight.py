@@ -249,7 +249,7 @@ class Weight:
                 at = -torch.inf if self.outside == "mask" else edge
                 log_w = torch.where(beyond(unit, edge), at, log_w)
         if self.saturation is not None:
-            log_w = log_w - torch.logaddexp(log_w, log_w.new_tensor(self.saturation).log())
+            log_w = log_w - torch.logaddexp(log_w, torch.full_like(log_w, math.log(self.saturation)))
         return log_w
 
     def _units(

@@ -84,8 +84,8 @@ class Head:
             return _product(hidden, self.weight[rows], bias, self.round_to)
 
     @torch.no_grad()
-    def shaped(self, products: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-        """Products scaled, capped and in float32 or better; works in place and takes the tensor."""
+    def shaped(self, products: Float[Tensor, "*s"], *, upcast: bool = True) -> Float[Tensor, "*s"]:
+        """Products scaled, capped and, if asked for, in float32 or better; works in place and takes the tensor."""
         if self.scale != 1.0:
             products *= self.scale
         if self.soft_cap is not None:
@@ -93,7 +93,7 @@ class Head:
             products.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
             if masked is not None:
                 products.masked_fill_(masked, -math.inf)
-        return at_least_float32(products)
+        return at_least_float32(products) if upcast else products
 
 
 def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None, round_to: torch.dtype | None) -> Tensor:

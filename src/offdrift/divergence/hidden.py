@@ -41,6 +41,10 @@ TOKEN_CHUNK, TOKEN_CHUNK_ELSEWHERE = {"cpu": 256}, 2048
 KEEP_AT_LEAST = 32
 """Fewer tokens per block would read the weights more often than keeping scores saves."""
 
+KEEP_MIB, KEEP_MIB_ELSEWHERE = {"cpu": 256}, 1024
+"""MiB of scores kept by default. A GPU needs a thousand tokens at a time to multiply at full speed: 600 MiB in
+bfloat16 at 151,936 tokens of the vocabulary."""
+
 
 @no_type_check
 def update_normalizer(
@@ -89,7 +93,7 @@ def hidden_divergences(
     temperature: float | int = 1.0,
     chunk: int | None = None,
     token_chunk: int | None = None,
-    keep_mib: float | int = 256,
+    keep_mib: float | int | None = None,
     compiled: bool | None = None,
 ) -> ExactDivergences:
     """Every exact divergence at every token, from hidden states, without `[tokens, vocab]`.
@@ -102,7 +106,8 @@ def hidden_divergences(
 
     Beyond the results, at most this is held at once, whatever the batch and the vocabulary: 5 blocks
     of `token_chunk` x `chunk` scores, one of `chunk` x `d` weights if they are upcast, and `keep_mib`
-    (on a CPU 10 MiB + 8 MiB at d = 1,024 + 256 MiB; not compiled, about 20 MiB more).
+    (on a CPU 10 MiB + 8 MiB at d = 1,024 + 256 MiB; not compiled, about 20 MiB more). On a GPU whose `keep_mib`
+    takes both policies' scores of some tokens, these are two products and one kernel over whole rows.
 
     Args:
         hidden_rollout: the rollout engine's states at the positions that drew the tokens, after the
@@ -116,8 +121,8 @@ def hidden_divergences(
         temperature: the same for the current policy, in practice the same number.
         chunk: tokens of the vocabulary per block.
         token_chunk: tokens of the batch per block.
-        keep_mib: MiB of scores that may be kept between the two sweeps. 2 products with the head are
-            taken if they suffice for a block of 32 tokens over the vocabulary, else 4.
+        keep_mib: MiB of scores that may be kept between the two sweeps; None: 256 on a CPU, 1024 elsewhere.
+            2 products with the head are taken if they suffice for a block of 32 tokens over the vocabulary, else 4.
         compiled: None compiles large inputs where that works; True compiles and lets a failure
             through; False never compiles. `TORCH_COMPILE_DISABLE=1` means False.
 
@@ -140,14 +145,18 @@ def hidden_divergences(
     _check(hidden_rollout, head_rollout, hidden, head, tokens)
     check_positive(temperature_rollout=temperature_rollout, temperature=temperature)
     check_positive(chunk=chunk, token_chunk=token_chunk)
+    n, vocab, device = len(hidden), len(head.weight), hidden.device
+    if keep_mib is None:
+        keep_mib = KEEP_MIB.get(device.type, KEEP_MIB_ELSEWHERE)
     if not keep_mib >= 0:
         raise BadValueError(f"keep_mib is {keep_mib}; give 0 to keep no scores")
-    n, vocab, device = len(hidden), len(head.weight), hidden.device
     dtypes = (x.dtype for x in (hidden_rollout, head_rollout.weight, hidden, head.weight))
     dtype = reduce(torch.promote_types, dtypes, torch.float32)
     chunk = chunk or CHUNK.get(device.type, CHUNK_ELSEWHERE)
     token_chunk = token_chunk or TOKEN_CHUNK.get(device.type, TOKEN_CHUNK_ELSEWHERE)
-    kept_tokens = int(keep_mib * 2**20 / (2 * vocab * dtype.itemsize))
+    route = fused.route(device, dtype, entries=n * vocab, compiled=compiled)
+    sizes = [(h.round_to or dtype if route == "triton" else dtype).itemsize for h in (head_rollout, head)]
+    kept_tokens = int(keep_mib * 2**20 / (vocab * sum(sizes)))
     keep = kept_tokens >= min(n, token_chunk, KEEP_AT_LEAST)
     token_chunk = max(1, min(token_chunk, kept_tokens)) if keep else token_chunk
     pieces = max(1, math.ceil(n / token_chunk))
@@ -160,11 +169,14 @@ def hidden_divergences(
         for of_mu, of_pi, drawn_here in zip(*rows, strict=True):
             mu = _Policy(head_rollout, of_mu, temperature_rollout, dtype, route)
             pi = _Policy(head, of_pi, temperature, dtype, route)
-            parts.append(_fields(mu, pi, drawn_here, spans, keep=keep))
+            if keep and route == "triton":
+                parts.append(_whole_rows(mu, pi, drawn_here))
+            else:
+                parts.append(_fields(mu, pi, drawn_here, spans, keep=keep))
         fields = torch.cat(parts, dim=1).unbind()
         return ExactDivergences(*(fields if tokens is not None else fields[:-2]))
 
-    if fused.route(device, dtype, entries=n * vocab, compiled=compiled) == "triton":
+    if route == "triton":
         return run("triton")
     ways: dict[bool, fused.Route] = {True: "compiled", False: "plain"}
     return chunks.compiled_or_plain(lambda c: run(ways[c]), device, n * vocab, compiled)
@@ -237,6 +249,17 @@ def _fields(mu: _Policy, pi: _Policy, tokens: Tensor, spans: list[slice], *, kee
     # A state that is no number makes every field NaN, also where a soft cap would hide it.
     nan_or_0 = 0.0 * sums[2] + sum((0.0 * x.states).sum(-1) for x in (mu, pi))
     return (torch.cat([sums, torch.stack([mu.logp(), pi.logp()])]) + nan_or_0).to(mu.dtype)
+
+
+def _whole_rows(mu: _Policy, pi: _Policy, tokens: Tensor) -> Float[Tensor, "9 n"]:
+    """The fields of `ExactDivergences`, from all scores at once, which the Triton kernel reads twice."""
+    everything = slice(0, len(mu.head.weight))
+    scores_mu, scores_pi = (p.head.shaped(p.head.products(p.states, everything), upcast=False) for p in (mu, pi))
+    if mu.temperature != 1:  # the kernel divides the current policy's alone
+        scores_mu = scores_mu.float().div_(mu.temperature)
+    fields, _ = kernels.with_normalizers(scores_mu, scores_pi, tokens, pi.temperature)
+    # A soft cap would hide an infinite state.
+    return torch.stack([x for x in fields if x is not None]) + sum((0.0 * x.states.float()).sum(-1) for x in (mu, pi))
 
 
 def _check(hidden_rollout: Tensor, head_rollout: Head, hidden: Tensor, head: Head, tokens: Tensor | None) -> None:

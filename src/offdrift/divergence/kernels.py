@@ -3,7 +3,8 @@
 Same numbers as `exact.definition` to rounding, and no `[tokens, vocab]` tensor but the gradient that
 is asked for. The programs are in `kernels_triton`, which is imported at the first call; without Triton
 `available` says False and nothing else here works. `TRITON_INTERPRET=1`, set before that, runs the
-programs on CPU tensors, slowly, for tests. Not yet timed on a GPU: `benchmarks/gpu_kl.py`.
+programs on CPU tensors, slowly, for tests. Timed on an H200 by `benchmarks/gpu.py`; the numbers are in
+`benchmarks/results/gpu.json`.
 
 Shape suffixes: n tokens, v vocabulary, c vocabulary chunk.
 """
@@ -29,8 +30,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 VECTOR = 16
 """Bytes that one thread loads at once; tiles give each thread that much of a row."""
 
-WARPS = 16
-"""The most warps per program: see `kernels_triton`."""
+WARPS = {2: 8, 4: 16}
+"""The most warps per program, by bytes of a score: see `kernels_triton`."""
 
 # The compiler's own default differs between versions of Triton.
 OPTIONS = {"enable_fp_fusion": False}
@@ -206,8 +207,9 @@ def _launch(kernel: Any, rows: tuple[Tensor, ...], *arguments: Any, **constants:
     n, width = rows[0].shape
     if n == 0:
         return
-    r = VECTOR // min(x.element_size() for x in rows)
-    warps = max(1, min(WARPS, 2 ** round(math.log2(max(1, width / (32 * r))))))
+    size = min(x.element_size() for x in rows)
+    r = VECTOR // size
+    warps = max(1, min(WARPS[size], 2 ** round(math.log2(max(1, width / (32 * r))))))
     with torch.cuda.device_of(rows[0]):
         kernel[(n,)](*arguments, LANES=32 * warps, R=r, num_warps=warps, **constants, **OPTIONS)
 

@@ -134,13 +134,31 @@ def online_normalizer(
 
 @triton.jit
 @no_type_check
+def log2_of(x):
+    """log2 of a number in [1, 2), within an ulp of 1: the hardware's own is off by up to four.
+
+    ln x = 2 atanh((x - 1) / (x + 1)), with x halved above the square root of 2. Once a row, it costs nothing.
+    """
+    high = x > 1.4142135
+    x = tl.where(high, x * 0.5, x)
+    s = (x - 1) / (x + 1)  # at most 0.172 in size: the first term left out is 2e-9
+    square = s * s
+    series = tl.fma(square, 1 / 9, 1 / 7)
+    series = tl.fma(square, series, 1 / 5)
+    series = tl.fma(square, series, 1 / 3)
+    rest = tl.fma(s * square, series, s) * (2 * LOG2E)
+    return tl.where(high, rest + 1, rest)
+
+
+@triton.jit
+@no_type_check
 def two_numbers(reference, total, bits, slip):
     """`high` and `low` of a row whose weights 2^(score bits - reference bits - slip) sum to `total`.
 
     `high` is the log-normalizer as a score, rounded; `low` is what the rounding lost, in bits.
     """
     whole_bits = tl.floor(tl.log2(total))
-    rest = tl.log2(total * tl.exp2(-whole_bits)) + slip  # in [0, 1]: good to 1e-7
+    rest = log2_of(total * tl.exp2(-whole_bits)) + slip  # in [0, 1]
     high = reference + (whole_bits + rest) / bits
     return high, tl.fma(reference - high, bits, whole_bits) + rest
 
@@ -196,22 +214,23 @@ def fields_of(kl, kl_back, tv, chi2, plogp_rollout, plogp, squared):
     )
 
 
-# Exact divergences from whole rows of logits: two sweeps over each row. What follows was reasoned, and counted
-# in the machine code that Triton's compiler writes for sm_90 (`benchmarks/gpu_kl.py --count` counts again). None
-# of it was timed on a GPU.
+# Exact divergences from whole rows of logits: two sweeps over each row. Instructions were counted in the machine
+# code that Triton's compiler writes for sm_90 (`benchmarks/gpu_kl.py --count` counts again), times measured on an
+# H200, whose copy moves 4.28 TB/s (`benchmarks/gpu.py`, 151,936 entries a row).
 #
-# Memory. A row of 151,936 bfloat16 scores is 297 KiB, twice that for both policies. No term is known
-# before both normalizers are, so a row is read twice: once from memory and, if it is still there, once
-# from the L2 cache (50 MiB on an H100). 132 programs, one per SM, have 77 MiB of rows in flight. The
-# second sweep runs backward and marks what it has read as the first to go, so that on average half of a
-# row must be kept: 38 MiB. Hence one program of 16 warps per SM, not two of 8, which would keep twice
-# that. Float32 scores are twice as large, and partly read twice from memory.
+# Memory. A row of bfloat16 scores is 297 KiB, twice that for both policies. No term is known before both
+# normalizers are, so a row is read twice: once from memory and, if it is still there, once from the L2 cache (60
+# MiB). The second sweep runs backward and marks what it has read as the first to go, so that on average half of a
+# row must be kept. 132 SMs have 77 MiB of bfloat16 rows in flight, and 154 MiB of float32 rows, which are therefore
+# mostly read twice from memory: 54 % of the copy's bandwidth, counted once. One program of 16 warps per SM does it
+# best (two of 8: 52 %).
 #
-# Instructions. The loops compile to 10 + 34.4 per entry of a bfloat16 row pair, 4 of them exponentials;
-# no register is spilled (98 of 128). 132 SMs of 128 lanes at 1.75 GHz issue 29.6e12 per second: at most
-# 0.67e12 entries, 2.7 TB/s of bfloat16 scores counted once. An H100 reads 3.35 TB/s. So bfloat16 rows are
-# bound by instructions, float32 rows by memory, and nothing is in the loops that can be elsewhere: no
-# search for the largest score, no test for infinities. Rows that need either are swept again.
+# Instructions. The loops compile to 10 + 34.4 per entry of a bfloat16 row pair, 4 of them exponentials; no register
+# is spilled. 132 SMs of 128 lanes at 1.75 GHz issue 29.6e12 per second: at most 0.64e12 entries, 60 % of the copy's
+# bandwidth. 40 % are reached, with two programs of 8 warps per SM, so that the sweeps of one hide the memory of the
+# other (one of 16: 35 %). So bfloat16 rows are bound by instructions, float32 rows by memory, and nothing is in the
+# loops that can be elsewhere: no search for the largest score, no test for infinities. Rows that need either are
+# swept again.
 
 # Rows with a larger log pi - log mu are left to the careful sweep: beyond it, tokens whose mu
 # underflows may still count in chi2.

@@ -334,7 +334,7 @@ def _divergences(
     if not divergences:
         return {}
     position = logprobs.segments.position
-    horizon = int(logprobs.segments.lengths.max())
+    horizon = logprobs.segments.longest
 
     def at_position(x: Tensor) -> Tensor:
         return torch.zeros(horizon, dtype=torch.float64, device=x.device).index_add(0, position, x.double())

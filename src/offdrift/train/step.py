@@ -26,6 +26,7 @@ from offdrift.aggregate import normalizer_of
 from offdrift.batch_info import BatchInfo, Observed
 from offdrift.certificate import TrustRegion
 from offdrift.certificate.batch import BatchEvidence
+from offdrift.correction import Corrected
 from offdrift.divergence.evidence import Grade
 from offdrift.engines.retention import distillation, sampled_distillation
 from offdrift.engines.routing import routed, routing_sums
@@ -300,7 +301,7 @@ def _accumulate(
                 term, sums = distillation_terms(model, piece, half)
                 loss = term * (batch.distill * world / tokens)
                 accelerator.backward(loss * (counts * loss_scale))
-            result = replace(result, loss=result.loss.detach() + loss.detach(), stats=result.stats.plus(sums))
+            result = replace(result.plus(lambda sums=sums: sums), loss=result.loss.detach() + loss.detach())
         if not counts:
             continue
         gathered.add(piece, result, rollouts.segments.rows(sequences))
@@ -492,8 +493,11 @@ class ScoredPiece:
             normalizer=normalizer,
             horizon=self.horizon,
         )
-        corrected = result.corrected
-        # The diagnosis reads the shape of the drift beside its size, and the gradient's noise.
+        return result.plus(lambda: self._more_sums(result.corrected))
+
+    @torch.no_grad()
+    def _more_sums(self, corrected: Corrected) -> dict[str, Tensor]:
+        """What the diagnosis reads beside the size of the drift: its shape, the gradient's noise, routing, codes."""
         more = signature(self.logprobs, advantages=self.advantages)
         more["current/entropy"] = self.logprobs.at_scored(self.clean.entropy).sum()
         more |= gradient_power(
@@ -512,7 +516,7 @@ class ScoredPiece:
             more |= routing_sums(
                 self.choices, self.batch.rollouts, replays=self.batch.replays, kl=None if kl is None else kl.lo
             )
-        return replace(result, stats=result.stats.plus(more))
+        return more
 
     def value_terms(self, critic: Critic) -> tuple[Float[Tensor, ""], Float[Tensor, " sums"]]:
         """`critic.value_terms` of the piece under a head on the model's body."""
