@@ -70,7 +70,6 @@ ALLOWED = {
     "httpx": {"engines/server/client.py"},
     "matplotlib": {"show/png.py"},
     "jinja2": {"show/html.py"},
-    "plotly": {"show/html.py"},
     "reasoning_gym": {"train/tasks.py", "train/rewards.py"},
     "prime_rl": {"adapters/contrib/prime_rl.py"},
     "slime": {"adapters/contrib/slime.py"},

@@ -53,7 +53,7 @@ def test_a_run_of_a_hundred_million_tokens_is_a_page_under_ten_megabytes() -> No
     block = re.search(r'id="report-data">(.*?)</script>', html, re.S)
     assert block is not None
     data = json.loads(block.group(1))
-    assert max(map(len, data["columns"])) == MAX_POINTS
+    assert max(map(len, data["columns"])) <= MAX_POINTS
     assert len(data["explore"]) >= len(METRICS)
     assert len(data["heat"]) == 20
     assert {len(heat["values"]) for heat in data["heat"]} == {600}

@@ -202,7 +202,7 @@ def test_a_place_that_cannot_be_written_is_our_error(tmp_path):
         write_figure(tmp_path / "file" / "figure", [PANEL], title="")
 
 
-@pytest.mark.parametrize("missing", ["matplotlib", "plotly"])
+@pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
 def test_a_missing_package_is_named_with_the_way_to_get_it(missing, tmp_path, monkeypatch):
     for name in [m for m in sys.modules if m in ("offdrift.show.png", "offdrift.show.html")]:
         monkeypatch.delitem(sys.modules, name)

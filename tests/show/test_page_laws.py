@@ -161,3 +161,19 @@ def test_what_cannot_be_seen_is_shown_as_its_code(code: int) -> None:
 
 def test_newlines_and_empty_tokens_have_a_sign() -> None:
     assert [visible_token(t) for t in ("", "\n", "\n\nx", " y")] == ["∅", "↵\n", "↵\n↵\nx", " y"]
+
+
+def test_a_long_run_keeps_its_spikes_and_its_page_stays_small(tmp_path: Path) -> None:
+    steps = 10_000
+    flat = [1e-3 + 1e-4 * (i % 7) for i in range(steps)]
+    flat[7_777] = 5.0
+    charts = [Chart(f"chart {i}", "nat", [Series("a", list(range(steps)), flat)], log=True) for i in range(40)]
+    text = figure_page(charts, title="long", caption="")
+    assert len(text) < 2_000_000
+    data = json.loads(re.search(r'id="report-data">(.*?)</script>', text, re.S)[1])  # type: ignore[index]
+    series = data["charts"][0]["series"][0]
+    x, y = data["columns"][series["x"]], data["columns"][series["y"]]
+    assert len(x) == len(y) <= 1200
+    assert y[x.index(7_777)] == 5.0
+    assert (x[0], x[-1]) == (0, steps - 1)
+    assert x == sorted(x)

@@ -75,7 +75,7 @@ FACET_CHARTS = (
 
 def over_time(audit: Fields) -> list[Chart]:
     """Everything that is drawn over the steps; charts without numbers are left out."""
-    table = thinned(rows(audit.get("steps")))
+    table = rows(audit.get("steps"))
     steps, limits = _steps(table), thresholds(audit)
     charts = [
         _kl_chart(steps, table, limits),
