@@ -249,13 +249,25 @@ def refused(played: Played, words: str, error=EngineError, sampling=PLAIN, evide
         ("http://user:secret@host/v1", "OFFDRIFT_API_KEY"), ("http://host/v1?key=secret", "OFFDRIFT_API_KEY"),
         ("http://host:port/v1", "is no address"), ("http://host:99999/v1", "is no address"),
         ("http://[::1", "is no address"),
-        ("http://user:secret/b@host/v1", "is no address"),
+        ("http://user:secret/b@host/v1", "is no address"), ("http://10.0.0.7:8000/v1", "rollout.insecure = true"),
+        ("http://127.0.0.1.example/v1", "in the clear"), ("http://localhost.example/v1", "in the clear"),
     ],
 )  # fmt: skip
 def test_an_address_that_is_none_or_holds_a_secret_is_refused(url, words):
     with pytest.raises(EngineError, match=words) as caught:
         Server(url)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("https://host/v1", {}), ("http://localhost:1/v1", {}), ("http://127.8.0.1/v1", {}), ("http://[::1]:1/v1", {}),
+        ("http://10.0.0.7/v1", {"insecure": True}),
+    ],
+)  # fmt: skip
+def test_this_machine_and_encrypted_or_trusted_ones_are_spoken_to(url, options):
+    Server(url, **options).close()
 
 
 def test_a_server_that_is_not_there_is_named_with_its_address():

@@ -216,7 +216,7 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
         source = rollout.url
         vocab_size = model.config.get_text_config().vocab_size
         engine_options |= {"vocab_size": vocab_size, "model": rollout.served_model}
-        engine_options |= {"sync": True, "sync_folder": rollout.sync_folder}
+        engine_options |= {"sync": True, "sync_folder": rollout.sync_folder, "insecure": rollout.insecure}
     # Every token that ends a response: the tokenizer's and the model's own.
     ends = (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None))
     stop_ids = {i for x in ends for i in (x if isinstance(x, list) else [x]) if isinstance(i, int)}

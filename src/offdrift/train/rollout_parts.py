@@ -149,6 +149,8 @@ class Rollout(Part):
     each turn may take an equal part."""
     url: str | None = None
     """openai: address of a vLLM or SGLang server, http://HOST:PORT/v1; it is given weights."""
+    insecure: bool = False
+    """openai: allow http:// to another machine, where everyone on the way can read and change what is sent."""
     served_model: str | None = None
     """openai: name of the model there; absent: the only one that is served."""
     sync_folder: str | None = None

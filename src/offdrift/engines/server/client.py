@@ -7,6 +7,7 @@ environment are ignored, so a key goes only to the address that was configured. 
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import ssl
@@ -48,11 +49,14 @@ class Server:
         timeout: seconds without a byte from the server; it sends nothing while it draws.
         retries: further tries where the server is busy or the connection breaks. Only for requests
             that may be sent twice: a draw is a function of its seed, so its answer is the same.
+        insecure: whether `http://` may go to another machine, where everyone on the way can read and change
+            prompts, answers and the key.
 
-    Raises: `EngineError` for an invalid address, or one with a password, which would be recorded.
+    Raises: `EngineError` for an invalid address, one with a password, which would be recorded, or one on another
+        machine without encryption, unless `insecure` says so.
     """
 
-    def __init__(self, url: str, *, timeout: float | int = 600.0, retries: int = 3) -> None:
+    def __init__(self, url: str, *, timeout: float | int = 600.0, retries: int = 3, insecure: bool = False) -> None:
         # For error messages: without what stands before its @ or behind its ?.
         shown = url.rpartition("@")[2].partition("?")[0].partition("#")[0]
         not_an_address = f"url = {shown!r} is no address; write http://HOST:PORT/v1"
@@ -66,6 +70,12 @@ class Server:
         if parts.username or parts.password or parts.query or parts.fragment:
             raise EngineError(
                 f"url = {shown!r} holds more than an address, and it would be recorded; put a key into OFFDRIFT_API_KEY"
+            )
+        if parts.scheme == "http" and not insecure and not _on_this_machine(host):
+            raise EngineError(
+                f"url = {shown!r} is on another machine, and http:// sends prompts, answers and keys there in the clear; "
+                "use https://, tunnel to 127.0.0.1, or allow it on a network that you trust: rollout.insecure = true "
+                "in a recipe, the option insecure=true behind an engine's address"
             )
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
         self._timeout, self._retries = timeout, retries
@@ -149,6 +159,13 @@ class Server:
                 if len(content) > limit:
                     break
         return answer.status_code, bytes(content)
+
+
+def _on_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def _key() -> str:

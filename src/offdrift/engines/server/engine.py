@@ -62,6 +62,7 @@ class OpenAIEngine:
         concurrency: requests under way at once.
         timeout: seconds for which the server may say nothing; it says nothing while it draws.
         retries: further tries of a request that the server was too busy for.
+        insecure: whether `http://` may go to another machine.
         evidence_limit_mib: memory that recorded evidence may take, MiB.
         version: trainer version of the weights that the server holds, optimizer steps.
 
@@ -86,6 +87,7 @@ class OpenAIEngine:
         concurrency: int = 64,
         timeout: float | int = 600.0,
         retries: int = 3,
+        insecure: bool = False,
         evidence_limit_mib: int = 1024,
         name: str = "openai",
         version: int = 0,
@@ -100,7 +102,7 @@ class OpenAIEngine:
             raise EngineError(f"quantization = {quantization!r}: a running server keeps its own; leave it out")
         self.name, self.version, self.vocab_size = name, version, vocab_size
         self.evidence_limit_mib = evidence_limit_mib
-        self._server = Server(url, timeout=timeout, retries=retries)
+        self._server = Server(url, timeout=timeout, retries=retries, insecure=insecure)
         self.url = self._server.url
         self.served = identify(self._server, model)
         if dtype != "auto" and self.served.dtype not in (None, dtype):
