@@ -73,7 +73,7 @@ class Server:
             )
         if parts.scheme == "http" and not insecure and not _on_this_machine(host):
             raise EngineError(
-                f"url = {shown!r} is on another machine, and http:// sends prompts, answers and keys there in the clear; "
+                f"url = {shown!r} is on another machine, to which http:// sends prompts and keys in the clear; "
                 "use https://, tunnel to 127.0.0.1, or allow it on a network that you trust: rollout.insecure = true "
                 "in a recipe, the option insecure=true behind an engine's address"
             )
