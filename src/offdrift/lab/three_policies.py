@@ -6,13 +6,14 @@ that drew them, `current` pi is to be judged. With d_mu = (1 - gamma) sum_t gamm
     L_mu(pi) = J(mu) + E_{d_mu, pi}[A_mu] / (1 - gamma),     alpha_1 = max_s TV(mu, old),   alpha_0 = max_s TV(old, pi),
     |J(pi) - L_mu(pi)| <= C beta <= C (alpha_0 + alpha_1),   C = 2 eps_mu gamma / (1 - gamma)^2,
 
-beta = max_s TV(mu, pi) and eps_mu = max |A_mu|. alpha_1 is the mismatch of the engines, alpha_0 the staleness. The proof
-bounds the mean advantage by eps_mu, although it is a difference of two expectations, and the shift of the states by
-2 gamma beta / (1 - gamma), although two coupled paths part only once. Without these two losses, and with the same inputs,
+beta = max_s TV(mu, pi) and eps_mu = max |A_mu|. alpha_1 is the mismatch of the engines, alpha_0 the staleness. The
+proof bounds the mean advantage by eps_mu, although it is a difference of two expectations, and the shift of the states
+by 2 gamma beta / (1 - gamma), although two coupled paths part only once. Without these losses, from the same inputs,
 
     |J(pi) - L_mu(pi)| <= 2 eps_mu gamma beta min(1, 2 beta) / ((1 - gamma) (1 - gamma + gamma beta)),
 
-which is of second order in the drift, as the error is (`offdrift.certificate.guarantees.three_policy`, "sharp").
+which is of second order in the drift, as the error is, and attained (`hard_process`;
+`offdrift.certificate.guarantees.three_policy` with sharp constants).
 
 Reference: X. Wang, S. Zhang, "From Two Policies to Three", 2025, Lemmas 1 and 2, Theorems 1 and 2.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float
@@ -145,9 +147,7 @@ def judge(
     def bounds(first: Tensor, second: Tensor, constants: str) -> Tensor:
         numbers = zip(eps.tolist(), first.clamp(max=1).tolist(), second.clamp(max=1).tolist(), strict=True)
         values = [
-            three_policy(
-                advantage=e, gamma=process.gamma, tv_mismatch=x, tv_staleness=y, constants=constants
-            ).error
+            three_policy(advantage=e, gamma=process.gamma, tv_mismatch=x, tv_staleness=y, constants=constants).error
             for e, x, y in numbers
         ]
         return factor * torch.tensor(values, dtype=torch.float64)
@@ -284,7 +284,7 @@ def advice(judged: Judged) -> list[Advice]:
     removed = torch.where(to_mismatch, judged.without_mismatch, judged.without_staleness)
     other = torch.where(to_mismatch, judged.without_staleness, judged.without_mismatch)
     rows = []
-    for low, high in zip(EDGES, EDGES[1:], strict=False):
+    for low, high in pairwise(EDGES):
         chosen = (factor >= low) & (factor < high)
         if not bool(chosen.any()):
             continue
