@@ -126,7 +126,8 @@ def test_json_is_the_certificate(arm):
     evidence = judge(files, policy, region=region, token_budget=12).evidence
     proof = certificate_of(evidence, reward_range=(-1.0, 2.0), alpha=0.1, constants="paper")
     about = {"files": 3, "skipped": 0, "rollout_version": 0, "tokens": 90, "repeated": 0, "model": "tiny-qwen3"}
-    about["trained_objective"] = None  # no arm of a run
+    about["trained_objective"] = about["old"] = None  # no arm of a run, no old policy
+    about["alphas"] = judge(files, policy, region=region).alphas.as_dict()
     assert found == {**about, **json.loads(json.dumps(proof.as_dict()))}
 
 

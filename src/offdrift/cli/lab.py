@@ -412,8 +412,8 @@ def masking(
         claimed = float(rows[0].bound_claimed[0])
         screen.out.print(
             f"D_max: largest token KL of the pair, nat; of kept: at contexts whose terms are kept. error: largest "
-            f"|J(pi) - J(mu) - L'| over rewards in [0, 1]; > B*, > B*(δ): pairs in which it exceeds the pair's bound, and the "
-            f"bound of the threshold, {claimed:.3g}. after: 20 steps of ascent on the masked surrogate later.",
+            "|J(pi) - J(mu) - L'| over rewards in [0, 1]; > B*, > B*(δ): pairs in which it exceeds the pair's bound, "
+            f"and the bound of the threshold, {claimed:.3g}. after: 20 steps of ascent on the masked surrogate later.",
             style="dim",
             markup=False,
         )

@@ -227,7 +227,7 @@ def flip_cells(
     *, horizons: Sequence[int], rates: Sequence[float], counts: Sequence[int], tasks: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, float], str]]:
     """Task, setting and name of the sweep of every cell; those of the base belong to several sweeps."""
-    base = {"horizon": 32, "experts": 8, "top_k": 2, "flips": 2e-4, "spread": 1.0}
+    base: dict[str, float] = {"horizon": 32, "experts": 8, "top_k": 2, "flips": 2e-4, "spread": 1.0}
     for task in tasks:
         yield from ((task, base | {"horizon": t}, "T") for t in horizons)
         yield from ((task, base | {"flips": x}, "delta") for x in rates)

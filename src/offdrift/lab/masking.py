@@ -14,9 +14,9 @@ they are (Remark 4.3). `rare_pair` is a family in which the share r of rejected 
     |L - L_masked| = ||A|| E_mu[(1 - M) sum_t w_t] ~ q ||A|| T,   q = 1 - e^-delta under the criterion on exact KL,
 
 where L = E_mu[A sum_t w_t]. The constant is sharp as r goes to 0: a rejected sequence needs a first context outside,
-and tokens that lead there, which mu hardly ever draws. If mu puts p and pi q on them at an accepted context, delta >= KL
->= the KL of the two coins, which tends to -log(1 - q) with p. Behind the first context outside E_mu[w_t | c_t] = 1, so
-that these tokens count r T at most.
+and tokens that lead there, which mu hardly ever draws. If mu puts p and pi q on them at an accepted context, the KL
+there is at least that of the two coins, which tends to -log(1 - q) with p, and at most delta. Behind the first context
+outside E_mu[w_t | c_t] = 1, so that these tokens count r T at most.
 
 Reference: Li et al., arXiv:2512.23075v5, Remarks 4.1 and 4.3, eqs. 22-24.
 """

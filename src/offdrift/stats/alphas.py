@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from offdrift.numerics import clamped
@@ -37,7 +36,8 @@ def _rows(name: str) -> list[Metric]:
     key = f"divergence/{name}"
     quantile = octave_quantile(f"{key}/bin", 0.95, low=LOWEST, bins=BINS, zero=True)
     return [
-        Metric(f"{key}_p95", "1", f"95 % quantile over tokens of {name}, by bins of a factor of two", "worse", quantile),
+        Metric(f"{key}_p95", "1", f"95 % quantile over tokens of {name}, by bins of a factor of two", "worse",
+               quantile),
         Metric(f"{key}_max_high", "1", f"max over tokens of the upper end of {name}, where it is known as an interval",
                "worse", lambda s: s[f"{key}_max_high"]),
     ]  # fmt: skip
@@ -65,6 +65,7 @@ def reweighted_tv(mismatch: Tensor, staleness: Tensor) -> Tensor:
         E_mu[rho |r - 1|] / 2 = sum_y |pi(y) - pi_old(y)| / 2
 
     Example:
+        >>> import torch
         >>> old, new, mu = (torch.tensor(p).log() for p in ([0.5, 0.5], [0.75, 0.25], [0.2, 0.8]))
         >>> each = [float(reweighted_tv((old - mu)[i], (new - old)[i])) for i in (0, 1)]
         >>> round(0.2 * each[0] + 0.8 * each[1], 6)  # under mu's law the TV of the other two
@@ -120,7 +121,7 @@ class Alphas:
             >>> Alphas.of(row).missing
             "the current policy's log-probs (logp)"
         """
-        grade = grade or row.get("divergence/grade") or "exact"
+        grade = grade or str(row.get("divergence/grade") or "exact")
         mismatch = _alpha("mismatch", row, "tv_rollout_old", "mismatch/tv_sampled", grade)
         staleness = _alpha("staleness", row, "tv_old_current", "staleness/tv_reweighted", grade)
         missing = ""
@@ -186,7 +187,9 @@ class Alphas:
         if basis == "mean":
             more += " The bound takes the largest over all states, which sampled tokens do not show."
         if self.stale:
-            more += " Old log-probs were taken at later weights than those that sampled, so mismatch contains staleness."
+            more += (
+                " Old log-probs were taken at later weights than those that sampled, so mismatch contains staleness."
+            )
         return f"Where to invest: {about}: {sizes}.{more}"
 
     def as_dict(self) -> dict[str, Any]:
