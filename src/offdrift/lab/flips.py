@@ -225,9 +225,9 @@ SPREADS = (0.25, 0.5, 2.0)
 
 def flip_cells(
     *, horizons: Sequence[int], rates: Sequence[float], counts: Sequence[int], tasks: Sequence[str]
-) -> Iterator[tuple[str, dict[str, float], str]]:
+) -> Iterator[tuple[str, dict[str, float | int], str]]:
     """Task, setting and name of the sweep of every cell; those of the base belong to several sweeps."""
-    base: dict[str, float] = {"horizon": 32, "experts": 8, "top_k": 2, "flips": 2e-4, "spread": 1.0}
+    base: dict[str, float | int] = {"horizon": 32, "experts": 8, "top_k": 2, "flips": 2e-4, "spread": 1.0}
     for task in tasks:
         yield from ((task, base | {"horizon": t}, "T") for t in horizons)
         yield from ((task, base | {"flips": x}, "delta") for x in rates)
@@ -237,7 +237,7 @@ def flip_cells(
 
 
 def flip_experiment(
-    cells: Iterable[tuple[str, dict[str, float], str]], *, pairs: int, seed: int, dense_kl: float = 0.0
+    cells: Iterable[tuple[str, dict[str, float | int], str]], *, pairs: int, seed: int, dense_kl: float = 0.0
 ) -> Iterator[tuple[Cell, str, dict[str, Tensor]]]:
     """Every cell with its sweep, and the numbers of its worlds.
 

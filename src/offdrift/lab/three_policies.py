@@ -50,8 +50,8 @@ class Process:
     """
 
     moves: Float[Tensor, "p s a s2"]
-    rewards: Float[Tensor, "p s a"]
-    start: Float[Tensor, "p s"]
+    rewards: Float[Tensor, "p _ _"]
+    start: Float[Tensor, "p _"]
     gamma: float
 
     def __post_init__(self) -> None:
