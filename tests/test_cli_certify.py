@@ -131,6 +131,24 @@ def test_json_is_the_certificate(arm):
     assert found == {**about, **json.loads(json.dumps(proof.as_dict()))}
 
 
+def test_an_old_policy_splits_the_drift_in_two(arm):
+    """The rollout engine held the old policy's weights: no mismatch, and all of the drift is staleness."""
+    found = answer(arm, "--old", "tiny-qwen3")["alphas"]
+    assert found["invest"] == "staleness"
+    assert found["mismatch"]["grade"] == found["staleness"]["grade"] == "exact"
+    assert found["mismatch"]["high"] < 1e-5 < 1e-3 < found["staleness"]["low"]
+    other = answer(arm, "--model", "tiny-qwen3", "--old", arm / "model")["alphas"]
+    assert other["staleness"]["low"] == pytest.approx(found["staleness"]["low"], rel=1e-4)
+    assert other["mismatch"]["low"] == pytest.approx(found["staleness"]["low"], rel=1e-4)
+    assert other["invest"] == "either"
+    without = answer(arm)["alphas"]
+    assert without["invest"] is None
+    assert "--old" in without["missing"]
+    shown = " ".join(certify(arm, "--old", "tiny-qwen3").output.split())
+    assert "Where to invest: staleness" in shown
+    assert "cannot be said" in " ".join(certify(arm).output.split())
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_screen_shows_the_verdict_and_what_was_read(arm, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))

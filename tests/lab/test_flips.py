@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from offdrift.errors import BadValueError
-from offdrift.lab.flips import TASKS, dense_bias, explained, exponents, flip_bias, flip_cells, flip_experiment, make_world
+from offdrift.lab.flips import (
+    TASKS,
+    dense_bias,
+    explained,
+    exponents,
+    flip_bias,
+    flip_cells,
+    flip_experiment,
+    make_world,
+)
 from offdrift.lab.policy import token_kl
 from offdrift.lab.routing import random_mixture
 

@@ -92,7 +92,8 @@ def test_the_error_is_of_second_order_in_the_drift(triples):
     process, mu, *_ = triples
     noise = torch.randn(mu.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     sizes = [
-        float(surrogate_error(process, mu, (mu.log() + scale * noise).softmax(-1)).abs().sum()) for scale in (2e-3, 1e-3)
+        float(surrogate_error(process, mu, (mu.log() + scale * noise).softmax(-1)).abs().sum())
+        for scale in (2e-3, 1e-3)
     ]
     assert sizes[0] / sizes[1] == pytest.approx(4, rel=0.05)
 
