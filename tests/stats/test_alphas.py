@@ -60,7 +60,7 @@ def test_from_samples_the_mean_is_unbiased_and_the_largest_has_a_lower_end_alone
     for alpha, each in zip((alphas.mismatch, alphas.staleness), truth, strict=True):
         assert alpha.grade == "sampled"
         assert alpha.mean == pytest.approx(float(each.mean()), rel=0.02)
-        assert 0 < alpha.low <= float(each.max())
+        assert 0 < alpha.low <= float(each.max()) * (1 + 1e-12), "reached where one token has the whole loss"
         assert (alpha.high, alpha.p95) == (None, None)
     # In expectation, exactly: every token in proportion to mu.
     mu, old, new = (x[:1] for x in logs)
