@@ -91,6 +91,8 @@ def test_intervals_decide_only_where_they_do_not_overlap():
     assert (clear.mismatch.grade, clear.invest) == ("interval", "mismatch")
     assert with_ends((4.0, 5.0), (1.0, 2.0), grade="capped interval").mismatch.grade == "capped interval"
     assert with_ends((1.0, 2.0), (4.0, 5.0)).invest == "staleness"
+    assert with_ends((4.0, 5.0), (1.0, 3.5)).invest is None, "against the upper end, not the lower"
+    assert with_ends((1.0, 3.5), (4.0, 5.0)).invest is None
     apart = with_ends((1.0, 3.0), (2.0, 4.0))
     assert (apart.basis, apart.invest) == ("largest", None)
     assert "overlap" in apart.sentence

@@ -182,12 +182,18 @@ def compare_masks(
 
 def _bounds(d: Divergences, horizon: int, constants: str) -> Float[Tensor, " p"]:
     """B* of every pair, from all its divergences."""
-    values = []
-    for i in range(len(d.kl_max)):
-        limits = {"delta": d.kl_max, "eps": d.tv_max, "kl_seq": d.kl_seq, "tv_seq": d.tv_seq}
-        numbers = {name: float(x[i]) for name, x in limits.items()}
-        mean_tv = d.mean_tv[i].numpy()
-        values.append(unified(horizon=horizon, mean_tv=mean_tv, constants=constants, **numbers).value)  # type: ignore[arg-type]
+    values = [
+        unified(
+            horizon=horizon,
+            delta=float(d.kl_max[i]),
+            eps=float(d.tv_max[i]),
+            kl_seq=float(d.kl_seq[i]),
+            tv_seq=float(d.tv_seq[i]),
+            mean_tv=d.mean_tv[i].numpy(),
+            constants=constants,
+        ).value
+        for i in range(len(d.kl_max))
+    ]
     return torch.tensor(values, dtype=torch.float64)
 
 

@@ -214,8 +214,8 @@ def _three_policies(
         for name, d in divergences(part, before.logits).items()
     }
     three = LogProbs.pack(logprobs.logp_rollout, logprobs.logp, before.logp, segments=logprobs.segments)
-    known = exact | as_old | old_divergences(before.logits, logits)
-    return DriftStats.of(three, divergences=known).cpu()
+    every = exact | as_old | old_divergences(before.logits, logits)
+    return DriftStats.of(three, divergences=every).cpu()
 
 
 NAMES = {

@@ -36,20 +36,30 @@ def _rows(name: str) -> list[Metric]:
     key = f"divergence/{name}"
     quantile = octave_quantile(f"{key}/bin", 0.95, low=LOWEST, bins=BINS, zero=True)
     return [
-        Metric(f"{key}_p95", "1", f"95 % quantile over tokens of {name}, by bins of a factor of two", "worse",
-               quantile),
-        Metric(f"{key}_max_high", "1", f"max over tokens of the upper end of {name}, where it is known as an interval",
-               "worse", lambda s: s[f"{key}_max_high"]),
-    ]  # fmt: skip
+        Metric(
+            f"{key}_p95", "1", f"95 % quantile over tokens of {name}, by bins of a factor of two", "worse", quantile
+        ),
+        Metric(
+            f"{key}_max_high",
+            "1",
+            f"max over tokens of the upper end of {name}, where it is known as an interval",
+            "worse",
+            lambda s: s[f"{key}_max_high"],
+        ),
+    ]
 
 
 ROWS = [
     *(row for name in PAIRS for row in _rows(name)),
-    Metric("staleness/tv_reweighted", "1",
-           "mean rho |e^l - 1| / 2, rho = pi_old / mu: TV(pi_old, pi) at the states of mu, unbiased though mu drew the "
-           "tokens",
-           "worse", mean("staleness/tv_reweighted", "staleness/n")),
-]  # fmt: skip
+    Metric(
+        "staleness/tv_reweighted",
+        "1",
+        "mean rho |e^l - 1| / 2, rho = pi_old / mu: TV(pi_old, pi) at the states of mu, unbiased though mu drew the "
+        "tokens",
+        "worse",
+        mean("staleness/tv_reweighted", "staleness/n"),
+    ),
+]
 """Rows of METRICS."""
 
 
@@ -169,8 +179,8 @@ class Alphas:
     def sentence(self) -> str:
         """Where to invest, and on what evidence; or what is missing to say so."""
         if self.mismatch is None or self.staleness is None:
-            seen = next((f" {_size(a, None)}." for a in (self.mismatch, self.staleness) if a is not None), "")
-            return f"Where to invest, in mismatch or in staleness, cannot be said without {self.missing}.{seen}"
+            measured = next((f" {_size(a, None)}." for a in (self.mismatch, self.staleness) if a is not None), "")
+            return f"Where to invest, in mismatch or in staleness, cannot be said without {self.missing}.{measured}"
         basis, invest = self.basis, self.invest
         sizes = f"{_size(self.mismatch, basis)}, {_size(self.staleness, basis)}"
         about = {
