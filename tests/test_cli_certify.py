@@ -126,8 +126,27 @@ def test_json_is_the_certificate(arm):
     evidence = judge(files, policy, region=region, token_budget=12).evidence
     proof = certificate_of(evidence, reward_range=(-1.0, 2.0), alpha=0.1, constants="paper")
     about = {"files": 3, "skipped": 0, "rollout_version": 0, "tokens": 90, "repeated": 0, "model": "tiny-qwen3"}
-    about["trained_objective"] = None  # no arm of a run
+    about["trained_objective"] = about["old"] = None  # no arm of a run, no old policy
+    about["alphas"] = judge(files, policy, region=region).alphas.as_dict()
     assert found == {**about, **json.loads(json.dumps(proof.as_dict()))}
+
+
+def test_an_old_policy_splits_the_drift_in_two(arm):
+    """The rollout engine held the old policy's weights: no mismatch, and all of the drift is staleness."""
+    found = answer(arm, "--old", "tiny-qwen3")["alphas"]
+    assert found["invest"] == "staleness"
+    assert found["mismatch"]["grade"] == found["staleness"]["grade"] == "exact"
+    assert found["mismatch"]["high"] < 1e-5 < 1e-3 < found["staleness"]["low"]
+    other = answer(arm, "--model", "tiny-qwen3", "--old", arm / "model")["alphas"]
+    assert other["staleness"]["low"] == pytest.approx(found["staleness"]["low"], rel=1e-4)
+    assert other["mismatch"]["low"] == pytest.approx(found["staleness"]["low"], rel=1e-4)
+    assert other["invest"] == "either"
+    without = answer(arm)["alphas"]
+    assert without["invest"] is None
+    assert "--old" in without["missing"]
+    shown = " ".join(certify(arm, "--old", "tiny-qwen3").output.split())
+    assert "Where to invest: staleness" in shown
+    assert "cannot be said" in " ".join(certify(arm).output.split())
 
 
 @pytest.mark.parametrize("width", [80, 120])

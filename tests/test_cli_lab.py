@@ -57,6 +57,13 @@ def test_frontier_shows_every_family_the_verdict_and_how_each_number_was_found(o
         (("routing", "--top-k", "9"), "top_k = 9; there are 4 experts"),
         (("coverage", "--worlds", "benign,malign"), "'malign' is none of benign, shared-fate"),
         (("coverage", "--alpha", "0.2"), "--alpha 0.2"),
+        (("masking", "--delta", "0"), "--delta 0"),
+        (("masking", "--rejected", "rare"), "'rare' is no list"),
+        (("masking", "--rejected", "0.9", "--pairs", "2"), "give a smaller share"),
+        (("three-policies", "--gammas", "1"), "1 is no discount"),
+        (("three-policies", "--plant", "0"), "--plant 0"),
+        (("flips", "--tasks", "maze"), "'maze' is none of threshold, chain, walk"),
+        (("flips", "--counts", "2"), "give 3 or more"),
     ],
 )
 def test_a_mistake_is_one_message(offdrift, words, said):
@@ -111,6 +118,45 @@ def test_routing_shows_a_row_for_each_way_of_replay(offdrift):
     done = offdrift("lab", "routing", "--pairs", "20", "--top-k", "1", "--json")
     result = {row["scheme"]: row for row in json.loads(done.stdout)["schemes"]}
     assert result["r3"]["alpha_1_seen"] < 1e-12 < result["own"]["alpha_1_seen"]
+
+
+def test_masking_shows_that_the_pair_stays_and_what_a_vanishing_rejection_removes(offdrift):
+    done = offdrift("lab", "masking", "--pairs", "20", "--horizons", "8,64", "--rejected", "1e-8")
+    assert done.code == 0, done.stderr
+    rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.strip()}
+    assert rows["none"][2] == rows["token"][2] == rows["sequence"][2], "D_max is the pair's"
+    assert rows["none"][4] == rows["token"][4] == rows["sequence"][4], "and so is B*"
+    assert rows["none"][6] == "0.0%"
+    assert "T=64" in done.stdout
+    assert "…" not in done.stdout
+    done = offdrift("lab", "masking", "--pairs", "20", "--horizons", "64", "--rejected", "1e-8", "--json")
+    kl, ratio = json.loads(done.stdout)["vanishing"]
+    assert (kl["criterion"], ratio["criterion"]) == ("kl", "ratio")
+    assert kl["rejected"] == pytest.approx(1e-8, rel=1e-6)
+    assert kl["share"] == pytest.approx(kl["limit"], rel=0.05)
+
+
+def test_three_policies_finds_no_violation_and_notices_a_planted_one(offdrift):
+    done = offdrift("lab", "three-policies", "--triples", "900", "--gammas", "0.9")
+    assert done.code == 0, done.stderr
+    assert "No violation" in done.stdout
+    assert "1.000" in done.stdout, "the sharp bound is attained"
+    planted = offdrift("lab", "three-policies", "--triples", "900", "--gammas", "0.9", "--plant", "0.9", "--json")
+    assert planted.code == 3
+    result = json.loads(planted.stdout)
+    assert result["bounds"]["sharp"]["violations"] > 0
+    assert sum(row["triples"] for row in result["advice"]) >= 900
+
+
+def test_flips_fits_the_powers_of_the_conjecture(offdrift):
+    words = ("--tasks", "chain", "--horizons", "16,32", "--counts", "4,8", "--pairs", "3")
+    done = offdrift("lab", "flips", *words)
+    assert done.code == 0, done.stderr
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith(" chain")][:2] == ["δ", "T"]
+    assert "dense / flips" in done.stdout
+    result = json.loads(offdrift("lab", "flips", *words, "--json").stdout)
+    assert {e["swept"] for e in result["exponents"]} == {"delta", "T", "T_last", "K", "K_sparse"}
+    assert result["complete"] is True
 
 
 def test_coverage_shows_each_world_and_certificate(offdrift):

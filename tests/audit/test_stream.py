@@ -116,6 +116,34 @@ def test_rows_that_cannot_be_read_are_counted_and_told(tmp_path):
     assert [b["row"] for b in told["bad_rows"]] == [2, 3]
 
 
+def told_of(rows, tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = detect([str(log)])
+    return conclude(audit(Job(found), pieces(found), folder=tmp_path / "out"), Job(found))["alphas"]
+
+
+def test_an_audit_says_where_to_invest_or_what_the_log_lacks_for_it(tmp_path):
+    """Half of mu's tokens have probability 1/2, and pi_old moves them by little, pi by much."""
+    three = {"logp_rollout": [-0.7, -0.7], "logp_old": [-0.701, -0.699], "logp": [-0.9, -0.5]}
+    told = told_of([three] * 3, tmp_path)
+    assert (told["invest"], told["basis"], told["missing"]) == ("staleness", "mean", None)
+    assert told["mismatch"]["mean"] == pytest.approx(0.0005, rel=1e-2)
+    assert told["staleness"]["mean"] == pytest.approx((0.1805 + 0.2201) / 4, rel=1e-2)
+    assert told["staleness"]["high"] is None
+    exact = three | {"tv_rollout_old": [0.3, 0.1], "tv_old_current": [0.02, 0.04]}
+    told = told_of([exact] * 3, tmp_path)
+    assert (told["invest"], told["basis"]) == ("mismatch", "largest")
+    assert (told["mismatch"]["low"], told["mismatch"]["mean"]) == pytest.approx((0.3, 0.2))
+    assert "(exact)" in told["sentence"]
+    told = told_of([{k: v for k, v in three.items() if k != "logp_old"}] * 3, tmp_path)
+    assert (told["invest"], told["mismatch"], told["staleness"]) == (None, None, None)
+    assert "(logp_old)" in told["sentence"]
+    told = told_of([{k: v for k, v in three.items() if k != "logp"}] * 3, tmp_path)
+    assert "(logp)" in told["missing"]
+    assert told["mismatch"]["grade"] == "sampled"
+
+
 def test_only_bad_rows_is_an_error_that_names_the_first(tmp_path):
     log = tmp_path / "log.jsonl"
     good = json.dumps({"logp_rollout": [-1.0], "logp_old": [-1.0]})

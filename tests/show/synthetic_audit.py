@@ -103,6 +103,7 @@ def audit(*, steps: int = 160, pairs: tuple[str, ...] = PAIRS, seed: int = 0) ->
         "suggestion": {"method": "decoupled_token_icepop", "why": "filter before reweighting: it keeps 98.9 % of tokens, and no length is favored", "settings": {"weight.cap": 4.0}},
         "findings": [finding(), finding(rule="length_trap", cause="weight_variance", letter="D", severity="watch"), finding(rule="temperature", cause="raw_logprobs", letter="A", severity="stop")],
         "verdict": {"level": "act", "text": "The engines disagree from step 107 on: KL per token grew from 0.0011 to 0.061 nat. Fix the precision of the rollout engine first; until then, mask tokens outside [0.5, 5]."},
+        "alphas": {"mismatch": {"which": "mismatch", "grade": "exact", "mean": 0.0123, "p95": 0.045, "low": 0.31, "high": 0.31}, "staleness": {"which": "staleness", "grade": "sampled", "mean": 0.0045, "p95": None, "low": 0.12, "high": None}, "basis": "mean", "invest": "mismatch", "missing": None, "sentence": "Where to invest: mismatch (make the engines agree) is the larger part of the bound."},
         "certificate": {"verdict": "no certificate: sampling error 0.031 is larger than the gain 0.004", "why_not": None, "certified": False, "gain_low": -0.041, "alpha": 0.05, "sequences": 81920, "prompts": 10240, "region": {"horizon": 4096, "delta": 0.05}, "premises": {"kl": "falsified"}, "grades": {"kl": "sampled"}},
     }  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offdrift.audit.coverage import LOG, questions
-from offdrift.audit.page import render_audit, write_audit_page
+from offdrift.audit.page import alpha_rows, render_audit, write_audit_page
 from offdrift.audit.view import audit_view, unanswered
 from offdrift.show.charts import MAX_POINTS
 from offdrift.stats.metrics import METRICS
@@ -25,6 +25,19 @@ def content() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def good(content: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Parsed:
     return parse(write_audit_page(content, tmp_path_factory.mktemp("good")))
+
+
+def test_mismatch_and_staleness_stand_beside_each_other_with_their_evidence(content: dict[str, Any]) -> None:
+    assert alpha_rows(content) == [
+        ("mismatch α1 = TV(μ, π_old)", ["0.0123", "0.0450", "0.310", "exact"]),
+        ("staleness α0 = TV(π_old, π)", ["0.00450", "–", "at least 0.120", "sampled"]),
+    ]
+    page = html.unescape(render_audit(content))
+    assert "Mismatch or staleness" in page
+    assert "Where to invest: mismatch" in page
+    assert "at least 0.120" in page
+    assert "Where to invest: mismatch" in " ".join(printed(audit_view(content, width=80), width=80).split())
+    assert "Mismatch or staleness" not in render_audit({**content, "alphas": None})
 
 
 # -- size and shape ------------------------------------------------------------------------------
@@ -65,7 +78,7 @@ def test_all_keys_may_be_null_or_of_another_kind(content: dict[str, Any], value:
 
 
 def test_any_key_may_be_missing(content: dict[str, Any]) -> None:
-    assert len(content) == 20
+    assert len(content) == 21
     small = content | {"methods": content["methods"][:3]}
     for key in small:
         rest = {k: v for k, v in small.items() if k != key}

@@ -112,6 +112,27 @@ def test_the_batch_start_policy_makes_the_same_methods_inert_and_the_run_says_so
     assert "stale: taken up to 7 updates after" in said
 
 
+def test_mismatch_and_staleness_are_measured_of_whole_distributions_where_they_are_asked_for(stale, tmp_path: Path):
+    run = tmp_path / "run"
+    settings = {"looks": "once", "alphas": True}
+    train(lagging("decoupled_token_is", certificate=settings), run)
+    exact, sampled = rows(run, "arm"), rows(stale, "decoupled_token_is")
+    for lag, (m, s) in enumerate(zip(exact, sampled, strict=True)):
+        assert m["divergence/tv_rollout_old_max"] < ROUNDING, "one precision: no mismatch"
+        staleness = m["divergence/tv_old_current_max"]
+        assert staleness == pytest.approx(m["divergence/tv_rollout_current_max"], abs=ROUNDING)
+        assert staleness < ROUNDING if lag == 0 else staleness > 1e-3
+        assert m["divergence/tv_old_current_mean"] <= m["divergence/tv_old_current_max"]
+        assert m["staleness/prob_diff_max"] <= staleness + ROUNDING, "a lower end"
+        assert m["staleness/tv_reweighted"] == pytest.approx(s["staleness/tv_reweighted"], rel=1e-3, abs=1e-6)
+        assert "divergence/tv_old_current_max" not in s
+    for path, arm, grade in ((run, "arm", "exact"), (stale, "decoupled_token_is", "sampled")):
+        table = json.loads((path / "run.json").read_text())["table"]
+        (said,) = [" ".join(row["notes"]) for row in table if row["arm"] == arm]
+        assert "Where to invest: staleness" in said
+        assert f"({grade})" in said
+
+
 def audited(log: Path, out: Path) -> dict[str, Any]:
     found = detect([str(log)])
     job = Job(found)

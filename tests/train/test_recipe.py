@@ -50,6 +50,15 @@ def test_the_tiny_recipe_compares_the_four_arms_under_drift():
         ('arms.none.override={"gate.high" = 1}', "arms.none: 'gate.high' is not a part"),
         ("rollout.evidence=sampled", 'records none; set rollout.evidence = "full"'),
         ("rollout.evidence=all", "rollout.evidence"),
+        ("certificate.alphas=true", "no arm's method has an old policy"),
+        (
+            'arms={a = {method = "ppo_clip", old_policy = {from = "batch_start"}}}||certificate.alphas=true',
+            'old_policy.from = "batch_start" keeps no weights to take them from',
+        ),
+        (
+            'arms={a = {method = "ppo_clip"}}||certificate.alphas=true||rollout.evidence=sampled',
+            'certificate.alphas = true, but rollout.evidence = "sampled" records no distributions',
+        ),
         ("rollout.tail_log_ratio_cap=-1", "rollout.tail_log_ratio_cap = -1: input should be greater"),
         ("rollout.tail_log_ratio_cap=inf", "input should be a finite number"),
         (
@@ -71,7 +80,7 @@ def test_the_tiny_recipe_compares_the_four_arms_under_drift():
 )
 def test_a_mistake_is_refused_with_key_and_expectation(change, words):
     with pytest.raises(RecipeError) as refused:
-        load_recipe(TINY, changes=[change])
+        load_recipe(TINY, changes=change.split("||"))
     assert words in str(refused.value)
     assert "tiny.toml" in str(refused.value) or "--set" in str(refused.value)
 

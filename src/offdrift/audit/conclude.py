@@ -21,6 +21,7 @@ from offdrift.judge.kl_choice import kl_of
 from offdrift.judge.verdict import Action, correlation_broken
 from offdrift.records.atomic import plain, write_json
 from offdrift.records.provenance import Sampling
+from offdrift.stats import Alphas
 
 FORMAT = 1
 FILE_NAME = "audit.json"
@@ -94,6 +95,7 @@ def conclude(
         "findings": [f.as_dict() for f in findings],
         "verdict": verdict(findings, overall, missing=missing["said"], limits=limits),
         "certificate": (part.proof or Proof()).as_dict(of=of, look=look),
+        "alphas": Alphas.of(overall, grade=tally["grade"]).as_dict(),
     }
     return plain(audit)
 

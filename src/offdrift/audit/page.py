@@ -179,6 +179,8 @@ def render_audit(audit: Mapping[str, Any]) -> str:
         "bad_count": number(at(audit, "counts", "bad_rows")) or 0,
         "provenance": provenance(audit),
         "certificate": mapping(audit.get("certificate")),
+        "alphas": alpha_rows(audit),
+        "invest": text(at(audit, "alphas", "sentence")),
         "certificate_fields": list(flatten(mapping(audit.get("certificate")))),
     }
     data = {
@@ -229,6 +231,26 @@ def provenance(audit: Fields) -> list[tuple[str, str]]:
         ("created", text(audit.get("created"))),
     ]
     return [(key, value) for key, value in pairs if value]
+
+
+def alpha_rows(audit: Fields) -> list[tuple[str, list[str]]]:
+    """Mismatch and staleness as the three-policy bound takes them: name, then mean, 95 %, largest and evidence."""
+    table = []
+    for which, name in (("mismatch", "mismatch α1 = TV(μ, π_old)"), ("staleness", "staleness α0 = TV(π_old, π)")):
+        own = mapping(at(audit, "alphas", which))
+        if not own:
+            continue
+        low, high = number(own.get("low")), number(own.get("high"))
+        largest = (
+            f"at least {short(low)}"
+            if high is None
+            else short(low)
+            if low == high
+            else f"{short(low)} to {short(high)}"
+        )
+        cells = [short(number(own.get("mean"))), short(number(own.get("p95"))), largest, text(own.get("grade"))]
+        table.append((name, cells))
+    return table
 
 
 def _worst_tokens(audit: Fields) -> list[dict[str, Any]]:

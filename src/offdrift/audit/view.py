@@ -41,6 +41,8 @@ def audit_view(audit: Fields, width: int = 100) -> RenderableType:
         words = "; ".join(f"{WORDS[f.level][0]} {safe(f.symptom or f.cause)}" for f in rest)
         parts.append(Text(f"{len(rest)} more: {words}", style="dim"))
     parts += _methods(audit, width)
+    if where := text(at(audit, "alphas", "sentence")):
+        parts.append(Text(safe(where)))
     parts += _unanswered(audit)
     if count := number(at(audit, "counts", "bad_rows")):
         first = next(iter(rows(audit.get("bad_rows"))), {})

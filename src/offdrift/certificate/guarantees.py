@@ -123,27 +123,41 @@ def masked_guarantee(
     return Guarantee("masked", "surrogate_masked", error, rejected + tv_seq, ())
 
 
-def three_policy(*, advantage: float, gamma: float, tv_mismatch: float, tv_staleness: float) -> Guarantee:
+def three_policy(
+    *, advantage: float, gamma: float, tv_mismatch: float, tv_staleness: float, constants: str = "paper"
+) -> Guarantee:
     """Three-policy TRPO: the discounted bound with the drift split between engine and updates.
 
-        J(pi) >= L_mu(pi) - C (alpha_0 + alpha_1),   C = 2 eps_mu gamma / (1 - gamma)^2
+        J(pi) >= L_mu(pi) - C (alpha_0 + alpha_1),   C = 2 eps_mu gamma / (1 - gamma)^2            (paper)
+        J(pi) >= L_mu(pi) - 2 eps_mu gamma beta min(1, 2 beta) / ((1 - gamma) (1 - gamma + gamma beta))  (sharp)
 
-    For discounted returns of any scale, not rewards in [0, 1]; the surrogate is
+    with beta = min(1, alpha_0 + alpha_1). For discounted returns of any scale, not rewards in [0, 1]; the surrogate is
     L_mu(pi) - J(mu) = E[A_mu] / (1 - gamma) over mu's states and pi's actions.
+
+    The sharp one has the same inputs. |E_pi[A_mu]| = |sum_a (pi - mu) A_mu| is at most 2 beta eps_mu, not only eps_mu,
+    since E_mu[A_mu] = 0 at every state; and of two paths that are coupled action by action a share (1 - beta)^t is
+    still together after t actions, so that the states' laws differ by 2 gamma beta / (1 - gamma + gamma beta) at most.
 
     Args:
         advantage: eps_mu, largest |A_mu| over states and actions.
         gamma: discount, in [0, 1).
         tv_mismatch: alpha_1, largest TV(rollout, old) over states.
         tv_staleness: alpha_0, largest TV(old, current) over states.
+        constants: "paper" or "sharp".
+
+    Raises: `BadValueError` for numbers that no three policies have; `MethodError` for other constants.
 
     Example:
         >>> found = three_policy(advantage=1.0, gamma=0.9, tv_mismatch=0.002, tv_staleness=0.001)
         >>> round(found.error, 6)
         0.54
+        >>> sharp = three_policy(advantage=1.0, gamma=0.9, tv_mismatch=0.002, tv_staleness=0.001, constants="sharp")
+        >>> round(sharp.error, 6)
+        0.003155
 
     Reference: X. Wang, S. Zhang, "From Two Policies to Three", 2025, Theorem 2.
     """
+    check_constants(constants)
     if not 0 <= gamma < 1:
         raise BadValueError(f"gamma = {gamma}; a discount lies in [0, 1)")
     if not 0 <= advantage < math.inf:
@@ -151,9 +165,13 @@ def three_policy(*, advantage: float, gamma: float, tv_mismatch: float, tv_stale
     for name, value in (("tv_mismatch", tv_mismatch), ("tv_staleness", tv_staleness)):
         if not 0 <= value <= 1:
             raise BadValueError(f"{name} = {value}; a total variation lies in [0, 1]")
-    factor = 2 * advantage * gamma / (1 - gamma) ** 2
     drift = min(1.0, tv_mismatch + tv_staleness)
-    return Guarantee("three-policy", "surrogate", factor * drift, 0.0, ())
+    if constants == "paper":
+        error = 2 * advantage * gamma / (1 - gamma) ** 2 * drift
+    else:
+        mean = advantage * min(1.0, 2 * drift)
+        error = 2 * mean * gamma * drift / ((1 - gamma) * (1 - gamma + gamma * drift))
+    return Guarantee("three-policy", "surrogate", error, 0.0, ())
 
 
 Status = Literal["falsified", "not falsified", "known", "unknown"]

@@ -67,6 +67,13 @@ def certify(
     trained_on: Annotated[
         bool, typer.Option("--trained-on", help="The policy has learned from these rollouts, or from their prompts.")
     ] = False,
+    old: Annotated[
+        str | None,
+        typer.Option(
+            help="The trainer at the weights that drew the rollouts, a checkpoint or a name: splits the drift into "
+            "mismatch of the engines and staleness of the data, and says which is larger."
+        ),
+    ] = None,
     power: Annotated[
         bool, typer.Option("--power", help="Estimate how many prompts would certify the gain that was seen.")
     ] = False,
@@ -94,6 +101,7 @@ def certify(
     offdrift certify runs/tiny/arms/trm_max
     offdrift certify fresh/ --model checkpoints/step-200 --delta 0.05
     offdrift certify fresh/ --model checkpoints/best --of 8
+    offdrift certify fresh/ --model checkpoints/200 --old checkpoints/190
     offdrift certify fresh/*.parquet --model checkpoints/200 --tau 0.05 --json
     """
     from offdrift.certificate import Looks, TrustRegion
@@ -121,6 +129,7 @@ def certify(
     longest = longest_response(files) if horizon is None else horizon
     region = TrustRegion(horizon=longest, **limits)  # type: ignore[arg-type]
     policy, _ = load_model(model, seed=0)
+    before = None if old is None else load_model(old, seed=0)[0]
     prove = partial(
         certificate_of, reward_range=reward_range, alpha=alpha, looks=looks, constants=constants, fresh=not trained_on
     )
@@ -142,6 +151,7 @@ def certify(
             token_budget=token_budget,
             tail_log_ratio_cap=tail_log_ratio_cap,
             arriving=anytime,
+            old=before,
             watch=watch,
         )
     if judged is None:
@@ -157,12 +167,14 @@ def certify(
             "repeated": judged.repeated,
             "model": model,
             "trained_objective": raised,
+            "old": old,
+            "alphas": judged.alphas.as_dict(),
         }
         if power:
             about["power"] = [{"prompts": n, "probability": p} for n, p in curve.items()]
         screen.json({**about, **proof.as_dict()})
     else:
-        screen.show(certificate_view(proof, width=screen.width))
+        screen.show(certificate_view(proof, width=screen.width, alphas=judged.alphas))
         count = "1 file" if judged.files == 1 else f"{judged.files} files"
         about = f"{count}, {judged.tokens:,} tokens, judged: {model}"
         if skipped:

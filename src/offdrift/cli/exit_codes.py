@@ -20,7 +20,7 @@ MEANINGS = {
     ExitCode.ERROR: "an error; the message says which",
     ExitCode.USAGE: "the command line can not be read",
     ExitCode.VERDICT: "the verdict reached the level asked for "
-    "(check --max-kl, audit --fail-on, watch --fail-on, lab bounds, lab coverage)",
+    "(check --max-kl, audit --fail-on, watch --fail-on, lab bounds, lab coverage, lab three-policies)",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C)",
 }
 

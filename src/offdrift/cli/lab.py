@@ -1,4 +1,4 @@
-"""`offdrift lab`: experiments on error bounds, certificates, gradients, gates against length, and routing replay."""
+"""`offdrift lab`: experiments on error bounds, certificates, gradients, masks, gates against length, and routing."""
 
 from __future__ import annotations
 
@@ -360,3 +360,210 @@ def routing(
             markup=False,
         )
     screen.next("offdrift methods r3", "what replays routes in a run, and how to switch it on")
+
+
+@lab.command()
+def masking(
+    screen: Screen,
+    pairs: Annotated[int, typer.Option(help="Random pairs of policies.", min=2)] = 400,
+    delta: Annotated[float, typer.Option(help="Largest token KL of a kept sequence, nat; also of the family.")] = 0.05,
+    tau: Annotated[float, typer.Option(help="Largest |log ratio| of a kept token, nat.")] = 0.2,
+    horizons: Annotated[str, typer.Option(help="Tokens of the family, comma-separated.")] = HORIZONS + ",4096",
+    rejected: Annotated[str, typer.Option(help="Shares of rejected sequences, comma-separated.")] = "1e-2,1e-4,1e-8",
+    constants: Annotated[Literal["paper", "sharp"], typer.Option(help="Constants of the bounds.")] = "sharp",
+    seed: Annotated[int, typer.Option(help="Seed of pairs and rewards.")] = 0,
+) -> None:
+    """Does a mask restore the trust region, and does a high acceptance say that it removes little?
+
+    First, small trees where a few contexts are flipped: what a token mask and a sequence mask keep, the largest
+    token KL of the pair (D_max), the bound B* that it implies, and the largest error of the surrogate that each mask
+    leaves. Then a family of pairs in which the share of rejected sequences goes to 0 while what masking removes
+    from the surrogate stays of order ||A|| T. All numbers are exact.
+
+    \b
+    offdrift lab masking
+    offdrift lab masking --delta 0.001 --rejected 1e-6 --json
+    """
+    import torch
+
+    from offdrift.lab.masking import CRITERIA, compare_masks, flipped_pairs, vanishing
+    from offdrift.lab.views import masks_rows, masks_table, vanishing_rows_table
+
+    if not (0 < delta < math.inf and 0 < tau < math.inf):
+        raise typer.BadParameter(f"--delta {delta:g} --tau {tau:g}: thresholds are above 0, nats")
+    lengths = sorted({int(x) for x in _numbers("--horizons", horizons)})
+    shares = _numbers("--rejected", rejected)
+    g = torch.Generator().manual_seed(seed)
+    mu, pi = flipped_pairs(pairs, vocab=3, horizon=5, noise=0.05, flip=2.0, touched=0.1, generator=g)
+    rewards = torch.rand(pairs, 3**5, generator=g, dtype=torch.float64)
+    rows = compare_masks(mu, pi, rewards, tau=tau, delta=delta, constants=constants)
+    family = [
+        vanishing(t, rejected=share, delta=delta, criterion=criterion)
+        for criterion in CRITERIA
+        for share in shares
+        for t in lengths
+    ]
+    if screen.as_json:
+        about = {"pairs": pairs, "delta": delta, "tau": tau, "constants": constants, "seed": seed, "horizon": 5}
+        about |= {"versions": {n: version(n) for n in ("offdrift", "torch")}}
+        screen.json(about | {"masks": masks_rows(rows), "vanishing": [vars(v) for v in family]})
+    else:
+        screen.show(masks_table(rows))
+        claimed = float(rows[0].bound_claimed[0])
+        screen.out.print(
+            f"D_max: largest token KL of the pair, nat; of kept: at contexts whose terms are kept. error: largest "
+            "|J(pi) - J(mu) - L'| over rewards in [0, 1]; > B*, > B*(δ): pairs in which it exceeds the pair's bound, "
+            f"and the bound of the threshold, {claimed:.3g}. after: 20 steps of ascent on the masked surrogate later.",
+            style="dim",
+            markup=False,
+        )
+        screen.show(vanishing_rows_table(family, delta=delta, width=screen.width))
+        screen.out.print(
+            "exact KL: reject where KL(mu || pi) > delta at a context; limit 1 - exp(-delta). k2 of w: reject where "
+            "(log w)^2 / 2 > delta at a token; limit 1 - exp(-sqrt(2 delta)).",
+            style="dim",
+            markup=False,
+        )
+    screen.next("offdrift certify --help", "a guarantee that pays for what is rejected, for rollouts of yours")
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    """Positive numbers of a comma-separated list."""
+    try:
+        values = [float(word) for word in _words(text)]
+    except ValueError:
+        values = []
+    if not values or not all(0 < x < math.inf for x in values):
+        raise typer.BadParameter(f"{option}: {text!r} is no list of numbers above 0, such as 1e-2,1e-4")
+    return values
+
+
+@lab.command("three-policies", verdict="the bound fails")
+def three_policies(
+    screen: Screen,
+    triples: Annotated[int, typer.Option(help="Random decision processes, each with three policies.", min=9)] = 20_000,
+    gammas: Annotated[str, typer.Option(help="Discounts, comma-separated.")] = "0.5,0.9,0.99",
+    seed: Annotated[int, typer.Option(help="Seed of processes and policies.")] = 0,
+    plant: Annotated[float, typer.Option(help="Multiply every bound with this: below 1, does the check notice?")] = 1.0,
+) -> None:
+    """Does the discounted three-policy bound hold, how close is it, and does it say where to invest?
+
+    Exact decision processes with a rollout policy, an old policy and a current one: the mismatch α1 = max TV(rollout,
+    old), the staleness α0 = max TV(old, current), the bound C (α0 + α1), and the true error of the surrogate. Then
+    the rule to invest in the larger of the two: which one, set to zero, leaves the smaller error?
+
+    \b
+    offdrift lab three-policies
+    offdrift lab three-policies --gammas 0.99 --plant 0.1
+    """
+    from offdrift.lab.three_policies import advice, batches, hard_process, judge, merged, tightness, violations
+    from offdrift.lab.views import THREE_POLICIES, advice_table, three_policies_table
+
+    if not 0 < plant < math.inf:
+        raise typer.BadParameter(f"--plant {plant}: give a factor above 0; 1 leaves the bounds alone")
+    discounts = tuple(_numbers("--gammas", gammas))
+    if wrong := [x for x in discounts if x >= 1]:
+        raise typer.BadParameter(f"--gammas: {wrong[0]:g} is no discount; give numbers below 1")
+    parts = []
+    with screen.until_interrupted() as progress:
+        task = progress.add_task("decision processes", total=triples)
+        for _, _, part in batches(triples, gammas=discounts, seed=seed, factor=plant):
+            parts.append(part)
+            progress.advance(task, len(part.error))
+        parts += [judge(*hard_process(b, d), factor=plant) for b in (0.01, 0.1, 0.5) for d in discounts]
+    if not parts:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    judged, rows = merged(parts), advice(merged(parts))
+    wrong_of = {name: violations(judged, name) for name in THREE_POLICIES}
+    if screen.as_json:
+        about = {"triples": len(judged.error), "gammas": discounts, "seed": seed, "factor": plant}
+        about |= {"complete": not screen.interrupted, "versions": {n: version(n) for n in ("offdrift", "torch")}}
+        close = {name: tightness(judged, name) for name in THREE_POLICIES}
+        bounds_of = {
+            name: {"violations": wrong_of[name], "median": float(x.median()), "largest": float(x.max())}
+            for name, x in close.items()
+        }
+        listed = [{**vars(row), "high": None if math.isinf(row.high) else row.high} for row in rows]
+        screen.json(about | {"bounds": bounds_of, "advice": listed})
+    else:
+        screen.show(three_policies_table(judged))
+        screen.show(advice_table(rows))
+        screen.out.print(
+            "C = 2 max|A| gamma / (1 - gamma)^2. error left: with the larger distance set to zero, over the error "
+            "before (medians); other way: with the smaller one.",
+            style="dim",
+            markup=False,
+        )
+        wrong = sum(wrong_of.values())
+        verdict = f"[bold red]{wrong:,} violations[/]" if wrong else "[bold green]No violation[/]"
+        planted = "" if plant == 1 else f" (every bound times {plant:g})"
+        screen.show(f"{verdict} in {len(judged.error):,} triples{planted}.")
+    screen.next("offdrift audit --help", "mismatch and staleness of a log of yours")
+    if any(wrong_of.values()):
+        raise typer.Exit(ExitCode.VERDICT)
+    if screen.interrupted:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+@lab.command()
+def flips(
+    screen: Screen,
+    tasks: Annotated[str, typer.Option(help="Names of tasks, comma-separated.")] = "threshold,chain,walk",
+    horizons: Annotated[str, typer.Option(help="Tokens T, comma-separated.")] = "16,32,64,128",
+    counts: Annotated[str, typer.Option(help="Experts K, comma-separated.")] = "4,8,16,32,64",
+    rates: Annotated[
+        str, typer.Option(help="Memberships of experts that flip per token, K delta, comma-separated.")
+    ] = "2e-5,2e-4,2e-3,2e-2",
+    dense_kl: Annotated[float, typer.Option(help="KL per token of a dense drift besides the flips, nat.", min=0)] = 0.0,
+    pairs: Annotated[int, typer.Option(help="Random mixtures of experts for every setting.", min=2)] = 16,
+    seed: Annotated[int, typer.Option(help="Seed of mixtures and noise.")] = 0,
+) -> None:
+    """How does the bias of token-level weights grow with length T, experts K and the flip rate delta of routes?
+
+    The survey's conjecture is T K delta. Mixtures of experts on three tasks whose gradients are exact at any length;
+    the rollout engine's router now and then takes the next best expert. Fits the power of the bias in each quantity,
+    and asks whether the token KL alone tells it. Takes about two minutes; Ctrl-C shows what is done.
+
+    \b
+    offdrift lab flips
+    offdrift lab flips --tasks chain,walk --horizons 64,128,256,512
+    """
+    from offdrift.lab.flips import TASKS, explained, exponents, flip_cells, flip_experiment
+    from offdrift.lab.views import explained_table, exponents_table
+
+    names = _words(tasks)
+    if wrong := [n for n in names if n not in TASKS]:
+        raise typer.BadParameter(f"--tasks: {wrong[0]!r} is none of {', '.join(TASKS)}")
+    lengths, sizes = ([int(x) for x in _numbers(o, t)] for o, t in (("--horizons", horizons), ("--counts", counts)))
+    if min(sizes) < 3:
+        raise typer.BadParameter(f"--counts: of {min(sizes)} experts 2 act and none is left to flip to; give 3 or more")
+    plan = list(flip_cells(horizons=lengths, rates=_numbers("--rates", rates), counts=sizes, tasks=names))
+    cells = []
+    with screen.until_interrupted() as progress:
+        task = progress.add_task("", total=len(plan))
+        for done in flip_experiment(plan, pairs=pairs, seed=seed, dense_kl=dense_kl):
+            cells.append(done)
+            progress.update(
+                task, description=f"{done[0].task}, T = {done[0].horizon}, K = {done[0].experts}", advance=1
+            )
+    if not cells:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    powers, predictors = exponents(cells), explained(cells)
+    if screen.as_json:
+        about = {"pairs": pairs, "seed": seed, "dense_kl": dense_kl, "complete": not screen.interrupted}
+        about |= {"versions": {n: version(n) for n in ("offdrift", "torch", "numpy")}}
+        table = [{**vars(cell), "sweep": sweep} for cell, sweep, _ in cells]
+        screen.json(about | {"exponents": [vars(e) for e in powers], "predictors": predictors, "cells": table})
+    else:
+        screen.show(exponents_table(powers))
+        screen.show(explained_table(predictors))
+        screen.out.print(
+            "In K at equal delta: 2 experts act of K, or a quarter of them. dense / flips: the bias of a drift of all "
+            "log-probs with the same token KL, over that of the flips (median).",
+            style="dim",
+            markup=False,
+        )
+    if screen.interrupted:
+        screen.warn("interrupted; the powers are of what was done so far")
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    screen.next("offdrift lab routing", "what replaying the routes optimizes instead")

@@ -77,15 +77,30 @@ class Mixture:
             for logits, chosen in zip(self.router, routes, strict=True)
         )
 
+    def next_best(self) -> tuple[Bool[Tensor, "p _ e"], ...]:
+        """The routes of a flip: the least expert chosen makes way for the largest other one.
+
+        Raises: `BadValueError` if every expert acts: there is no other one.
+        """
+        count = self.router[0].shape[2]
+        if self.top_k == count:
+            raise BadValueError(f"top_k = {count} of {count} experts: all of them act, so no route can flip")
+        result = []
+        for logits in self.router:
+            order = logits.topk(self.top_k + 1, dim=-1).indices
+            kept = torch.cat([order[..., : self.top_k - 1], order[..., self.top_k :]], -1)
+            result.append(torch.zeros_like(logits, dtype=torch.bool).scatter(-1, kept, True))
+        return tuple(result)
+
+    def rows(self, gates: Sequence[Float[Tensor, "p _ e"]]) -> tuple[Float[Tensor, "p _ v"], ...]:
+        """pi(a | s) with these gates, at every context. Gradient: to `experts` and the gates."""
+        return tuple(
+            (omega[..., None] * logits.softmax(-1)).sum(2) for omega, logits in zip(gates, self.experts, strict=True)
+        )
+
     def policy(self, gates: Sequence[Float[Tensor, "p _ e"]] | None = None) -> TabularPolicy:
         """pi(a | s), with the policy's own gates or with these. Gradient: to `experts` and the gates."""
-        gates = self.gates(self.routes()) if gates is None else gates
-        return TabularPolicy(
-            tuple(
-                (omega[..., None] * logits.softmax(-1)).sum(2)
-                for omega, logits in zip(gates, self.experts, strict=True)
-            )
-        )
+        return TabularPolicy(self.rows(self.gates(self.routes()) if gates is None else gates))
 
     def parameters(self) -> tuple[Tensor, ...]:
         """Routers, then experts."""

@@ -1,4 +1,4 @@
-"""Tables, figures and JSON of the lab's experiments: frontier, length bias, routing replay, bounds, coverage."""
+"""Tables, figures and JSON of the lab's experiments: frontier, length bias, routing, bounds, coverage, masks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from rich.text import Text
 from offdrift.certificate.bounds import LABELS as BOUNDS
 from offdrift.lab.coverage import WORLDS
 from offdrift.lab.coverage import Row as Covered
+from offdrift.lab.flips import Exponent
 from offdrift.lab.frontier import Estimate, Verdict, conjecture, verdict
 from offdrift.lab.length_bias import Curve
+from offdrift.lab.masking import MaskRow, Vanishing
 from offdrift.lab.search import Outcome, Row, of_drift, summarize
 from offdrift.lab.statements import LABELS as STATEMENTS
+from offdrift.lab.three_policies import Advice, Judged, tightness
+from offdrift.lab.three_policies import violations as wrongly_bounded
 from offdrift.show.charts import Chart, Series
 
 SMALLEST = 1e-4
@@ -206,6 +210,139 @@ def routing_table(rows: Sequence[Mapping[str, Any]], *, steps: int) -> Table:
             f"{row['gain']:.4f}",
             f"{row['gain_se']:.4f}",
         )
+    return table
+
+
+def masks_table(rows: Sequence[MaskRow]) -> Table:
+    """One row per mask: what it keeps, and what of the pair and its bound it leaves where it was."""
+    table = _table(
+        "A mask on the loss, and the trust region of the pair (medians)",
+        left=["mask"],
+        right=["kept", "D_max", "of kept", "B*", "error", "> B*", "> B*(δ)", "after"],
+    )
+    for row in rows:
+        over, claimed = (float((row.error > x * (1 + 1e-9)).double().mean()) for x in (row.bound, row.bound_claimed))
+        medians = (row.kl_max, row.kl_max_kept, row.bound, row.error)
+        table.add_row(
+            row.mask,
+            f"{float(row.kept.mean()):.0%}",
+            *(f"{float(x.median()):.2g}" for x in medians),
+            Text(f"{over:.1%}", style="bold red" if over else ""),
+            Text(f"{claimed:.1%}", style="bold red" if claimed else ""),
+            f"{float(row.kl_max_after.median()):.2g}",
+        )
+    return table
+
+
+def masks_rows(rows: Sequence[MaskRow]) -> list[dict[str, Any]]:
+    """The same for JSON: medians, means and the share of pairs whose error exceeds each bound."""
+    return [
+        {
+            "mask": row.mask,
+            "kept": float(row.kept.mean()),
+            "kl_max": float(row.kl_max.median()),
+            "kl_max_kept": float(row.kl_max_kept.median()),
+            "bound": float(row.bound.median()),
+            "bound_claimed": float(row.bound_claimed[0]),
+            "error": float(row.error.median()),
+            "error_largest": float(row.error.max()),
+            "exceeds_bound": float((row.error > row.bound * (1 + 1e-9)).double().mean()),
+            "exceeds_claimed": float((row.error > row.bound_claimed * (1 + 1e-9)).double().mean()),
+            "kl_max_after": float(row.kl_max_after.median()),
+            "gain_after": float(row.gain_after.mean()),
+        }
+        for row in rows
+    ]
+
+
+def vanishing_rows_table(rows: Sequence[Vanishing], *, delta: float, width: int = 140) -> Table:
+    """|L - L_masked| / (||A|| T) at every horizon, one row per criterion and share of rejected sequences."""
+    horizons = sorted({row.horizon for row in rows})
+    while len(horizons) > max(2, (width - 34) // 9):
+        horizons.pop(len(horizons) // 2)
+    table = _table(
+        f"|L - L_masked| / (||A|| T) as rejection goes to 0, delta = {delta:g}",
+        left=["criterion"],
+        right=["rejected", *(f"T={t}" for t in horizons), "limit"],
+    )
+    by_row = {(row.criterion, f"{row.rejected:.3g}"): row.limit for row in rows}
+    for (criterion, rejected), limit in by_row.items():
+        own = {r.horizon: r for r in rows if (r.criterion, f"{r.rejected:.3g}") == (criterion, rejected)}
+        cells = [f"{own[t].share:.4f}" if t in own else "" for t in horizons]
+        table.add_row(CRITERIA_LABELS[criterion], rejected, *cells, f"{limit:.4f}")
+    return table
+
+
+CRITERIA_LABELS = {"kl": "exact KL", "ratio": "k2 of w"}
+
+
+def three_policies_table(judged: Judged) -> Table:
+    """Every bound against the truth: violations and how close it comes."""
+    table = _table(
+        "|J(π) - L_μ(π)| / bound, at most 1 where the bound holds",
+        left=["bound"],
+        right=["violations", "median", "largest"],
+    )
+    for name, label in THREE_POLICIES.items():
+        close, wrong = tightness(judged, name), wrongly_bounded(judged, name)
+        numbers = f"{float(close.median()):.2g}", f"{float(close.max()):.3f}"
+        table.add_row(label, Text(f"{wrong:,}", style="bold red" if wrong else ""), *numbers)
+    return table
+
+
+THREE_POLICIES = {
+    "paper": "C (α0 + α1)",
+    "one_pair": "C β, β = max TV(μ, π)",
+    "sharp": "the same inputs, sharp",
+}
+
+
+def advice_table(rows: Sequence[Advice]) -> Table:
+    """The rule to invest in the larger distance, by how much larger it is."""
+    table = _table(
+        "Invest in the larger of mismatch α1 and staleness α0: is the error then smaller?",
+        left=["larger / smaller"],
+        right=["triples", "right", "error left", "other way"],
+    )
+    for row in rows:
+        span = f"{row.low:g} and more" if math.isinf(row.high) else f"{row.low:g} to {row.high:g}"
+        share = f"{row.right / row.triples:.1%}"
+        table.add_row(span, f"{row.triples:,}", share, f"{row.left:.2g}", f"{row.left_other:.2g}")
+    return table
+
+
+SWEEPS = {
+    "delta": "δ",
+    "T": "T",
+    "T_last": "T, last doubling",
+    "K": "K, 2 act",
+    "K_sparse": "K, a quarter act",
+}
+
+
+def exponents_table(rows: Sequence[Exponent]) -> Table:
+    """The power of the bias in each quantity; the conjecture says 1 in every row."""
+    table = _table(
+        "Power of the bias of token-level weights (the conjecture: 1 everywhere)",
+        left=["task", "in"],
+        right=["power", "95 % interval", "of bias / |∇J|"],
+    )
+    for row in rows:
+        apart = not row.low <= 1 <= row.high and abs(row.mean - 1) > 0.05
+        cells = f"{row.mean:.2f}", f"{row.low:.2f} to {row.high:.2f}", f"{row.relative:.2f}"
+        table.add_row(row.task, SWEEPS[row.swept], Text(cells[0], style="bold yellow" if apart else ""), *cells[1:])
+    return table
+
+
+def explained_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """R^2 of each predictor of log bias, and what a dense drift of the same token KL does."""
+    names = [name for name in rows[0] if name not in ("task", "dense_over_flips")]
+    table = _table(
+        "How much of log |bias| a fitted power explains (R²)", left=["task"], right=[*names, "dense / flips"]
+    )
+    for row in rows:
+        cells = (f"{row[name]:.2f}" for name in names)
+        table.add_row(str(row["task"]), *cells, f"x{row['dense_over_flips']:.0f}")
     return table
 
 

@@ -17,15 +17,18 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from torch import nn
+from torch import Tensor, nn
 
 from offdrift.certificate import Certificate, TrustRegion
 from offdrift.certificate.batch import BatchEvidence
-from offdrift.engines.score import chunks, divergences, score
+from offdrift.divergence.evidence import Divergence
+from offdrift.engines.score import chunks, divergences, old_divergences, score
 from offdrift.errors import RecordError
 from offdrift.logprobs import LogProbs
 from offdrift.records.provenance import Provenance
+from offdrift.records.rollouts import Rollouts
 from offdrift.records.store import read, read_drawn_by
+from offdrift.stats import Alphas, DriftStats, summarize
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,17 @@ class Judged:
     evidence: BatchEvidence
     repeated: int = 0
     """Sequences left out, since an earlier file has answers to their prompts."""
+    drift: DriftStats | None = None
+    """Drift between rollout, old and judged policy; None where no old policy was named."""
+
+    @property
+    def alphas(self) -> Alphas:
+        """Mismatch and staleness at the states that were met, or what is missing to tell them apart."""
+        if self.drift is None:
+            return Alphas(
+                None, None, "the old policy, the trainer at the weights that drew: name its checkpoint by --old"
+            )
+        return Alphas.of(summarize(self.drift), grade=self.drift.grade)
 
 
 def rollout_files(paths: Sequence[Path]) -> list[Path]:
@@ -95,6 +109,7 @@ def judge(
     token_budget: int = 4096,
     tail_log_ratio_cap: float | None = None,
     arriving: bool = False,
+    old: nn.Module | None = None,
     watch: Callable[[Path, Judged], None] = lambda path, so_far: None,
 ) -> Judged:
     """The evidence about a policy in stored rollouts, sequences in the order of the files and in theirs.
@@ -107,6 +122,7 @@ def judge(
         tail_log_ratio_cap: assumed limit of |log-ratio| in the tail of top-k evidence, nats.
         arriving: the files are what has arrived so far, and more will: a prompt is judged by the first file that
             answers it, and its answers in later files are left out, so that what was once judged never changes.
+        old: the trainer at the weights that drew the rollouts: what the drift is split by, see `Judged.alphas`.
         watch: called after each file, once there are sequences.
 
     Prompts are identified by their tokens: one that recurs, in a file or in several, is one independent
@@ -116,7 +132,10 @@ def judge(
         are not those of the policy that was sampled, or more than one rollout policy;
         `ShapeError` for rollouts without rewards in some files and with rewards in others.
     """
-    model.eval()
+    for policy in (model, old):
+        if policy is not None:
+            policy.eval()
+    drift: list[DriftStats] = []
     so_far: list[BatchEvidence] = []
     answered = torch.zeros(0, dtype=torch.int64)
     tokens = repeated = 0
@@ -166,6 +185,8 @@ def judge(
                 segments=replace(part.segments, cu_seqlens=cuts, group_ids=ids),
             )
             exact = divergences(part, scores.logits, tail_log_ratio_cap=tail_log_ratio_cap)
+            if old is not None:
+                drift = [DriftStats.merge_all([*drift, _three_policies(old, part, logprobs, scores.logits, exact)])]
             rewards = None if part.rewards is None else part.rewards.to(device)
             parts.append(BatchEvidence.of(logprobs, rewards, region=region, divergences=exact))
         tokens += len(rollouts.tokens)
@@ -177,10 +198,24 @@ def judge(
             judged = replace(judged, columns=judged.columns[order], group_ids=judged.group_ids[order])
             so_far = [BatchEvidence.merge_all([*so_far, judged])]
         if so_far:
-            watch(file, Judged(i + 1, tokens, so_far[0], repeated))
+            watch(file, Judged(i + 1, tokens, so_far[0], repeated, next(iter(drift), None)))
     if not so_far:
         raise RecordError("there are no rollouts in what was given; there is nothing to certify")
-    return Judged(len(files), tokens, so_far[0], repeated)
+    return Judged(len(files), tokens, so_far[0], repeated, next(iter(drift), None))
+
+
+def _three_policies(
+    old: nn.Module, part: Rollouts, logprobs: LogProbs, logits: Tensor, exact: dict[str, Divergence]
+) -> DriftStats:
+    """Drift of a piece between the rollout policy, the old one and the judged one, with whole distributions."""
+    before = score(old, part, temperature=part.provenance.sampling.temperature)
+    as_old = {
+        name.replace("_current", "_old"): replace(d, name=name.replace("_current", "_old"))
+        for name, d in divergences(part, before.logits).items()
+    }
+    three = LogProbs.pack(logprobs.logp_rollout, logprobs.logp, before.logp, segments=logprobs.segments)
+    every = exact | as_old | old_divergences(before.logits, logits)
+    return DriftStats.of(three, divergences=every).cpu()
 
 
 NAMES = {
@@ -204,8 +239,8 @@ NOT_FRESH = "not fresh: the policy was trained on these prompts, so no interval 
 COLORS = {"falsified": "red", "unknown": "yellow", "not falsified": "", "known": "green"}
 
 
-def certificate_view(proof: Certificate, *, width: int = 100) -> RenderableType:
-    """The verdict, the preconditions, the intervals and the guarantees."""
+def certificate_view(proof: Certificate, *, width: int = 100, alphas: Alphas | None = None) -> RenderableType:
+    """The verdict, the preconditions, the intervals, the guarantees, and the drift split in two."""
     color = "green" if proof.certified else "yellow"
     region = proof.region
     limits = [f"T = {region.horizon:,}", f"KL <= {region.delta:g} nat"]
@@ -223,7 +258,23 @@ def certificate_view(proof: Certificate, *, width: int = 100) -> RenderableType:
         *([guarantees_table(proof)] if proof.guarantees else []),
         *([] if proof.fresh else [Text(NOT_FRESH, style="yellow")]),
         *([] if proof.advice is None else [Text(proof.advice, style="yellow")]),
+        *([] if alphas is None else alphas_view(alphas)),
     )
+
+
+def alphas_view(alphas: Alphas) -> list[RenderableType]:
+    """Mismatch and staleness, and where to invest."""
+    table = _table("mismatch and staleness at the states that were met")
+    table.add_column("distance")
+    for name in ("mean", "95 %", "largest"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("evidence")
+    each = [a for a in (alphas.mismatch, alphas.staleness) if a is not None]
+    for a in each:
+        high = number(a.high)
+        largest = f"≥ {number(a.low)}" if a.high is None else high if a.low == a.high else f"{number(a.low)} to {high}"
+        table.add_row(a.which, number(a.mean), number(a.p95), largest, a.grade)
+    return [*([table] if each else []), Text(alphas.sentence, style="" if each else "dim")]
 
 
 def number(x: float | None) -> str:

@@ -1,5 +1,6 @@
 """Mergeable statistics and the metrics computed from them."""
 
+from offdrift.stats.alphas import Alphas as Alphas
 from offdrift.stats.drift import DriftStats as DriftStats
 from offdrift.stats.formulas import Metric as Metric
 from offdrift.stats.histogram import Histogram as Histogram

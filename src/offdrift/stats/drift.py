@@ -23,6 +23,7 @@ from offdrift.logprobs import LogProbs
 from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped, largest_of, log_sums
 from offdrift.ratios import stopped_log_ratio
 from offdrift.segments import Segments
+from offdrift.stats.alphas import PAIRS, reweighted_tv, tv_bins
 
 SHARE = 100
 """One in so many tokens is in the tail, and at least one."""
@@ -152,6 +153,9 @@ class DriftStats:
                     mean = _pair(on, logprobs, sums, maxima, logs)
                     if on in SECOND:  # mean log second = mean log rollout + mean log-ratio
                         _perplexity(SECOND[on], nll - mean, segments, sums)
+            if available["staleness"]:
+                ratios = (stopped_log_ratio(logprobs, on=on) for on in ("mismatch", "staleness"))
+                sums["staleness/tv_reweighted"] = reweighted_tv(*ratios)
             if unscored is not None:
                 sums["unscored"] = unscored.count_nonzero()
             if corrected is not None:
@@ -342,6 +346,10 @@ def _divergences(
     by_position = {"n": at_position(torch.ones_like(logprobs.logp_rollout))}
     for name, d in divergences.items():
         sums[f"divergence/{name}"], maxima[f"divergence/{name}_max"] = d.lo.sum(), largest_of(d.lo)
+        if name in PAIRS:
+            sums.update(tv_bins(name, d.lo))
+            if d.grade in (Grade.INTERVAL, Grade.CAPPED):
+                maxima[f"divergence/{name}_max_high"] = largest_of(d.hi)
         by_position[name] = at_position(d.lo)
     return by_position
 

@@ -99,19 +99,34 @@ MARGIN_LOW, MARGIN_BINS = -16, 24
 
 def margin_counts(margins: Float[Tensor, " m"]) -> Int[Tensor, " bins"]:
     """Margins per bin; what is not above 0 is in the first."""
-    octave = margins.float().clamp(min=2.0**MARGIN_LOW, max=2.0 ** (MARGIN_LOW + MARGIN_BINS - 1)).log2().floor()
-    return torch.bincount(octave.long() - MARGIN_LOW, minlength=MARGIN_BINS)
+    return octave_counts(margins, low=MARGIN_LOW, bins=MARGIN_BINS)
 
 
 def margin_quantile(share: float) -> Formula:
-    """The quantile of margins from their counts by bin, with a bin's counts spread evenly over its octave."""
+    """The quantile of margins from their counts by bin."""
+    return octave_quantile("router/margin_bin", share, low=MARGIN_LOW, bins=MARGIN_BINS)
+
+
+def octave_counts(x: Float[Tensor, " m"], *, low: int, bins: int) -> Int[Tensor, " bins"]:
+    """How many numbers lie in each bin of a factor of two, from 2^low on; smaller and larger ones in the end bins."""
+    octave = x.float().clamp(min=2.0**low, max=2.0 ** (low + bins - 1)).log2().floor().long() - low
+    return torch.zeros(bins, dtype=torch.int64, device=x.device).index_add(0, octave, torch.ones_like(octave))
+
+
+def octave_quantile(prefix: str, share: float, *, low: int, bins: int, zero: bool = False) -> Formula:
+    """The quantile of numbers from their counts by bin, with a bin's counts spread evenly over its octave.
+
+    Args:
+        prefix: of the sums, `PREFIX_0` and so on.
+        zero: whether what lies in the first bin counts as 0.
+    """
 
     def value(s: Numbers) -> float:
-        counts = [s[f"router/margin_bin_{i}"] for i in range(MARGIN_BINS)]
+        counts = [s[f"{prefix}_{i}"] for i in range(bins)]
         left = share * sum(counts)
         for i, count in enumerate(counts):
             if count and left <= count:
-                return 2.0 ** (MARGIN_LOW + i + left / count)
+                return 0.0 if zero and i == 0 else 2.0 ** (low + i + (left / count if i < bins - 1 else 0))
             left -= count
         return math.nan
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from offdrift.errors import ShapeError
 from offdrift.segments import Segments
+from offdrift.stats.alphas import ROWS as ALPHAS
 from offdrift.stats.drift import DriftStats
 from offdrift.stats.formulas import (
     NO_VARIANCE,
@@ -373,6 +374,7 @@ _ROWS = [
     *_divergence("tv_rollout_old", "1"),
     *_divergence("kl_old_current", "nat"),
     *_divergence("tv_old_current", "1"),
+    *ALPHAS,
     Metric("weight/mean", "1", "mean weight, after limits", "neither", mean("weight/w")),
     Metric("weight/std", "1", "standard deviation of the weight, after limits", "worse",
            std("weight/w", "weight/w2", "n", ddof=0)),

@@ -111,7 +111,12 @@ class Arm:
     @property
     def compares_old(self) -> bool:
         """Whether steps compare whole distributions of the old and the current policy."""
-        return any(name.endswith("old_current") for name in self.method.divergences)
+        return any(name.endswith("old_current") for name in self.method.divergences) or self.measures_alphas
+
+    @property
+    def measures_alphas(self) -> bool:
+        """Whether mismatch and staleness are taken from whole distributions, whatever the method reads."""
+        return self.run.recipe.certificate.alphas and self.method.scores_old
 
     @property
     def always_fresh(self) -> bool:
@@ -126,7 +131,7 @@ class Arm:
         """Whether every batch has divergences of the old from the rollout policy: the method reads them, or each batch
         is drawn by the weights of its only update."""
         optim = self.run.recipe.optim
-        reads = any(name.endswith("rollout_old") for name in self.method.divergences)
+        reads = any(name.endswith("rollout_old") for name in self.method.divergences) or self.measures_alphas
         return reads or (self.always_fresh and optim.epochs == optim.minibatches == 1)
 
     @property

@@ -170,7 +170,7 @@ def make_batch(arm: Arm, picked: Picked, *, part: bool = False) -> Batch:
         in_step = optim.perturb is None and arm.run.sum(stale.double()) == 0 and (not part or arm.always_fresh)
         old_is_current = exact_source and optim.epochs == optim.minibatches == 1 and bool(in_step)
         if not old_is_current:
-            exact = any(name.endswith("rollout_old") for name in method.divergences)
+            exact = any(name.endswith("rollout_old") for name in method.divergences) or arm.measures_alphas
             noted = {"note_routes": True, "note_gates": replay.freeze_gates} if replay.routes == "old" else {}
             old = arm.old_policy.score(arm.model, rollouts, arm.version, exact=exact, **options, **noted)
             if noted:

@@ -352,6 +352,35 @@ class Certificate(Part):
     """Every batch is a look at the run. "spend": the certificate of batch t of one of k arms spends
     6 alpha / (pi^2 t^2 k), so that all of the run's hold together; "once": each spends alpha, holds by itself, and
     a long run without any gain has a false one nearly always."""
+    alphas: bool = False
+    """Measure mismatch TV(rollout, old) and staleness TV(old, current) of whole distributions in every update, for arms
+    whose method has an old policy: one more pass of the old policy. Without it they are estimated from the sampled
+    tokens, unless the method compares the distributions anyway."""
+
+    def check(self, arms: Mapping[str, tuple[bool, str]], *, evidence: object) -> None:
+        """Refuse exact distances that the run cannot measure.
+
+        Args:
+            arms: of each arm whether its method has an old policy, and where from (`old_policy.from`).
+        """
+        if not self.alphas:
+            return
+        if evidence == "sampled":
+            raise ValueError(
+                'certificate.alphas = true, but rollout.evidence = "sampled" records no distributions; set '
+                'rollout.evidence = "full" or "hidden", or leave certificate.alphas out for estimates'
+            )
+        if not any(has_old for has_old, _ in arms.values()):
+            raise ValueError(
+                "certificate.alphas = true, but no arm's method has an old policy, so that mismatch and staleness are "
+                "one; use a decoupled method, or leave it out"
+            )
+        for name, (has_old, source) in arms.items():
+            if has_old and source not in ("sampling", "second_model", "ewma"):
+                raise ValueError(
+                    f"arms.{name}: certificate.alphas = true compares whole distributions, and old_policy.from = "
+                    f'"{source}" keeps no weights to take them from; use "sampling", "second_model" or "ewma"'
+                )
 
 
 OldPolicySource = Literal["sampling", "second_model", "batch_start", "ewma", "rollout", "interpolated"]

@@ -165,6 +165,8 @@ class Recipe(Part):
         self.critic.check({self.estimator(self.row(name)) for name in self.arms})
         self._check_optim()
         self._check_switch()
+        sources = {name: (self.row(name).scores_old, str(self.old_policy_of(name).source)) for name in self.arms}
+        self.certificate.check(sources, evidence=self.rollout.evidence)
         return self
 
     def _check_arm(self, name: str) -> None:

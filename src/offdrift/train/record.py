@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +15,14 @@ from transformers import PreTrainedTokenizerBase
 
 from offdrift.certificate.certify import certify
 from offdrift.certificate.confidence import Looks
+from offdrift.divergence.evidence import Grade
 from offdrift.judge import load_rules
 from offdrift.methods import Method
 from offdrift.objectives.turns import TurnNormalized
 from offdrift.records.batch import Logged
 from offdrift.records.recorder import write_log
 from offdrift.records.rollouts import OLD_STATUS, Rollouts
+from offdrift.stats import Alphas
 from offdrift.stats.metrics import summarize
 from offdrift.train.arm import Arm
 from offdrift.train.batch import Batch
@@ -308,8 +311,26 @@ def _notes(row: Method, metrics: Sequence[Row]) -> Iterator[str]:
         yield "old log-probs are approximated: averaged or interpolated policies, not the one that sampled"
     if any(_recorded(metrics, "old/missing_frac")):
         yield "old log-probs are missing: the rollout policy stands in for the old one (bypass)"
+    alphas = Alphas.of(_over_updates(metrics))
+    if alphas.invest is not None:
+        yield alphas.sentence
     if any(m.get("divergence/grade") in ("interval", "capped interval") for m in metrics):
         yield "divergences are lower ends of certified intervals (top-k evidence)"
+
+
+def _over_updates(metrics: Sequence[Row]) -> dict[str, Any]:
+    """Numbers that every update has: of maxima and quantiles the largest, of others the mean; the weakest grade.
+
+    Some updates alone, such as those right after a synchronization, would not stand for the run.
+    """
+    names = {name for m in metrics for name, x in m.items() if isinstance(x, (int, float))}
+    row: dict[str, Any] = {}
+    for name in names:
+        values = [x for x in _recorded(metrics, name) if math.isfinite(x)]
+        if len(values) == len(metrics):
+            row[name] = max(values) if name.endswith(("_max", "_max_high", "_p95")) else sum(values) / len(values)
+    grades = _recorded(metrics, "divergence/grade")
+    return row | ({"divergence/grade": str(Grade.weakest(grades))} if grades else {})
 
 
 def _recorded(metrics: Sequence[Row], key: str) -> list[Any]:
