@@ -31,6 +31,7 @@ from measure import machine
 from torch import Tensor, nn
 
 from offdrift.certificate import TrustRegion
+from offdrift.certificate.batch import COLUMNS as COLUMNS
 from offdrift.certificate.batch import BatchEvidence
 from offdrift.certificate.certify import certify
 from offdrift.engines import make_engine
@@ -248,18 +249,70 @@ def lags(seed: int) -> list[dict]:
     return rows
 
 
+BINS = ((0.0, 0.1), (0.1, 0.5), (0.5, 2.0), (2.0, math.inf))
+"""KL of whole sequences, nats."""
+
+
+def table(rows: list[dict]) -> str:
+    """What was seen: by prompts and drift, by prompts and route, and what certificates leave out of the truth."""
+    better = [r for r in rows if r["truth"][1] > 0]
+    pairs = [(r, s) for r in better for s in r["sizes"]]
+    lines = ["pairs that gain (95 %): " + f"{len(better)} of {len(rows)}", "", "certified, by prompts and KL_seq:"]
+    for size in SIZES:
+        cells = []
+        for low, high in BINS:
+            of = [s for r, s in pairs if s["prompts"] == size and low <= r["drift"]["kl_seq"] < high]
+            cells.append(f"{sum(s['certifies']['all'] for s in of)}/{sum(s['certificates'] for s in of)}")
+        lines.append(f"  {size:5} " + "  ".join(f"[{a:g}, {b:g}) {c}" for (a, b), c in zip(BINS, cells, strict=True)))
+    lines += ["", "by world:"]
+    for name in WORLDS:
+        cells = []
+        for size in SIZES:
+            of = [s for r, s in pairs if s["prompts"] == size and r["world"] == name]
+            cells.append(f"{size}: {sum(s['certifies']['all'] for s in of)}/{sum(s['certificates'] for s in of)}")
+        lines.append(f"  {name:11} " + "  ".join(cells))
+    lines += ["", "routes, all pairs: certificates, certified by all, direct, TRM, paper, normal; best direct, TRM; above truth"]
+    for size in SIZES:
+        of = [s for r in rows for s in r["sizes"] if s["prompts"] == size]
+        sums = {n: sum(s["certifies"][n] for s in of) for n in ("all", "direct", "TRM", "paper", "normal")}
+        best = {n: sum(s["best"][n] for s in of) for n in ("direct", "TRM")}
+        above = {n: sum(s["above_truth"][n] for s in of) for n in sums}
+        lines.append(f"  {size:5} {sum(s['certificates'] for s in of)} {[*sums.values()]} {[*best.values()]} {above}")
+    lines += ["", "lower bound / true gain, median over pairs that gain, by prompts and KL_seq:"]
+    for size in SIZES:
+        cells = []
+        for low, high in BINS:
+            of = [
+                s["median"]["all"] / r["truth"][0]
+                for r, s in pairs
+                if s["prompts"] == size and low <= r["drift"]["kl_seq"] < high
+            ]
+            cells.append(f"[{low:g}, {high:g}) {np.median(of):+.2f} ({len(of)})" if of else "-")
+        lines.append(f"  {size:5} " + "  ".join(cells))
+    wrong = [
+        (r["world"], r["seed"], r["mu"], r["pi"]) for r in rows if r["truth"][2] < 0 for s in r["sizes"] if s["certifies"]["all"]
+    ]
+    lines += ["", f"certified although the truth is below 0 (95 %): {wrong or 'none'}"]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worlds", nargs="*", default=list(WORLDS), choices=list(WORLDS))
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
     parser.add_argument("--json", type=Path, default=RESULTS, help="written after every run; runs in it are kept")
     parser.add_argument("--lags", action="store_true", help="only the drift by lag")
+    parser.add_argument("--render", action="store_true", help="only print the table again")
     args = parser.parse_args()
     torch.set_num_threads(1)
     done: dict = {"machine": machine("transformers"), "alpha": ALPHA, "delta": DELTA, "rows": [], "lags": []}
     if args.json.exists():
         stored = json.loads(args.json.read_text())
         done |= {"rows": stored["rows"], "lags": stored.get("lags", [])}
+
+    if args.render:
+        print(table(done["rows"]))
+        return
 
     def store() -> None:
         write_atomically(args.json, lambda partial: Path(partial).write_text(json.dumps(done, indent=1) + "\n"))
@@ -274,6 +327,7 @@ def main() -> None:
             if not any((row["world"], row["seed"]) == (name, seed) for row in done["rows"]):
                 done["rows"] += measure(name, seed)
                 store()
+    print(table(done["rows"]))
 
 
 if __name__ == "__main__":
