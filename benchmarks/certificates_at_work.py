@@ -37,9 +37,9 @@ from offdrift.certificate.certify import certify
 from offdrift.engines import make_engine
 from offdrift.engines.score import chunks, divergences, score
 from offdrift.logprobs import LogProbs
+from offdrift.records.atomic import write_atomically
 from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import Rollouts
-from offdrift.records.atomic import write_atomically
 from offdrift.train.arm import start_arm
 from offdrift.train.context import RunContext, begin, set_up
 from offdrift.train.loop import train_batches
@@ -77,7 +77,11 @@ class World:
 
 
 SUMS = {"task": "arithmetic", "warm_start": {"steps": 900}, "optim": {"lr": 1e-4}}
-DIGITS = {"reward": str(HERE.parent / "recipes" / "digits.py:digits"), "warm_start": {"steps": 0}, "optim": {"lr": 3e-4}}
+DIGITS = {
+    "reward": str(HERE.parent / "recipes" / "digits.py:digits"),
+    "warm_start": {"steps": 0},
+    "optim": {"lr": 3e-4},
+}
 WORLDS = {
     "sums": World(14, SUMS, 2048, 2048, prompts=32, samples=8),
     "digits-8": World(8, DIGITS, 2048, 2048),
@@ -95,7 +99,13 @@ def trained(
         "model": "tiny-qwen3",
         "seed": seed,
         "batches": max(wanted),
-        "rollout": {"prompts": world.prompts, "samples": world.samples, "max_tokens": world.tokens, "dtype": "float32", "evidence": "sampled"},
+        "rollout": {
+            "prompts": world.prompts,
+            "samples": world.samples,
+            "max_tokens": world.tokens,
+            "dtype": "float32",
+            "evidence": "sampled",
+        },
         "log": {"eval_every": 999, "eval_prompts": 32, "tokens": False, "trackers": [], "checkpoint_every": 999},
         "arms": {"none": {"method": "none"}},
         **world.recipe,
@@ -147,7 +157,9 @@ def certificates(batch: BatchEvidence, truth: tuple[float, float, float]) -> lis
             normal = proof.asymptotic["gain"].low
             each.append({"all": proof.gain_low, "normal": normal, **gains})
             paper = certify(sample, alpha=ALPHA, constants="paper")
-            each[-1]["paper"] = max((paper.gain_of(g) for g in paper.guarantees if g.name != "direct"), default=-math.inf)
+            each[-1]["paper"] = max(
+                (paper.gain_of(g) for g in paper.guarantees if g.name != "direct"), default=-math.inf
+            )
             about.append((proof.estimates["acceptance"].mean, proof.unseen))
         names = list(each[0])
         best = [max(("direct", "TRM"), key=lambda n, e=e: e.get(n, -math.inf)) for e in each]
@@ -183,7 +195,9 @@ def drift(batch: BatchEvidence) -> dict[str, float]:
     }
 
 
-def answers(run: RunContext, weights: dict[str, Tensor], world: World, problems: list, seed: int, kind: str) -> Rollouts:
+def answers(
+    run: RunContext, weights: dict[str, Tensor], world: World, problems: list, seed: int, kind: str
+) -> Rollouts:
     """One answer to each problem by the transformers engine, as the run draws."""
     run.model.load_state_dict(weights)
     engine = make_engine("transformers", run.model, dtype="float32", batch_size=256, evidence_limit_mib=4096)
@@ -237,7 +251,7 @@ def measure(name: str, seed: int) -> list[dict]:
 
 def lags(seed: int) -> list[dict]:
     """Drift between weights that are some updates apart, of one run."""
-    world, rows = WORLDS["sums"], []
+    world, rows = replace(WORLDS["sums"], prompts=16, samples=4), []
     with tempfile.TemporaryDirectory() as folder:
         run, weights = trained(world, seed, Path(folder), {LAG_FROM, *(LAG_FROM + lag for lag in LAGS)})
     problems = run.task.sample(LAG_PROMPTS, seed=1_000_000 + seed, split="train")
@@ -271,7 +285,10 @@ def table(rows: list[dict]) -> str:
             of = [s for r, s in pairs if s["prompts"] == size and r["world"] == name]
             cells.append(f"{size}: {sum(s['certifies']['all'] for s in of)}/{sum(s['certificates'] for s in of)}")
         lines.append(f"  {name:11} " + "  ".join(cells))
-    lines += ["", "routes, all pairs: certificates, certified by all, direct, TRM, paper, normal; best direct, TRM; above truth"]
+    lines += [
+        "",
+        "routes, all pairs: certificates, certified by all, direct, TRM, paper, normal; best direct, TRM; above truth",
+    ]
     for size in SIZES:
         of = [s for r in rows for s in r["sizes"] if s["prompts"] == size]
         sums = {n: sum(s["certifies"][n] for s in of) for n in ("all", "direct", "TRM", "paper", "normal")}
@@ -290,7 +307,11 @@ def table(rows: list[dict]) -> str:
             cells.append(f"[{low:g}, {high:g}) {np.median(of):+.2f} ({len(of)})" if of else "-")
         lines.append(f"  {size:5} " + "  ".join(cells))
     wrong = [
-        (r["world"], r["seed"], r["mu"], r["pi"]) for r in rows if r["truth"][2] < 0 for s in r["sizes"] if s["certifies"]["all"]
+        (r["world"], r["seed"], r["mu"], r["pi"])
+        for r in rows
+        if r["truth"][2] < 0
+        for s in r["sizes"]
+        if s["certifies"]["all"]
     ]
     lines += ["", f"certified although the truth is below 0 (95 %): {wrong or 'none'}"]
     return "\n".join(lines)

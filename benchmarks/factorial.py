@@ -22,7 +22,7 @@ import torch
 from measure import machine
 
 from offdrift.engines import make_engine
-from offdrift.engines.routing import flip_rate, routes_of, routers
+from offdrift.engines.routing import flip_rate, routers, routes_of
 from offdrift.engines.score import divergences, score
 from offdrift.judge import num_experts
 from offdrift.judge.budget import LARGEST_GAIN, Mismatch, over_budget
@@ -126,7 +126,9 @@ def main() -> None:
             gains[arm, "repaired" if repaired else "outside" if over else "within"] += pairs
         table.append(row)
     pooled = {f"{arm}, {where}": interval(values) for (arm, where), values in gains.items() if values}
-    verdicts = {arm: verdict(interval(gains[arm, "within"] + gains[arm, "repaired"])) for arm in ("token_tis", "trm_max")}
+    verdicts = {
+        arm: verdict(interval(gains[arm, "within"] + gains[arm, "repaired"])) for arm in ("token_tis", "trm_max")
+    }
     seeds = sorted({c.seed for c in finished})
     result = {"machine": machine("transformers"), "seeds": seeds, "runs": len(finished), "of": len(grid.cells)}
     result |= {"stacks": table, "pooled": pooled, "verdicts": verdicts}

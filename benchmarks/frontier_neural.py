@@ -35,7 +35,6 @@ from measure import machine
 from torch import Tensor, nn
 
 from offdrift.batch_info import BatchInfo
-from offdrift.divergence.evidence import Divergence
 from offdrift.engines import make_engine
 from offdrift.engines.score import divergences, score
 from offdrift.lab.frontier import family
@@ -180,7 +179,12 @@ def statistics(gram: np.ndarray, mine: np.ndarray, oracle: np.ndarray) -> tuple[
     signal, own, cross = square(oracle), square(mine), float(gram[np.ix_(mine, oracle)].mean())
     total = float(gram[mine, mine].mean())
     bias, variance = max(own - 2 * cross + signal, 0.0), total - own
-    return bias / signal, variance / signal, cross**2 / (variance + bias) / signal, cross / math.sqrt(signal * max(own, 1e-30))
+    return (
+        bias / signal,
+        variance / signal,
+        cross**2 / (variance + bias) / signal,
+        cross / math.sqrt(signal * max(own, 1e-30)),
+    )
 
 
 def compared(vectors: dict[str, Tensor], oracle: Tensor, seed: int) -> list[dict]:
@@ -225,7 +229,14 @@ def measure(seed: int, length: int, kls: list[float], tell: Callable[[str], None
         table = compared(vectors, oracle, seed)
         returns = float(torch.cat([s.rewards for s in on_policy]).mean())  # type: ignore[misc]
         results.append(
-            {"seed": seed, "tokens": length, "kl": reached, "return": baseline, "return_of_pi": returns, "methods": table}
+            {
+                "seed": seed,
+                "tokens": length,
+                "kl": reached,
+                "return": baseline,
+                "return_of_pi": returns,
+                "methods": table,
+            }
         )
         tell(f"T = {length}, KL {reached:.3g}, seed {seed}: {time.process_time() - begun:.0f} CPU seconds")
         for row in table:

@@ -14,9 +14,7 @@ from offdrift.prove.lengths import LENGTHS, MEASURED, Drift, length_chart, lengt
 @pytest.mark.parametrize("drift", MEASURED, ids=lambda d: d.name)
 def test_where_bounds_pass_one_is_the_first_length_that_does(drift):
     for which, constants in (("sharp", "sharp"), ("paper", "paper")):
-        assert passes(drift, which) == vacuous_horizon(
-            delta=drift.delta, kl_rate=drift.kl_rate, constants=constants
-        )
+        assert passes(drift, which) == vacuous_horizon(delta=drift.delta, kl_rate=drift.kl_rate, constants=constants)
     first = passes(drift, "others")
     assert first is not None
 
@@ -41,7 +39,7 @@ def test_the_smallest_bound_is_the_smallest_and_grows_with_the_length():
 
 
 def test_the_mean_of_a_drift_is_at_most_its_maximum():
-    with pytest.raises(BadValueError, match="mean token KL 0.2, largest 0.1"):
+    with pytest.raises(BadValueError, match=r"mean token KL 0\.2, largest 0\.1"):
         Drift("odd", 0.2, 0.1, "")
     with pytest.raises(BadValueError, match="give one drift"):
         length_rows([])

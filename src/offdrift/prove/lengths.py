@@ -1,7 +1,7 @@
 """Every bound for drift that was measured, against the length of responses: where each stops to be of use.
 
-A drift is a pair of numbers per token, the mean and the largest KL(rollout || current) that were met. What a sequence of
-T tokens then allows is
+A drift is a pair of numbers per token, the mean and the largest KL(rollout || current) that were met. For sequences
+of T tokens the smallest bound is then
 
     B*(T) = min over bounds of B(T; delta = largest KL, KL_seq = T * mean KL)
 
@@ -48,7 +48,7 @@ class Drift:
     def __post_init__(self) -> None:
         if not 0 <= self.kl_rate <= self.delta < math.inf:
             raise BadValueError(
-                f"{self.name}: mean token KL {self.kl_rate}, largest {self.delta}; expected 0 <= mean <= largest, finite"
+                f"{self.name}: mean token KL {self.kl_rate}, largest {self.delta}; give 0 <= mean <= largest, finite"
             )
 
 
@@ -62,7 +62,7 @@ MEASURED = (
     Drift("int8 weights", 3.3e-3, 0.15, f"{SMOLLM2}, transformers against float32 (benchmarks/record_drift.py)"),
     Drift("vLLM FP8 cache", 3.2e-2, 3.0, "tiny Qwen3, vLLM in bfloat16 with an FP8 cache (benchmarks/quantized.py)"),
 )
-"""Drifts that were measured for the documentation (docs/lab-notes.md), from the smallest mean to the largest by kind."""
+"""Drifts that were measured for the documentation (docs/lab-notes.md), by kind and by their mean."""
 
 
 def _at(drift: Drift, length: int, constants: str) -> list[Bound]:
@@ -163,8 +163,8 @@ def _caption(rows: Sequence[dict[str, Any]]) -> str:
     others = {entry["others"]["bound"] for row in rows for entry in row["lengths"]}
     words = " or ".join(sorted(LABELS[name] for name in winners))
     return (
-        f"In the table: B*, the smallest bound, which is {words} at every length here. B* ≥ 1: the length from which it is "
-        f"not below the reward's range, 1. region: the same of bounds that need a trust region "
+        f"In the table: B*, the smallest bound, which is {words} at every length here. B* ≥ 1: the length from which "
+        f"it is not below the reward's range, 1. region: the same of bounds that need a trust region "
         f"({', '.join(sorted(LABELS[name] for name in others))}). paper: with the paper's constants."
     )
 
