@@ -348,7 +348,8 @@ def main() -> None:
             if not any((row["world"], row["seed"]) == (name, seed) for row in done["rows"]):
                 done["rows"] += measure(name, seed)
                 store()
-    print(table(done["rows"]))
+    if not args.lags:
+        print(table(done["rows"]))
 
 
 if __name__ == "__main__":

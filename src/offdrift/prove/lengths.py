@@ -53,7 +53,7 @@ class Drift:
 
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
-SUMS = "tiny Qwen3 on sums, lr 1e-4, float32: the weights after 8 updates and so many later"
+SUMS = "tiny Qwen3 on sums, lr 1e-4, float32 (benchmarks/certificates_at_work.py --lags)"
 MEASURED = (
     Drift("float16 MoE", 9.5e-7, 8.6e-5, "tiny Qwen3-MoE after a warm start, transformers (benchmarks/replay.py)"),
     Drift("bfloat16 MoE", 6.4e-5, 9.5e-3, "tiny Qwen3-MoE after a warm start, transformers (benchmarks/replay.py)"),
@@ -61,6 +61,10 @@ MEASURED = (
     Drift("vLLM bfloat16", 1.42e-3, 0.029, f"{SMOLLM2}, vLLM against float32 (offdrift check)"),
     Drift("int8 weights", 3.3e-3, 0.15, f"{SMOLLM2}, transformers against float32 (benchmarks/record_drift.py)"),
     Drift("vLLM FP8 cache", 3.2e-2, 3.0, "tiny Qwen3, vLLM in bfloat16 with an FP8 cache (benchmarks/quantized.py)"),
+    Drift("lag 1", 1.0e-3, 0.13, SUMS),
+    Drift("lag 4", 5.7e-3, 0.66, SUMS),
+    Drift("lag 16", 2.4e-2, 2.1, SUMS),
+    Drift("lag 64", 3.1e-2, 3.3, SUMS),
 )
 """Drifts that were measured for the documentation (docs/lab-notes.md), by kind and by their mean."""
 
