@@ -1,7 +1,8 @@
 """Which stacks are within the survey's mismatch budget, and what do corrections gain there and elsewhere?
 
     offdrift sweep recipes/factorial.toml
-    python benchmarks/factorial.py [--runs runs/factorial] [--json PATH]
+    offdrift sweep recipes/factorial-fp8.toml
+    python benchmarks/factorial.py [--runs runs] [--json PATH]
 
 Of every stack (model, precision, grid) the three numbers that the budget limits (`offdrift.judge.budget`), at the
 weights that the runs without correction start from and end with: 256 answers that the stack draws, scored in float32.
@@ -36,7 +37,7 @@ from offdrift.train.tasks import find_task
 
 HERE = Path(__file__).parent
 RECIPES, RESULTS = HERE.parent / "recipes", HERE / "results" / "factorial.json"
-PROMPTS = 256
+PROMPTS, ARMS = 256, ("token_tis", "trm_max")
 
 
 @torch.no_grad()
@@ -86,55 +87,75 @@ def interval(values: list[float]) -> dict[str, float | int | None]:
 def verdict(gain: dict) -> str:
     """Of the conjecture, from the gain within the budget."""
     if gain["low"] is None:
-        return "untested: fewer than two pairs within the budget"
+        return "untested: too few pairs within the budget for an interval"
     if gain["low"] >= LARGEST_GAIN:
         return "falsified"
     return "holds" if gain["high"] < LARGEST_GAIN else "undecided"
 
 
+Stack = tuple[str, str, str]
+
+
+def measured_stacks(finished: list[Cell]) -> dict[Stack, list[dict]]:
+    """The mismatch of every stack, at the weights that its runs without correction begin and end with."""
+    stacks: dict[Stack, list[dict]] = defaultdict(list)
+    for cell in finished:
+        if cell.setting.arm == "none":
+            for when, weights in (("start", cell.recipe.model), ("end", str(cell.files.path / "model"))):
+                row = mismatch(weights, cell, cell.seed)
+                stacks[stack_of(cell)].append({"seed": cell.seed, "weights": when, **row})
+    return stacks
+
+
+def row_of(stack: Stack, rows: list[dict], reward: dict[tuple[Stack, str, int], float]) -> dict:
+    """A stack's mismatch, the worst of what was measured, whether it is over the budget, and its pairs of rewards."""
+    tv, chi2 = (max(r[k] for r in rows) for k in ("tv_p95", "chi2_seq"))
+    delta = max(r["router_delta"] for r in rows) if "router_delta" in rows[0] else None
+    row = {"model": stack[0], "dtype": stack[1], "quantization": stack[2], "tv_p95": tv, "chi2_seq": chi2}
+    row |= {"router_delta": delta, "kl_mean": math.fsum(r["kl_mean"] for r in rows) / len(rows)}
+    row |= {"over": over_budget(Mismatch(tv, chi2, delta)), "measured": rows}
+    base = {seed: x for (s, arm, seed), x in reward.items() if (s, arm) == (stack, "none")}
+    for arm in ARMS:
+        own = {seed: x for (s, a, seed), x in reward.items() if (s, a) == (stack, arm)}
+        row[arm] = [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
+    return row | {"none": interval(list(base.values()))}
+
+
+def conclusions(table: list[dict]) -> tuple[dict[str, dict], dict[str, str]]:
+    """The gain of each correction on the repaired stacks, on others within the budget, and outside; and verdicts."""
+    gains = defaultdict(list)
+    for row in table:
+        repaired = (row["dtype"], row["quantization"]) == ("float32", "none")
+        for arm in ARMS:
+            gains[arm, "repaired" if repaired else "outside" if row["over"] else "within"] += row[arm]
+    pooled = {f"{arm}, {where}": interval(values) for (arm, where), values in gains.items() if values}
+    return pooled, {arm: verdict(interval(gains[arm, "within"] + gains[arm, "repaired"])) for arm in ARMS}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=Path, default=Path("runs/factorial"), help="the folder of the sweep")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where the folders of the two sweeps are")
     parser.add_argument("--json", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    grid = load_sweep(RECIPES / "factorial.toml", args.runs)
-    finished = [cell for cell in grid.cells if cell.status == "finished"]
-    reward = {(stack_of(c), c.seed, c.setting.arm): number_of(c, grid.sweep.compare) for c in finished}
-    stacks: dict[tuple[str, str, str], list[dict]] = defaultdict(list)
-    for cell in finished:
-        if cell.setting.arm == "none":
-            end = str(cell.files.path / "model")
-            for when, weights in (("start", cell.recipe.model), ("end", end)):
-                row = mismatch(weights, cell, cell.seed)
-                stacks[stack_of(cell)].append({"seed": cell.seed, "weights": when, **row})
-    table, gains = [], defaultdict(list)
-    for stack, rows in stacks.items():
-        # The worst of what was measured: a stack is within the budget only if it always was.
-        chi2, tv = (max(r[k] for r in rows) for k in ("chi2_seq", "tv_p95"))
-        delta = max(r["router_delta"] for r in rows) if "router_delta" in rows[0] else None
-        over = over_budget(Mismatch(tv, chi2, delta))
-        kl = [r["kl_mean"] for r in rows]
-        row = {"model": stack[0], "dtype": stack[1], "quantization": stack[2], "tv_p95": tv, "chi2_seq": chi2}
-        row |= {"router_delta": delta, "kl_mean": math.fsum(kl) / len(kl), "over": over, "measured": rows}
-        base = {seed: x for (s, seed, arm), x in reward.items() if s == stack and arm == "none" and x is not None}
-        row["none"] = interval(list(base.values()))
-        for arm in ("token_tis", "trm_max"):
-            pairs = [x - base[seed] for (s, seed, a), x in reward.items() if s == stack and a == arm and seed in base and x is not None]  # fmt: skip
-            row[arm] = interval(pairs)
-            repaired = stack[1:] == ("float32", "none")
-            gains[arm, "repaired" if repaired else "outside" if over else "within"] += pairs
-        table.append(row)
-    pooled = {f"{arm}, {where}": interval(values) for (arm, where), values in gains.items() if values}
-    verdicts = {
-        arm: verdict(interval(gains[arm, "within"] + gains[arm, "repaired"])) for arm in ("token_tis", "trm_max")
+    grids = [load_sweep(RECIPES / f"{name}.toml", args.runs / name) for name in ("factorial", "factorial-fp8")]
+    finished = [cell for grid in grids for cell in grid.cells if cell.status == "finished"]
+    if not finished:
+        raise SystemExit(f"{args.runs} holds no finished run: offdrift sweep recipes/factorial.toml makes them")
+    reward = {
+        (stack_of(c), c.setting.arm, c.seed): x
+        for c in finished
+        if (x := number_of(c, grids[0].sweep.compare)) is not None
     }
+    table = [row_of(stack, rows, reward) for stack, rows in measured_stacks(finished).items()]
+    pooled, verdicts = conclusions(table)
     seeds = sorted({c.seed for c in finished})
-    result = {"machine": machine("transformers"), "seeds": seeds, "runs": len(finished), "of": len(grid.cells)}
+    result = {"machine": machine("transformers"), "seeds": seeds, "runs": len(finished)}
+    result["of"] = sum(len(grid.cells) for grid in grids)
     result |= {"stacks": table, "pooled": pooled, "verdicts": verdicts}
     args.json.write_text(json.dumps(result, indent=1) + "\n")
     for row in table:
-        arms = ", ".join(f"{a} {1e2 * (row[a]['mean'] or 0):+.2f} %" for a in ("token_tis", "trm_max") if row[a]["n"])
+        arms = ", ".join(f"{a} {1e2 * math.fsum(row[a]) / len(row[a]):+.2f} %" for a in ARMS if row[a])
         delta = "" if row["router_delta"] is None else f", delta {row['router_delta']:.1e}"
         print(
             f"{row['model']:14} {row['dtype']:8} {row['quantization']:15} TV95 {row['tv_p95']:.1e}, chi2_seq "
