@@ -14,8 +14,8 @@ of the next five, at the distance where the mean KL(mu || pi) of a token is --kl
 
 Beside rows of the method table: ratios of the last 8 and 64 tokens (`window`), and the token's ratio times the
 other tokens' to a power (`power`: 0 is the token's ratio, 1 the sequence's). Products of means of independent halves are
-free of the noise's own square; intervals of 95 % are bootstraps over steps, of mu and of the oracle. Two hundred
-CPU seconds a seed; goes on where PATH ends.
+free of the noise's own square; intervals of 95 % are bootstraps over steps, of mu and of the oracle. A seed takes
+about four CPU minutes; goes on where PATH ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import copy
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,8 +53,8 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "frontier_neural.json"
 ROWS = ("none", "token_is", "minpro", "segment_tis", "geo_is", "vespo", "full_is", "trm_max")
 WINDOWS, POWERS = (8, 64), (0.25, 0.5)
-STEP, STEPS, ORACLE_STEPS = 64, 24, 48
-"""Answers of a step, steps that mu draws, and steps that pi draws."""
+STEP = 64
+"""Answers of a step."""
 TURNS, BOOTSTRAPS, Z = 8, 2000, (2.5, 97.5)
 BETWEEN = ("prefix", "turn", "geometric", "variational", "window", "power")
 
@@ -211,39 +211,39 @@ def compared(vectors: dict[str, Tensor], oracle: Tensor, seed: int) -> list[dict
     return rows
 
 
-def measure(seed: int, length: int, kls: list[float], tell: Callable[[str], None] = print) -> list[dict]:
-    """All drifts at one length: mu's steps are the same for all."""
-    bed, results = Bed(seed), []
+def measure(seed: int, length: int, kls: list[float], *, steps: int = 24) -> Iterator[dict]:
+    """All drifts at one length: mu's steps are the same for all. pi draws twice as many for the oracle."""
+    bed = Bed(seed)
     start = bed.improved(3)
     end = bed.improved(5)
     bed.model.load_state_dict(start)
-    steps = bed.draw(STEPS, length, "full")
-    baseline = float(torch.cat([s.rewards for s in steps]).mean())  # type: ignore[misc]
+    drawn = bed.draw(steps, length, "full")
+    baseline = float(torch.cat([s.rewards for s in drawn]).mean())  # type: ignore[misc]
     for kl in kls:
         begun = time.process_time()
-        reached = moved_to(bed, start, end, steps[0], kl)
-        each = [gradients(bed.model, s, baseline, ROWS) for s in steps]
+        reached = moved_to(bed, start, end, drawn[0], kl)
+        each = [gradients(bed.model, s, baseline, ROWS) for s in drawn]
         vectors = {n: torch.stack([e[n] for e in each]) for n in each[0]}
-        on_policy = bed.draw(ORACLE_STEPS, length)
+        on_policy = bed.draw(2 * steps, length)
         oracle = torch.stack([gradients(bed.model, s, baseline, ("none",))["none"] for s in on_policy])
         table = compared(vectors, oracle, seed)
         returns = float(torch.cat([s.rewards for s in on_policy]).mean())  # type: ignore[misc]
-        results.append(
-            {
-                "seed": seed,
-                "tokens": length,
-                "kl": reached,
-                "return": baseline,
-                "return_of_pi": returns,
-                "methods": table,
-            }
-        )
-        tell(f"T = {length}, KL {reached:.3g}, seed {seed}: {time.process_time() - begun:.0f} CPU seconds")
+        print(f"T = {length}, KL {reached:.3g}, seed {seed}: {time.process_time() - begun:.0f} CPU seconds", flush=True)
         for row in table:
             words = ", ".join(f"{k} {row[k][0]:.3g}" for k in ("bias2", "variance", "cosine"))
             low, high = row["over_token"][1:]
-            tell(f"  {row['method']:12} {words}, P / P(token_is) {row['over_token'][0]:.3f} ({low:.3f} to {high:.3f})")
-    return results
+            relative = f"P / P(token_is) {row['over_token'][0]:.3f} ({low:.3f} to {high:.3f})"
+            print(f"  {row['method']:12} {words}, {relative}", flush=True)
+        yield {
+            "seed": seed,
+            "tokens": length,
+            "asked_kl": kl,
+            "kl": reached,
+            "steps": steps,
+            "return": baseline,
+            "return_of_pi": returns,
+            "methods": table,
+        }
 
 
 def main() -> None:
@@ -251,15 +251,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
     parser.add_argument("--lengths", type=int, nargs="*", default=[64, 256])
     parser.add_argument("--kl", type=float, nargs="*", default=[1e-3, 1e-2])
-    parser.add_argument("--json", type=Path, default=RESULTS, help="written after every length; what is in it is kept")
+    parser.add_argument("--steps", type=int, default=24, help="that mu draws; pi draws twice as many")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="written after every drift; what is in it is kept")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    done: dict = {"machine": machine("transformers"), "step": STEP, "steps": STEPS, "oracle_steps": ORACLE_STEPS}
+    done: dict = {"machine": machine("transformers"), "step": STEP}
     done["rows"] = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
     for seed in args.seeds:
         for length in args.lengths:
-            if not any((row["seed"], row["tokens"]) == (seed, length) for row in done["rows"]):
-                done["rows"] += measure(seed, length, args.kl, lambda words: print(words, flush=True))
+            there = {row["asked_kl"] for row in done["rows"] if (row["seed"], row["tokens"]) == (seed, length)}
+            missing = [kl for kl in args.kl if kl not in there]
+            for row in measure(seed, length, missing, steps=args.steps) if missing else ():
+                done["rows"].append(row)
                 write_atomically(args.json, lambda partial: Path(partial).write_text(json.dumps(done, indent=1) + "\n"))
 
 
