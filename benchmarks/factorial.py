@@ -6,7 +6,7 @@
 
 Of every stack (model, precision, grid) the three numbers that the budget limits (`offdrift.judge.budget`), at the
 weights that the runs without correction start from and end with: 256 answers that the stack draws, scored in float32.
-A stack is within the budget if all are. Then the held-out reward of each correction less that of no correction, by
+A stack is within the budget if all are. Beside them the smallest share of sequences that TRM-Max kept. Then the held-out reward of each correction less that of no correction, by
 model, precision, grid and seed: means with Student intervals of 95 %, taking every such difference for an independent
 draw. Uses the runs that are finished. Fractions of a CPU minute a seed.
 """
@@ -107,6 +107,12 @@ def measured_stacks(finished: list[Cell]) -> dict[Stack, list[dict]]:
     return stacks
 
 
+def accepted(finished: list[Cell], stack: Stack) -> float | None:
+    """The smallest share of sequences that TRM-Max kept in an update of its runs on a stack."""
+    runs = [cell for cell in finished if (stack_of(cell), cell.setting.arm) == (stack, "trm_max")]
+    return min((row["gate/acceptance_seq"] for cell in runs for row in cell.files.rows("metrics")), default=None)
+
+
 def row_of(stack: Stack, rows: list[dict], reward: dict[tuple[Stack, str, int], float]) -> dict:
     """A stack's mismatch, the worst of what was measured, whether it is over the budget, and its pairs of rewards."""
     tv, chi2 = (max(r[k] for r in rows) for k in ("tv_p95", "chi2_seq"))
@@ -147,7 +153,10 @@ def main() -> None:
         for c in finished
         if (x := number_of(c, grids[0].sweep.compare)) is not None
     }
-    table = [row_of(stack, rows, reward) for stack, rows in measured_stacks(finished).items()]
+    table = [
+        row_of(stack, rows, reward) | {"acceptance": accepted(finished, stack)}
+        for stack, rows in measured_stacks(finished).items()
+    ]
     pooled, verdicts = conclusions(table)
     seeds = sorted({c.seed for c in finished})
     result = {"machine": machine("transformers"), "seeds": seeds, "runs": len(finished)}
