@@ -268,3 +268,45 @@ def test_an_interrupt_before_the_first_pair(bounds, monkeypatch, tmp_path):
     done = bounds("--out", str(tmp_path / "none"))
     assert done.code == 130
     assert list(tmp_path.iterdir()) == []
+
+
+def test_lengths_shows_where_bounds_pass_one_and_takes_drift_of_ones_own(offdrift, tmp_path):
+    check = tmp_path / "mine" / "check.json"
+    check.parent.mkdir()
+    baseline = {"kl_mean": 1e-3, "kl_max": 0.02, "tv_max": 0.1, "tv_mean": 0.01, "divergence/grade": "exact"}
+    check.write_text(json.dumps({"kind": "check", "baseline": baseline, "sampling": {"max_tokens": 64}}))
+    done = offdrift("lab", "lengths", "--from", str(check.parent), "--tokens", "16,1000", "--json")
+    assert done.code == 0, done.stderr
+    (row,) = json.loads(done.stdout)
+    assert row["name"] == "mine"
+    assert row["passes"]["sharp"] == 1000  # T times the mean KL is 1 there
+    assert [entry["tokens"] for entry in row["lengths"]] == [16, 1000]
+    assert row["lengths"][1]["sharp"] == {"bound": "sequence_kl", "value": pytest.approx(1.0)}
+
+    both = offdrift("lab", "lengths", "--from", str(check.parent), "--beside", "--chart", str(tmp_path / "l.svg"))
+    assert both.code == 0, both.stderr
+    assert "mine" in both.stdout
+    assert "bfloat16 MoE" in both.stdout
+    assert "mine: 1,000 (" in (tmp_path / "l.svg").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--tokens", "16,many"), "'many' is not a number of tokens"),
+        (("--beside",), "name yours with --from"),
+        (("--from", "nowhere"), "nowhere holds no measured drift"),
+    ],
+)
+def test_lengths_says_what_is_wrong(offdrift, words, said):
+    done = offdrift("lab", "lengths", *words)
+    assert done.code in (1, 2)
+    assert said in " ".join((done.stdout + done.stderr).split())
+
+
+def test_lengths_needs_the_largest_kl(offdrift, tmp_path):
+    audit = tmp_path / "audit.json"
+    audit.write_text(json.dumps({"kind": "audit", "overall": {"full/k3": 1e-3}}))
+    done = offdrift("lab", "lengths", "--from", str(audit))
+    assert done.code == 2
+    assert "recorded no exact divergences" in " ".join((done.stdout + done.stderr).split())

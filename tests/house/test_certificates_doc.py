@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from offdrift.cli import application
 from offdrift.prove.bound import bound_chart
+from offdrift.prove.lengths import MEASURED, length_chart, length_rows
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "certificates.md").read_text(encoding="utf-8")
@@ -45,6 +46,14 @@ def test_its_picture_is_that_of_its_command():
     picture = (ROOT / "docs" / "bounds.svg").read_text("utf-8")
     assert [s.name for s in chart.series] == re.findall(r">([^<>]+: [\d.e]+)</text>", picture)
     assert len(picture) < 100_000
+
+
+def test_the_picture_of_lengths_is_that_of_the_package():
+    chart, picture = length_chart(length_rows(MEASURED)), (ROOT / "docs" / "lengths.svg").read_text("utf-8")
+    assert [s.name for s in chart.series] == re.findall(r">([^<>]+: [\d,]+ \([\d,]+\))</text>", picture)
+    for row in length_rows(MEASURED):
+        if row["name"] in ("vLLM bfloat16", "lag 1", "lag 64", "vLLM FP8 cache"):
+            assert all(f"{row['passes'][which]:,}" in PAGE for which in ("sharp", "others", "paper"))
 
 
 def test_its_own_links_lead_to_its_own_sections():

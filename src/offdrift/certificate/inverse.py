@@ -155,6 +155,18 @@ def vacuous_horizon(
         grown = kl_of_sequences(horizon, kl_seq, kl_rate)
         return tightest(all_bounds(horizon=horizon, **fixed, kl_seq=grown)).value < level
 
+    return first_useless(useful)
+
+
+def first_useless(useful: Callable[[int], bool]) -> int | None:
+    """The shortest horizon at which `useful` is false, for what is never true again once it was false.
+
+    Returns: tokens; None if it is true up to 10^12 tokens.
+
+    Example:
+        >>> first_useless(lambda horizon: horizon < 700)
+        700
+    """
     low, high = 0, 1
     while useful(high):
         if high == LONGEST:

@@ -249,6 +249,7 @@ def _words(text: str) -> list[str]:
     return [w.strip() for w in text.split(",") if w.strip()]
 
 
+LENGTHS_OF_RESPONSES = "16,32,64,128,256,512,1024,2048,4096,8192"
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -313,6 +314,64 @@ def length_bias(
             caption="Share of sequences accepted, 95 % intervals. TRM paper, Appendix F, Table 2.",
         )
     _next_picture(screen, out, "length-bias")
+
+
+@lab.command()
+def lengths(
+    screen: Screen,
+    measured: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="PATH",
+            help="Drift of yours: a run, an arm of one, audit.json or check.json. Repeatable; stands in place of the "
+            "drifts that come with the package.",
+        ),
+    ] = None,
+    beside: Annotated[bool, typer.Option("--beside", help="Show them beside your own.")] = False,
+    tokens: Annotated[str, typer.Option(help="Lengths of a response, tokens, comma-separated.")] = LENGTHS_OF_RESPONSES,
+    chart: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: a .html, .svg or .png file.")] = None,
+) -> None:
+    """How long may responses be until no error bound says anything, for drift that was measured?
+
+    Of every drift (engines in half precision, on grids, with an FP8 cache; mixtures of experts; weights that are some
+    updates old) the smallest bound at each length, and the length from which it is not below the range of the reward.
+    Takes for granted that longer responses drift as much per token.
+
+    \b
+    offdrift lab lengths
+    offdrift lab lengths --from runs/mine --beside --chart lengths.svg
+    """
+    from offdrift.prove.lengths import MEASURED, Drift, length_chart, length_rows, length_table, summary
+    from offdrift.prove.measured import measured_drift
+    from offdrift.show.charts import write_chart
+
+    if beside and not measured:
+        raise typer.BadParameter("--beside puts the package's drifts beside yours: name yours with --from")
+    if wrong := [t for t in _words(tokens) if not t.isdecimal() or int(t) < 1]:
+        raise typer.BadParameter(f"--tokens: {wrong[0]!r} is not a number of tokens; give 16,256,4096")
+    drifts = [] if measured and not beside else list(MEASURED)
+    for path in measured or ():
+        drift = measured_drift(path)
+        if "delta" not in drift.premises:
+            raise typer.BadParameter(
+                f"--from {path} recorded no exact divergences, so that the largest token KL is not known; record them "
+                '(rollout.evidence = "full" or "hidden"), or give a check.json'
+            )
+        drifts.append(Drift(path.name, drift.premises["kl_rate"], drift.premises["delta"], drift.source))
+    rows = length_rows(drifts, sorted({int(t) for t in _words(tokens)}))
+    if screen.as_json:
+        screen.json(rows)
+    else:
+        screen.show(length_table(rows, width=screen.width))
+    if chart is not None:
+        caption = (
+            "Given: mean and largest KL of a token as measured, at every length alike. " + summary(rows) + ". What is "
+            "above 1 certifies only a surrogate gain that is larger still."
+        )
+        title = "How long may responses be until no bound says anything?"
+        screen.wrote(chart=write_chart(chart, [length_chart(rows)], title=title, caption=caption))
+    screen.next("offdrift bound --from RUN", "every bound for the drift of a run")
 
 
 @lab.command()
