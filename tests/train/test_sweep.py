@@ -8,12 +8,15 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from offdrift.errors import RecipeError, RecordError
 from offdrift.records.atomic import plain
 from offdrift.train import loop
+from offdrift.train.context import set_up
 from offdrift.train.page import render_sweep, write_sweep_page
+from offdrift.train.run_folder import RunFolder
 from offdrift.train.sweep import Grid, Pace, Progress, load_sweep, locked, run_sweep
 from offdrift.train.sweep_results import explained, results, sentence
 from offdrift.train.view import sweep_summary
@@ -42,6 +45,25 @@ def test_a_grid_is_every_arm_value_and_seed_with_seeds_outermost(tmp_path):
     )
     assert cell.folder == tmp_path / "out/runs/trm_max/lag.sync_every=2,optim.lr=0.0001/seed-3"
     assert len({c.folder for c in grid.cells}) == 8
+
+
+def test_seeds_share_a_start_where_the_recipe_gives_it_a_seed_of_its_own(tmp_path, monkeypatch):
+    """The sweep then trains one start, and every seed begins with its weights."""
+    monkeypatch.setenv("OFFDRIFT_CACHE", str(tmp_path / "cache"))
+    own = sweep_of(tmp_path, "seeds = [1, 2]\n[set]\ntask = 'backwards'\nwarm_start.steps = 2")
+    assert len({cell.start for cell in own.cells}) == 2
+    start = "warm_start = { steps = 2, batch_size = 4, seed = 5 }"
+    shared = sweep_of(tmp_path, f"seeds = [1, 2]\n[set]\ntask = 'backwards'\n{start}")
+    assert len({cell.start for cell in shared.cells}) == 1
+    weights = []
+    for cell in (*shared.cells[::2], own.cells[0]):
+        watched: list[str] = []
+        run = set_up(cell.recipe, RunFolder(tmp_path / str(len(weights))), lambda event, w=watched: w.append(event.kind))
+        weights.append(torch.cat([p.flatten() for p in run.model.parameters()]))
+        run.engine.close()
+        assert ("warm_start" in watched) == (len(weights) != 2), "the second seed takes the first one's start"
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
 
 
 def test_arms_may_be_methods_of_the_table_and_values_of_one_arm_vary_it_alone(tmp_path):

@@ -203,7 +203,7 @@ class Cell:
     def start(self) -> str:
         """What its warm start depends on; empty without one."""
         r = self.recipe
-        return repr((r.seed, r.model, r.task, r.warm_start)) if r.warm_start.steps else ""
+        return repr((r.warm_start.seed_in(r.seed), r.model, r.task, r.warm_start)) if r.warm_start.steps else ""
 
     @property
     def status(self) -> Literal["finished", "failed", "begun", "waiting"]:
