@@ -1,0 +1,142 @@
+"""Figures 1 to 3 of the Trust Region Masking paper on a tiny model: thresholds, and what the three sweeps say.
+
+    python benchmarks/figures.py --pilot dtype            # thresholds that accept 90 % of a pilot run's responses
+    offdrift sweep recipes/figures-dtype.toml             # 8 seeds of 10 arms; likewise figures-lag, figures-moe
+    python benchmarks/figures.py --json benchmarks/results/figures.json
+
+A pilot is the arm `token_is` of the sweep, at a seed that the sweep does not have; the thresholds stand in the sweep
+files. The last command reads runs/figures-*/ and writes, for every kind of drift and arm, over the seeds that all arms
+have finished: held-out avg@4 at the start and the end, acceptance, the PPL gap (eq. 25) over time, and the paired
+differences to `token_is` and to `ppo_clip`, with intervals and Holm's procedure over a kind of drift's comparisons.
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean
+
+import torch
+from measure import machine
+
+from offdrift.check.recommend import calibrated, settings
+from offdrift.divergence.evidence import Divergence
+from offdrift.logprobs import LogProbs
+from offdrift.records.readers import detect, pieces, read
+from offdrift.segments import Segments
+from offdrift.stats import compare_all, over_seeds
+from offdrift.train.loop import train
+from offdrift.train.recipe import load_recipe
+from offdrift.train.sweep import Grid, Setting, dotted, load_sweep
+from offdrift.train.sweep_results import curve
+
+KINDS = ("dtype", "lag", "moe")
+ACCEPTANCE = 0.9
+PILOT_SEED = 100
+GAP, KEPT, KL = "full/log_ppl_gap", "gate/acceptance_seq", "divergence/kl_rollout_current_mean"
+BASELINES = ("token_is", "ppo_clip")
+THIRD = 8
+"""Updates over which curves are averaged."""
+
+
+def grid_of(kind: str) -> Grid:
+    """The sweep of a kind of drift, as it stands in runs/."""
+    return load_sweep(Path(f"recipes/figures-{kind}.toml"))
+
+
+def pilot(kind: str, folder: Path) -> Path:
+    """A run of token_is that keeps its tokens, at a seed of its own; the arm's folder."""
+    fixed = {k: v for k, v in dotted(grid_of(kind).sweep.fixed).items() if not k.startswith("arms.")}
+    changes = [f"{key}={json.dumps(value)}" for key, value in fixed.items()]
+    recipe = load_recipe(
+        Path("recipes/figures.toml"), changes=[*changes, f"seed={PILOT_SEED}", "log.tokens=true"], arm="token_is"
+    )
+    train(recipe, folder, resume=(folder / "run.json").exists())
+    return folder / "arms" / "token_is"
+
+
+def thresholds(arm: Path) -> dict[str, float]:
+    """Limits on the largest and the mean token KL of a response that accept `ACCEPTANCE` of a run's responses, nats."""
+    detected = detect([str(arm / "log")])
+    batches = [batch for piece in pieces(detected) for batch in read(piece, detected).batches]
+    logprobs = LogProbs.pack(
+        torch.cat([b.logp_rollout for b in batches]),
+        torch.cat([b.logp for b in batches]),
+        segments=Segments.from_lengths(torch.cat([b.cu_seqlens.diff() for b in batches]).tolist()),
+    )
+    kl = Divergence.exact("kl_rollout_current", torch.cat([b.divergences["kl_rollout_current"] for b in batches]))
+    table = calibrated(logprobs, {"kl_rollout_current": kl}, acceptance=ACCEPTANCE)
+    return {name: settings(table, name)["gate.high"] for name in ("trm_max", "trm_avg")}
+
+
+def thirds(values: list[float]) -> list[float]:
+    """Means over successive spans of `THIRD` updates."""
+    return [mean(values[i : i + THIRD]) for i in range(0, len(values), THIRD)]
+
+
+def told_apart(kind: str) -> dict:
+    """What a sweep's finished runs say, over the seeds that every arm has finished."""
+    grid = grid_of(kind)
+    seeds = [s for s in grid.sweep.seeds if all(c.status == "finished" for c in grid.cells if c.seed == s)]
+    cells = {(c.setting, c.seed): c for c in grid.cells if c.seed in seeds}
+    end: dict[Setting, dict[int, float]] = {}
+    gap: dict[Setting, dict[int, float]] = {}
+    rows = {}
+    for setting in grid.settings:
+        own = [cells[setting, seed] for seed in seeds]
+        held_out = [[v for _, v in curve(c, "held_out")] for c in own]
+        gaps, kept, kls = ([[v for _, v in curve(c, metric)] for c in own] for metric in (GAP, KEPT, KL))
+        end[setting] = {seed: x[-1] for seed, x in zip(seeds, held_out)}
+        gap[setting] = {seed: mean(x) for seed, x in zip(seeds, gaps)}
+        rows[setting.arm] = {
+            "held_out": [asdict(over_seeds(list(at))) for at in zip(*held_out)],
+            "lowest": asdict(over_seeds([min(x) for x in held_out])),
+            "ppl_gap": asdict(over_seeds([mean(x) for x in gaps])),
+            "ppl_gap_over_time": [asdict(over_seeds(list(at))) for at in zip(*map(thirds, gaps))],
+            "acceptance": asdict(over_seeds([mean(x) for x in kept])),
+            "acceptance_over_time": [asdict(over_seeds(list(at))) for at in zip(*map(thirds, kept))],
+            "kl_mean": asdict(over_seeds([mean(x) for x in kls])),
+            "by_seed": end[setting],
+        }
+    for baseline in BASELINES:
+        base = next(s for s in grid.settings if s.arm == baseline)
+        others = [s for s in grid.settings if s != base]
+        for numbers, larger, name in ((end, "better", "reward"), (gap, "worse", "ppl_gap")):
+            decided = compare_all([(numbers[s], numbers[base]) for s in others], larger=larger, alpha=0.05)
+            for setting, comparison in zip(others, decided):
+                rows[setting.arm][f"{name}_less_{baseline}"] = asdict(comparison.difference) | {
+                    "p_holm": comparison.p_adjusted, "verdict": comparison.verdict,
+                }
+    versions = json.loads((next(iter(cells.values())).folder / "run.json").read_text())["versions"] if cells else {}
+    return {"seeds": seeds, "set": grid.sweep.fixed, "versions": versions, "arms": rows}
+
+
+def show(kind: str, found_out: dict) -> None:
+    """A table of a kind of drift."""
+    print(f"\n{kind}: seeds {found_out['seeds']}")
+    print("| arm | held-out | less token_is | less ppl_clip | PPL gap | kept |")
+    for arm, row in found_out["arms"].items():
+        m = row["held_out"][-1]
+        cells = [f"{m['mean']:.3f} ({m['low']:.3f} to {m['high']:.3f})"]
+        for baseline in BASELINES:
+            d = row.get(f"reward_less_{baseline}")
+            cells.append("" if d is None else f"{d['mean']:+.3f} ({d['low']:+.3f} to {d['high']:+.3f}) {d['verdict']}")
+        cells += [f"{row['ppl_gap']['mean']:.4f}", f"{row['acceptance']['mean']:.1%}"]
+        print("|", " | ".join([arm, *cells]), "|")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pilot", choices=KINDS)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.pilot:
+        folder = Path(f"runs/figures-pilot-{options.pilot}")
+        print(json.dumps(thresholds(pilot(options.pilot, folder))))
+    else:
+        document = {kind: told_apart(kind) for kind in KINDS if Path(f"runs/figures-{kind}").exists()}
+        for kind, content in document.items():
+            if content["seeds"]:
+                show(kind, content)
+        if options.json:
+            options.json.write_text(json.dumps({"machine": machine(), "kinds": document}, indent=1) + "\n")
