@@ -2,12 +2,13 @@
 
     python benchmarks/figures.py --pilot dtype            # thresholds that accept 90 % of a pilot run's responses
     offdrift sweep recipes/figures-dtype.toml             # 8 seeds of 10 arms; likewise figures-lag, figures-moe
+    offdrift sweep recipes/backwards-seeds.toml           # README's first picture, read along
     python benchmarks/figures.py --json benchmarks/results/figures.json
 
 A pilot is the arm `token_is` of the sweep, at a seed that the sweep does not have; the thresholds stand in the sweep
-files. The last command reads runs/figures-*/ and writes, for every kind of drift and arm, over the seeds that all arms
-have finished: held-out avg@4 at the start and the end, acceptance, the PPL gap (eq. 25) over time, and the paired
-differences to `token_is` and to `ppo_clip`, with intervals and Holm's procedure over a kind of drift's comparisons.
+files. The last command reads the sweeps' folders in runs/ and writes, for every sweep and arm, over the seeds that all
+arms have finished: held-out reward (avg@4) at every evaluation, acceptance, the PPL gap (eq. 25) over time, and paired
+differences to `token_is` and `ppo_clip` (README: `none`), with intervals by Holm's procedure over those to one of them.
 """
 
 import argparse
@@ -34,19 +35,20 @@ KINDS = ("dtype", "lag", "moe")
 ACCEPTANCE = 0.9
 PILOT_SEED = 100
 GAP, KEPT, KL = "full/log_ppl_gap", "gate/acceptance_seq", "divergence/kl_rollout_current_mean"
-BASELINES = ("token_is", "ppo_clip")
+SWEEPS = {**{f"figures-{kind}": ("token_is", "ppo_clip") for kind in KINDS}, "backwards-seeds": ("none",)}
+"""Sweeps, and the arms that the others are compared with."""
 THIRD = 8
 """Updates over which curves are averaged."""
 
 
-def grid_of(kind: str) -> Grid:
-    """The sweep of a kind of drift, as it stands in runs/."""
-    return load_sweep(Path(f"recipes/figures-{kind}.toml"))
+def grid_of(name: str) -> Grid:
+    """A sweep as it stands in runs/."""
+    return load_sweep(Path(f"recipes/{name}.toml"))
 
 
 def pilot(kind: str, folder: Path) -> Path:
     """A run of token_is that keeps its tokens, at a seed of its own; the arm's folder."""
-    fixed = {k: v for k, v in dotted(grid_of(kind).sweep.fixed).items() if not k.startswith("arms.")}
+    fixed = {k: v for k, v in dotted(grid_of(f"figures-{kind}").sweep.fixed).items() if not k.startswith("arms.")}
     changes = [f"{key}={json.dumps(value)}" for key, value in fixed.items()]
     recipe = load_recipe(
         Path("recipes/figures.toml"), changes=[*changes, f"seed={PILOT_SEED}", "log.tokens=true"], arm="token_is"
@@ -74,9 +76,8 @@ def thirds(values: list[float]) -> list[float]:
     return [mean(values[i : i + THIRD]) for i in range(0, len(values), THIRD)]
 
 
-def told_apart(kind: str) -> dict:
+def told_apart(grid: Grid, baselines: tuple[str, ...]) -> dict:
     """What a sweep's finished runs say, over the seeds that every arm has finished."""
-    grid = grid_of(kind)
     seeds = [s for s in grid.sweep.seeds if all(c.status == "finished" for c in grid.cells if c.seed == s)]
     cells = {(c.setting, c.seed): c for c in grid.cells if c.seed in seeds}
     end: dict[Setting, dict[int, float]] = {}
@@ -98,7 +99,7 @@ def told_apart(kind: str) -> dict:
             "kl_mean": asdict(over_seeds([mean(x) for x in kls])),
             "by_seed": end[setting],
         }
-    for baseline in BASELINES:
+    for baseline in baselines:
         base = next(s for s in grid.settings if s.arm == baseline)
         others = [s for s in grid.settings if s != base]
         for numbers, larger, name in ((end, "better", "reward"), (gap, "worse", "ppl_gap")):
@@ -111,17 +112,19 @@ def told_apart(kind: str) -> dict:
     return {"seeds": seeds, "set": grid.sweep.fixed, "versions": versions, "arms": rows}
 
 
-def show(kind: str, found_out: dict) -> None:
-    """A table of a kind of drift."""
-    print(f"\n{kind}: seeds {found_out['seeds']}")
-    print("| arm | held-out | less token_is | less ppl_clip | PPL gap | kept |")
-    for arm, row in found_out["arms"].items():
-        m = row["held_out"][-1]
-        cells = [f"{m['mean']:.3f} ({m['low']:.3f} to {m['high']:.3f})"]
-        for baseline in BASELINES:
+def show(name: str, content: dict) -> None:
+    """A table of a sweep."""
+    print(f"\n{name}: seeds {content['seeds']}")
+    print("| arm | held-out |", *(f"less {b} |" for b in SWEEPS[name]), "KL mean | PPL gap | kept | kept by thirds |")
+    for arm, row in content["arms"].items():
+        first, m = row["held_out"][0]["mean"], row["held_out"][-1]
+        cells = [f"{first:.3f} -> {m['mean']:.3f} ({m['low']:.3f} to {m['high']:.3f})"]
+        for baseline in SWEEPS[name]:
             d = row.get(f"reward_less_{baseline}")
             cells.append("" if d is None else f"{d['mean']:+.3f} ({d['low']:+.3f} to {d['high']:+.3f}) {d['verdict']}")
-        cells += [f"{row['ppl_gap']['mean']:.4f}", f"{row['acceptance']['mean']:.1%}"]
+        gap, kept = row["ppl_gap"], row["acceptance"]
+        cells += [f"{row['kl_mean']['mean']:.4f}", f"{gap['mean']:.4f} ({gap['low']:.4f} to {gap['high']:.4f})"]
+        cells += [f"{kept['mean']:.1%}", ", ".join(f"{x['mean']:.0%}" for x in row["acceptance_over_time"])]
         print("|", " | ".join([arm, *cells]), "|")
 
 
@@ -134,9 +137,10 @@ if __name__ == "__main__":
         folder = Path(f"runs/figures-pilot-{options.pilot}")
         print(json.dumps(thresholds(pilot(options.pilot, folder))))
     else:
-        document = {kind: told_apart(kind) for kind in KINDS if Path(f"runs/figures-{kind}").exists()}
-        for kind, content in document.items():
+        grids = {name: grid_of(name) for name in SWEEPS if Path("runs", name).exists()}
+        document = {name: told_apart(grid, SWEEPS[name]) for name, grid in grids.items()}
+        for name, content in document.items():
             if content["seeds"]:
-                show(kind, content)
+                show(name, content)
         if options.json:
-            options.json.write_text(json.dumps({"machine": machine(), "kinds": document}, indent=1) + "\n")
+            options.json.write_text(json.dumps({"machine": machine(), "sweeps": document}, indent=1) + "\n")

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from offdrift.errors import RecipeError, RecordError
 from offdrift.records.atomic import plain
-from offdrift.train import loop
+from offdrift.train import loop, page
 from offdrift.train.context import set_up
-from offdrift.train.page import render_sweep, write_sweep_page
+from offdrift.train.page import render_sweep, write_sweep_chart, write_sweep_page
 from offdrift.train.run_folder import RunFolder
 from offdrift.train.sweep import Grid, Pace, Progress, load_sweep, locked, run_sweep
 from offdrift.train.sweep_results import explained, results, sentence
@@ -233,14 +233,35 @@ def test_the_table_fits_and_the_page_has_every_setting(tmp_path, width):
     assert "…" not in text
     assert "3 of 3" in text
     assert "Holm" in text
-    page = write_sweep_page(grid, document).read_text()
-    assert page == render_sweep(grid, document)
+    text = write_sweep_page(grid, document).read_text()
+    assert text == render_sweep(grid, document)
     for row in document["settings"]:
-        assert row["name"] in page
-    data = json.loads(page.split('id="report-data">')[1].split("</script>")[0])
+        assert row["name"] in text
+    data = json.loads(text.split('id="report-data">')[1].split("</script>")[0])
     assert [chart["id"] for chart in data["charts"]][:2] == ["difference", "curve-0"]
     bands = [s for s in data["charts"][1]["series"] if "low" in s]
     assert len(bands) == 4
+
+
+def test_the_picture_has_every_setting_and_the_bands_of_the_page(tmp_path, monkeypatch):
+    grid = sweep_of(tmp_path, "seeds = 3\n[set]\nlag.sync_every = 2")
+    fill(grid, reward)
+    drawn = []
+    monkeypatch.setattr(page, "write_chart", lambda path, charts, **words: drawn.append((charts, words)) or path)
+    document = results(grid)
+    write_sweep_chart(tmp_path / "a.svg", grid, document)
+    ((chart,), words) = drawn.pop()
+    assert [s.name for s in chart.series] == ["none", "trm_max"]
+    assert words["title"].startswith("trm_max is better than none")
+    assert "Mean over 3 seeds of held-out reward; bands are 95 % intervals." in words["caption"]
+    trm = chart.series[1]
+    means = [row["mean"] for row in document["settings"]]
+    assert (trm.x, trm.y[-1]) == ([0, 2, 4], pytest.approx(means[1]))
+    assert trm.low[-1] == pytest.approx(document["settings"][1]["low"])
+    monkeypatch.undo()
+    picture = write_sweep_chart(tmp_path / "a.svg", grid, document).read_text()
+    assert "Held-out reward" in picture
+    assert "trm_max" in picture
 
 
 # -- running -----------------------------------------------------------------------------------------
