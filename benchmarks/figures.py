@@ -7,8 +7,8 @@
 
 A pilot is the arm `token_is` of the sweep, at a seed that the sweep does not have; the thresholds stand in the sweep
 files. The last command reads the sweeps' folders in runs/ and writes, for every sweep and arm, over the seeds that all
-arms have finished: held-out reward (avg@4) at every evaluation, acceptance, the PPL gap (eq. 25) over time, and paired
-differences to `token_is` and `ppo_clip` (README: `none`), with intervals by Holm's procedure over those to one of them.
+arms have finished: held-out reward (avg@4) at every evaluation, acceptance, the PPL gap (eq. 25) over time, and the
+differences that each figure is about, paired by seed, with intervals by Holm's procedure over those of one figure.
 """
 
 import argparse
@@ -35,8 +35,18 @@ KINDS = ("dtype", "lag", "moe")
 ACCEPTANCE = 0.9
 PILOT_SEED = 100
 GAP, KEPT, KL = "full/log_ppl_gap", "gate/acceptance_seq", "divergence/kl_rollout_current_mean"
-SWEEPS = {**{f"figures-{kind}": ("token_is", "ppo_clip") for kind in KINDS}, "backwards-seeds": ("none",)}
-"""Sweeps, and the arms that the others are compared with."""
+FIGURES = {
+    "figure 1": (("ppo_clip", "token_is"),),
+    "figure 2": (("trm_max", "ppo_clip"), ("trm_avg", "ppo_clip")),
+    "figure 2, calibrated": (("max_90", "ppo_clip"), ("avg_90", "ppo_clip")),
+    "figure 3": (("loose_both", "loose_max"), ("loose_both", "loose_avg")),
+    "mask and TIS": (("mask_tis", "trm_max"), ("mask_tis", "token_is")),
+    "masks and none": tuple((arm, "token_is") for arm in ("trm_max", "trm_avg", "loose_max", "max_90", "avg_90")),
+}
+"""What is compared with what; the comparisons of one line are decided together."""
+README = {"README": tuple((arm, "none") for arm in ("token_tis", "trm_max", "ppo_clip"))}
+SWEEPS = {**{f"figures-{kind}": FIGURES for kind in KINDS}, "backwards-seeds": README}
+"""Sweeps, and what of them is compared."""
 THIRD = 8
 """Updates over which curves are averaged."""
 
@@ -76,56 +86,54 @@ def thirds(values: list[float]) -> list[float]:
     return [mean(values[i : i + THIRD]) for i in range(0, len(values), THIRD)]
 
 
-def told_apart(grid: Grid, baselines: tuple[str, ...]) -> dict:
+def told_apart(grid: Grid, figures: dict[str, tuple[tuple[str, str], ...]]) -> dict:
     """What a sweep's finished runs say, over the seeds that every arm has finished."""
     seeds = [s for s in grid.sweep.seeds if all(c.status == "finished" for c in grid.cells if c.seed == s)]
-    cells = {(c.setting, c.seed): c for c in grid.cells if c.seed in seeds}
-    end: dict[Setting, dict[int, float]] = {}
-    gap: dict[Setting, dict[int, float]] = {}
-    rows = {}
-    for setting in grid.settings:
-        own = [cells[setting, seed] for seed in seeds]
+    cells = {(c.setting.arm, c.seed): c for c in grid.cells if c.seed in seeds}
+    arms, reward, gap = {}, {}, {}
+    for arm in dict.fromkeys(s.arm for s in grid.settings):
+        own = [cells[arm, seed] for seed in seeds]
         held_out = [[v for _, v in curve(c, "held_out")] for c in own]
         gaps, kept, kls = ([[v for _, v in curve(c, metric)] for c in own] for metric in (GAP, KEPT, KL))
-        end[setting] = {seed: x[-1] for seed, x in zip(seeds, held_out)}
-        gap[setting] = {seed: mean(x) for seed, x in zip(seeds, gaps)}
-        rows[setting.arm] = {
+        reward[arm] = {seed: x[-1] for seed, x in zip(seeds, held_out)}
+        gap[arm] = {seed: mean(x) for seed, x in zip(seeds, gaps)}
+        arms[arm] = {
             "held_out": [asdict(over_seeds(list(at))) for at in zip(*held_out)],
-            "lowest": asdict(over_seeds([min(x) for x in held_out])),
             "ppl_gap": asdict(over_seeds([mean(x) for x in gaps])),
             "ppl_gap_over_time": [asdict(over_seeds(list(at))) for at in zip(*map(thirds, gaps))],
             "acceptance": asdict(over_seeds([mean(x) for x in kept])),
             "acceptance_over_time": [asdict(over_seeds(list(at))) for at in zip(*map(thirds, kept))],
             "kl_mean": asdict(over_seeds([mean(x) for x in kls])),
-            "by_seed": end[setting],
+            "held_out_by_seed": reward[arm],
+            "collapsed": sum(x[-1] < x[0] for x in held_out),
         }
-    for baseline in baselines:
-        base = next(s for s in grid.settings if s.arm == baseline)
-        others = [s for s in grid.settings if s != base]
-        for numbers, larger, name in ((end, "better", "reward"), (gap, "worse", "ppl_gap")):
-            decided = compare_all([(numbers[s], numbers[base]) for s in others], larger=larger, alpha=0.05)
-            for setting, comparison in zip(others, decided):
-                rows[setting.arm][f"{name}_less_{baseline}"] = asdict(comparison.difference) | {
-                    "p_holm": comparison.p_adjusted, "verdict": comparison.verdict,
-                }
+    compared = []
+    for figure, pairs in figures.items():
+        pairs = tuple((a, b) for a, b in pairs if a in arms and b in arms)
+        for what, numbers, larger in (("held-out", reward, "better"), ("PPL gap", gap, "worse")):
+            decided = compare_all([(numbers[a], numbers[b]) for a, b in pairs], larger=larger, alpha=0.05)
+            for (arm, base), c in zip(pairs, decided):
+                row = {"figure": figure, "arm": arm, "less": base, "of": what}
+                compared.append(row | asdict(c.difference) | {"p_holm": c.p_adjusted, "verdict": c.verdict})
     versions = json.loads((next(iter(cells.values())).folder / "run.json").read_text())["versions"] if cells else {}
-    return {"seeds": seeds, "set": grid.sweep.fixed, "versions": versions, "arms": rows}
+    return {"seeds": seeds, "set": grid.sweep.fixed, "versions": versions, "arms": arms, "compared": compared}
 
 
 def show(name: str, content: dict) -> None:
-    """A table of a sweep."""
-    print(f"\n{name}: seeds {content['seeds']}")
-    print("| arm | held-out |", *(f"less {b} |" for b in SWEEPS[name]), "KL mean | PPL gap | kept | kept by thirds |")
+    """The tables of a sweep."""
+    print(f"\n{name}: seeds {content['seeds']}\n\n| arm | held-out reward | ends below its start | PPL gap | KL | kept |")
     for arm, row in content["arms"].items():
-        first, m = row["held_out"][0]["mean"], row["held_out"][-1]
-        cells = [f"{first:.3f} -> {m['mean']:.3f} ({m['low']:.3f} to {m['high']:.3f})"]
-        for baseline in SWEEPS[name]:
-            d = row.get(f"reward_less_{baseline}")
-            cells.append("" if d is None else f"{d['mean']:+.3f} ({d['low']:+.3f} to {d['high']:+.3f}) {d['verdict']}")
-        gap, kept = row["ppl_gap"], row["acceptance"]
-        cells += [f"{row['kl_mean']['mean']:.4f}", f"{gap['mean']:.4f} ({gap['low']:.4f} to {gap['high']:.4f})"]
-        cells += [f"{kept['mean']:.1%}", ", ".join(f"{x['mean']:.0%}" for x in row["acceptance_over_time"])]
-        print("|", " | ".join([arm, *cells]), "|")
+        first, m, gap, kept = row["held_out"][0]["mean"], row["held_out"][-1], row["ppl_gap"], row["acceptance"]
+        cells = [f"{first:.3f} -> {m['mean']:.3f} ({m['low']:.3f} to {m['high']:.3f})", str(row["collapsed"])]
+        over_time = ", ".join(f"{x['mean']:.3g}" for x in row["ppl_gap_over_time"])
+        cells += [f"{gap['mean']:.3g} ({gap['low']:.3g} to {gap['high']:.3g}): {over_time}"]
+        shares = ", ".join(f"{x['mean']:.0%}" for x in row["acceptance_over_time"])
+        print("|", " | ".join([arm, *cells, f"{row['kl_mean']['mean']:.2g}", f"{kept['mean']:.1%}: {shares}"]), "|")
+    print("\n| figure | difference | of | mean | p (Holm) | |")
+    for c in content["compared"]:
+        interval = f"{c['mean']:+.3g} ({c['low']:+.3g} to {c['high']:+.3g})"
+        cells = [c["figure"], f"{c['arm']} less {c['less']}", c["of"], interval, f"{c['p_holm']:.3g}", c["verdict"]]
+        print("|", " | ".join(cells), "|")
 
 
 if __name__ == "__main__":

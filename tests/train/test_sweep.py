@@ -66,6 +66,16 @@ def test_seeds_share_a_start_where_the_recipe_gives_it_a_seed_of_its_own(tmp_pat
     assert not torch.equal(weights[0], weights[2])
 
 
+def test_a_value_may_be_a_list(tmp_path):
+    values = '\n[values]\n"optim.betas" = [[0.9, 0.95], [0.0, 0.95]]'
+    grid = sweep_of(tmp_path, f'seeds = 2\narms = ["trm_max"]\nbaseline = {{ "optim.betas" = [0.9, 0.95] }}{values}')
+    with_momentum, without = grid.settings
+    assert grid.baseline_of(without) == with_momentum
+    assert [c.recipe.optim.betas for c in grid.cells] == [(0.9, 0.95), (0.0, 0.95)] * 2
+    fill(grid, lambda setting, seed, update: 0.5 + 0.1 * (setting == without))
+    assert results(grid)["settings"][1]["difference"]["mean"] == pytest.approx(0.1)
+
+
 def test_arms_may_be_methods_of_the_table_and_values_of_one_arm_vary_it_alone(tmp_path):
     grid = sweep_of(
         tmp_path, 'seeds = 1\narms = ["none", "gspo"]\n[values]\narms.gspo.override.objective.eps_high = [0.1, 0.2]'

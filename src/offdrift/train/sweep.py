@@ -163,6 +163,9 @@ class Setting:
     arm: str
     values: tuple[tuple[str, Any], ...] = ()
 
+    def __hash__(self) -> int:
+        return hash((self.arm, repr(self.values)))  # a value may be a list, such as optim.betas
+
     @property
     def label(self) -> str:
         """The values in words, each under the last part of its name; empty without values."""
