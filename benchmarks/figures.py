@@ -28,7 +28,7 @@ from offdrift.segments import Segments
 from offdrift.stats import compare_all, over_seeds
 from offdrift.train.loop import train
 from offdrift.train.recipe import load_recipe
-from offdrift.train.sweep import Grid, Setting, dotted, load_sweep
+from offdrift.train.sweep import Grid, dotted, load_sweep
 from offdrift.train.sweep_results import curve
 
 KINDS = ("dtype", "lag", "moe")
@@ -121,7 +121,9 @@ def told_apart(grid: Grid, figures: dict[str, tuple[tuple[str, str], ...]]) -> d
 
 def show(name: str, content: dict) -> None:
     """The tables of a sweep."""
-    print(f"\n{name}: seeds {content['seeds']}\n\n| arm | held-out reward | ends below its start | PPL gap | KL | kept |")
+    print(
+        f"\n{name}: seeds {content['seeds']}\n\n| arm | held-out reward | ends below its start | PPL gap | KL | kept |"
+    )
     for arm, row in content["arms"].items():
         first, m, gap, kept = row["held_out"][0]["mean"], row["held_out"][-1], row["ppl_gap"], row["acceptance"]
         cells = [f"{first:.3f} -> {m['mean']:.3f} ({m['low']:.3f} to {m['high']:.3f})", str(row["collapsed"])]

@@ -58,7 +58,9 @@ def test_seeds_share_a_start_where_the_recipe_gives_it_a_seed_of_its_own(tmp_pat
     weights = []
     for cell in (*shared.cells[::2], own.cells[0]):
         watched: list[str] = []
-        run = set_up(cell.recipe, RunFolder(tmp_path / str(len(weights))), lambda event, w=watched: w.append(event.kind))
+        run = set_up(
+            cell.recipe, RunFolder(tmp_path / str(len(weights))), lambda event, w=watched: w.append(event.kind)
+        )
         weights.append(torch.cat([p.flatten() for p in run.model.parameters()]))
         run.engine.close()
         assert ("warm_start" in watched) == (len(weights) != 2), "the second seed takes the first one's start"
@@ -263,7 +265,8 @@ def test_the_picture_has_every_setting_and_the_bands_of_the_page(tmp_path, monke
     ((chart,), words) = drawn.pop()
     assert [s.name for s in chart.series] == ["none", "trm_max"]
     assert words["title"].startswith("trm_max is better than none")
-    assert "Mean over 3 seeds of held-out reward; bands are 95 % intervals." in words["caption"]
+    assert "Mean over 3 seeds of held-out reward; bands are 95 % intervals, cut at" in words["caption"]
+    assert chart.y_range == (0, 1)
     trm = chart.series[1]
     means = [row["mean"] for row in document["settings"]]
     assert (trm.x, trm.y[-1]) == ([0, 2, 4], pytest.approx(means[1]))

@@ -458,9 +458,13 @@ def _curves(grid: Grid, document: Mapping[str, Any], metric: str, name: str, *, 
         f"Mean over {seeds} seeds of {'held-out reward' if row is None else row.formula}; bands are "
         f"{100 * document['confidence']:g} % intervals."
     )
-    title = "Held-out reward" if metric == HELD_OUT else metric
+    title, limits = "Held-out reward" if metric == HELD_OUT else metric, None
+    if metric in (HELD_OUT, "reward/mean"):  # an interval of few seeds may reach beyond any possible reward
+        lows, highs = zip(*(cell.recipe.reward_range for cell in grid.cells))
+        limits = (min(lows), max(highs))
+        meaning = meaning.removesuffix(".") + ", cut at the smallest and largest possible reward."
     unit = "nat, log scale" if kl else "" if row is None else row.unit
-    return Chart(title, unit, series, name, meaning, x_title="update", log=kl, wide=wide)
+    return Chart(title, unit, series, name, meaning, x_title="update", log=kl, wide=wide, y_range=limits)
 
 
 def _band(grid: Grid, setting: Setting, metric: str, look: Mapping[str, Any], document: Mapping[str, Any]) -> Series:
