@@ -1,4 +1,4 @@
-# make train        sets everything up and trains the tiny recipe: about five minutes on two cores
+# make train        sets everything up and trains a tiny model four times: about two minutes on two quiet cores
 # make test-quick   the laws, the core and one engine: about a minute on two cores
 # make test         every test but the slow ones: what to run before a commit, six minutes on two cores
 # make test-all     that with shapes checked (of a function's first calls in every test), the slow ones, test-narrow and
@@ -29,7 +29,7 @@ NUMERICAL := $(addprefix tests/,laws divergence correction objectives stats reco
 .PHONY: train train-vllm train-smollm2 test-quick test test-all test-narrow test-foreign install install-vllm install-smollm2 install-test install-foreign bench check docs census clean
 
 train: install
-	$(BIN)/offdrift train recipes/tiny.toml
+	$(BIN)/offdrift train recipes/backwards.toml
 
 train-vllm: install install-vllm
 	$(BIN)/offdrift train recipes/tiny-moe.toml

@@ -8,12 +8,15 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from offdrift.errors import RecipeError, RecordError
 from offdrift.records.atomic import plain
-from offdrift.train import loop
-from offdrift.train.page import render_sweep, write_sweep_page
+from offdrift.train import loop, page
+from offdrift.train.context import set_up
+from offdrift.train.page import render_sweep, write_sweep_chart, write_sweep_page
+from offdrift.train.run_folder import RunFolder
 from offdrift.train.sweep import Grid, Pace, Progress, load_sweep, locked, run_sweep
 from offdrift.train.sweep_results import explained, results, sentence
 from offdrift.train.view import sweep_summary
@@ -42,6 +45,37 @@ def test_a_grid_is_every_arm_value_and_seed_with_seeds_outermost(tmp_path):
     )
     assert cell.folder == tmp_path / "out/runs/trm_max/lag.sync_every=2,optim.lr=0.0001/seed-3"
     assert len({c.folder for c in grid.cells}) == 8
+
+
+def test_seeds_share_a_start_where_the_recipe_gives_it_a_seed_of_its_own(tmp_path, monkeypatch):
+    """The sweep then trains one start, and every seed begins with its weights."""
+    monkeypatch.setenv("OFFDRIFT_CACHE", str(tmp_path / "cache"))
+    own = sweep_of(tmp_path, "seeds = [1, 2]\n[set]\ntask = 'backwards'\nwarm_start.steps = 2")
+    assert len({cell.start for cell in own.cells}) == 2
+    start = "warm_start = { steps = 2, batch_size = 4, seed = 5 }"
+    shared = sweep_of(tmp_path, f"seeds = [1, 2]\n[set]\ntask = 'backwards'\n{start}")
+    assert len({cell.start for cell in shared.cells}) == 1
+    weights = []
+    for cell in (*shared.cells[::2], own.cells[0]):
+        watched: list[str] = []
+        run = set_up(
+            cell.recipe, RunFolder(tmp_path / str(len(weights))), lambda event, w=watched: w.append(event.kind)
+        )
+        weights.append(torch.cat([p.flatten() for p in run.model.parameters()]))
+        run.engine.close()
+        assert ("warm_start" in watched) == (len(weights) != 2), "the second seed takes the first one's start"
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_a_value_may_be_a_list(tmp_path):
+    values = '\n[values]\n"optim.betas" = [[0.9, 0.95], [0.0, 0.95]]'
+    grid = sweep_of(tmp_path, f'seeds = 2\narms = ["trm_max"]\nbaseline = {{ "optim.betas" = [0.9, 0.95] }}{values}')
+    with_momentum, without = grid.settings
+    assert grid.baseline_of(without) == with_momentum
+    assert [c.recipe.optim.betas for c in grid.cells] == [(0.9, 0.95), (0.0, 0.95)] * 2
+    fill(grid, lambda setting, seed, update: 0.5 + 0.1 * (setting == without))
+    assert results(grid)["settings"][1]["difference"]["mean"] == pytest.approx(0.1)
 
 
 def test_arms_may_be_methods_of_the_table_and_values_of_one_arm_vary_it_alone(tmp_path):
@@ -211,14 +245,36 @@ def test_the_table_fits_and_the_page_has_every_setting(tmp_path, width):
     assert "…" not in text
     assert "3 of 3" in text
     assert "Holm" in text
-    page = write_sweep_page(grid, document).read_text()
-    assert page == render_sweep(grid, document)
+    text = write_sweep_page(grid, document).read_text()
+    assert text == render_sweep(grid, document)
     for row in document["settings"]:
-        assert row["name"] in page
-    data = json.loads(page.split('id="report-data">')[1].split("</script>")[0])
+        assert row["name"] in text
+    data = json.loads(text.split('id="report-data">')[1].split("</script>")[0])
     assert [chart["id"] for chart in data["charts"]][:2] == ["difference", "curve-0"]
     bands = [s for s in data["charts"][1]["series"] if "low" in s]
     assert len(bands) == 4
+
+
+def test_the_picture_has_every_setting_and_the_bands_of_the_page(tmp_path, monkeypatch):
+    grid = sweep_of(tmp_path, "seeds = 3\n[set]\nlag.sync_every = 2")
+    fill(grid, reward)
+    drawn = []
+    monkeypatch.setattr(page, "write_chart", lambda path, charts, **words: drawn.append((charts, words)) or path)
+    document = results(grid)
+    write_sweep_chart(tmp_path / "a.svg", grid, document)
+    ((chart,), words) = drawn.pop()
+    assert [s.name for s in chart.series] == ["none", "trm_max"]
+    assert words["title"].startswith("trm_max is better than none")
+    assert "Mean over 3 seeds of held-out reward; bands are 95 % intervals, cut at" in words["caption"]
+    assert chart.y_range == (0, 1)
+    trm = chart.series[1]
+    means = [row["mean"] for row in document["settings"]]
+    assert (trm.x, trm.y[-1]) == ([0, 2, 4], pytest.approx(means[1]))
+    assert trm.low[-1] == pytest.approx(document["settings"][1]["low"])
+    monkeypatch.undo()
+    picture = write_sweep_chart(tmp_path / "a.svg", grid, document).read_text()
+    assert "Held-out reward" in picture
+    assert "trm_max" in picture
 
 
 # -- running -----------------------------------------------------------------------------------------

@@ -81,6 +81,20 @@ def test_every_demonstration_earns_the_full_reward() -> None:
     assert [task.reward(p.demonstration or "", p) for p in problems] == [1.0] * 100
 
 
+def test_backwards_is_shown_with_a_digit_in_six_wrong() -> None:
+    """The answer earns 1 and nothing else does; mistakes fall on each of 6000 digits with probability 1/6 (standard
+    deviation 29), to each of the nine other digits alike (111 +- 10)."""
+    task = find_task("backwards")
+    problems = task.sample(1000, seed=0)
+    assert all(p.answer == p.prompt[:6][::-1] and p.prompt[6:] == "=" for p in problems)
+    assert [task.reward(p.answer, p) for p in problems[:50]] == [1.0] * 50
+    assert [task.reward(p.prompt[:6], p) for p in problems[:50] if p.prompt[:6] != p.answer] == [0.0] * 50
+    pairs = [pair for p in problems for pair in zip(p.demonstration or "", p.answer, strict=True)]
+    off = [(int(a) - int(b)) % 10 for a, b in pairs if a != b]
+    assert abs(len(off) - 1000) < 150
+    assert all(abs(off.count(k) - len(off) / 9) < 50 for k in range(1, 10))
+
+
 ANSWER_51 = Problem("12+34+5=", "51")
 RIGHT = ("46+5=51\n", "51", "so it is 51.", "051", "51.0", "60-51", "(60)-51")
 WRONG = (

@@ -34,6 +34,13 @@ def sweep(
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at a time, each in a process.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Folder of the sweep; default runs/NAME.")] = None,
+    chart: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also draw the compared metric over updates, with bands over seeds: a .svg, .png or .html file.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the file, say what would run, and run nothing.")
     ] = False,
@@ -51,10 +58,12 @@ def sweep(
     \b
     offdrift sweep recipes/sweep.toml --dry-run
     offdrift sweep recipes/sweep.toml
-    offdrift sweep recipes/sweep.toml --jobs 2 --out runs/mine
+    offdrift sweep recipes/sweep.toml --jobs 2 --out runs/mine --chart mine.svg
     """
     from offdrift.train.sweep import Pace, load_sweep, locked, run_sweep
 
+    if chart is not None and chart.suffix.lower() not in (".html", ".svg", ".png"):  # not after hours
+        raise typer.BadParameter(f"--chart {chart}: a chart is a .html, .svg or .png file")
     grid = load_sweep(file, out, changes=changes or [])
     states = [cell.status for cell in grid.cells]
     kinds = ", ".join(f"{states.count(s)} {s}" for s in ("finished", "begun", "failed", "waiting") if s in states)
@@ -74,11 +83,12 @@ def sweep(
             screen.show(f"{row['setting']}  compared with {row['baseline']}" if row["baseline"] else row["setting"])
         return
     from offdrift.records.atomic import write_json
-    from offdrift.train.page import write_sweep_page
+    from offdrift.train.page import write_sweep_chart, write_sweep_page
     from offdrift.train.sweep_results import results
     from offdrift.train.view import sweep_summary
 
     words = [w for c in changes or [] for w in ("--set", c)] + (["--jobs", str(jobs)] if jobs > 1 else [])
+    words += [] if chart is None else ["--chart", str(chart)]
     again = shlex.join(["offdrift", "sweep", str(file), *words, *(["--out", str(out)] if out else [])])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill ends like Ctrl-C
     pace = Pace(grid, jobs)
@@ -100,13 +110,14 @@ def sweep(
         document = results(grid)
         write_json(grid.folder / "sweep.json", document)
         page = write_sweep_page(grid, document)
+        picture = {} if chart is None else {"chart": write_sweep_chart(chart, grid, document)}
     if screen.as_json:
         from offdrift.records.atomic import plain
 
         screen.json(plain(document), indent=None)
     else:
         screen.show(sweep_summary(document, width=screen.width), "")
-        screen.wrote(results=grid.folder / "sweep.json", page=page)
+        screen.wrote(results=grid.folder / "sweep.json", page=page, **picture)
     if screen.interrupted:
         screen.warn(f"interrupted; nothing before the last checkpoints is lost. Continue with:\n  {again}")
         raise typer.Exit(ExitCode.INTERRUPTED)

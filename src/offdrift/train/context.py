@@ -172,7 +172,7 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     _check_launch(recipe, accelerator)
     if judge is not None:
         judge.model.to(accelerator.device)
-    model, tokenizer = load_model(recipe.model, seed=recipe.seed)
+    model, tokenizer = load_model(recipe.model, seed=recipe.warm_start.seed_in(recipe.seed))
     _check_model(recipe, model)
     if recipe.lora is not None:
         accelerator.register_save_state_pre_hook(keep_trained)
@@ -272,7 +272,7 @@ def _warm_started(
             batch_size=start.batch_size,
             lr=start.lr,
             target=start.target,
-            seed=recipe.seed,
+            seed=start.seed_in(recipe.seed),
             progress=lambda step, loss: watch(
                 Event("warm_start", step=step, total=start.steps, metrics={"loss": loss})
             ),

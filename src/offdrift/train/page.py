@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from offdrift.show.charts import NUM_COLORS, SYMBOLS, Chart, Series, chart_data
+from offdrift.show.charts import NUM_COLORS, SYMBOLS, Chart, Series, chart_data, write_chart
 from offdrift.show.html import render_document, write_document
 from offdrift.show.json_access import mapping, number
 from offdrift.show.numbers import flatten, kl_labels, kl_level, short
@@ -433,17 +433,38 @@ def sweep_charts(grid: Grid, document: Mapping[str, Any]) -> list[Chart]:
             )
         )
     metrics = dict.fromkeys([document["metric"], HELD_OUT, "reward/mean", "divergence/kl_rollout_current_mean"])
-    for i, metric in enumerate(metrics):
-        kl = metric.startswith("divergence/")
-        series = [_band(grid, setting, metric, look, document) for look, setting in zip(looks, grid.settings)]
-        row = METRICS.get(metric)
-        title = "Held-out reward" if metric == HELD_OUT else metric
-        meaning = (
-            f"Mean over seeds of {'held-out reward' if row is None else row.formula}; bands are {level} intervals."
-        )
-        unit = "nat, log scale" if kl else "" if row is None else row.unit
-        charts.append(Chart(title, unit, series, f"curve-{i}", meaning, x_title="update", log=kl, wide=not i))
-    return charts
+    return charts + [_curves(grid, document, metric, f"curve-{i}", wide=not i) for i, metric in enumerate(metrics)]
+
+
+def write_sweep_chart(path: Path, grid: Grid, document: Mapping[str, Any]) -> Path:
+    """Draw the compared metric over updates: means over seeds, in bands of their intervals.
+
+    Args:
+        path: a .svg, .png or .html file.
+
+    Raises: as in `offdrift.show.charts.write_chart`.
+    """
+    chart = _curves(grid, document, document["metric"], "curve", wide=True)
+    return write_chart(path, [chart], title=sentence(document), caption=chart.meaning)
+
+
+def _curves(grid: Grid, document: Mapping[str, Any], metric: str, name: str, *, wide: bool) -> Chart:
+    """A metric over updates: a line and a band for every setting."""
+    looks = _looks([Arm(s.name, True) for s in grid.settings])
+    series = [_band(grid, setting, metric, look, document) for look, setting in zip(looks, grid.settings)]
+    seeds = max((row["n"] for row in document["settings"]), default=0)
+    row, kl = METRICS.get(metric), metric.startswith("divergence/")
+    meaning = (
+        f"Mean over {seeds} seeds of {'held-out reward' if row is None else row.formula}; bands are "
+        f"{100 * document['confidence']:g} % intervals."
+    )
+    title, limits = "Held-out reward" if metric == HELD_OUT else metric, None
+    if metric in (HELD_OUT, "reward/mean"):  # an interval of few seeds may reach beyond any possible reward
+        lows, highs = zip(*(cell.recipe.reward_range for cell in grid.cells))
+        limits = (min(lows), max(highs))
+        meaning = meaning.removesuffix(".") + ", cut at the smallest and largest possible reward."
+    unit = "nat, log scale" if kl else "" if row is None else row.unit
+    return Chart(title, unit, series, name, meaning, x_title="update", log=kl, wide=wide, y_range=limits)
 
 
 def _band(grid: Grid, setting: Setting, metric: str, look: Mapping[str, Any], document: Mapping[str, Any]) -> Series:

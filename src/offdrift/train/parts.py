@@ -249,6 +249,13 @@ class WarmStart(Part):
     """Peak learning rate."""
     target: PositiveFloat = 0.5
     """It is over 20 steps after a sampled completion is the demonstration so often, before that; above 1: never."""
+    seed: Natural | None = None
+    """Of the initial weights and the demonstrations. Absent: the recipe's, so that every seed has a start of its own;
+    set it where all seeds of a sweep shall have one start, which is then trained once."""
+
+    def seed_in(self, seed: int) -> int:
+        """The start's seed in a recipe of this seed."""
+        return seed if self.seed is None else self.seed
 
 
 class Lag(Part):

@@ -163,6 +163,9 @@ class Setting:
     arm: str
     values: tuple[tuple[str, Any], ...] = ()
 
+    def __hash__(self) -> int:
+        return hash((self.arm, repr(self.values)))  # a value may be a list, such as optim.betas
+
     @property
     def label(self) -> str:
         """The values in words, each under the last part of its name; empty without values."""
@@ -203,7 +206,7 @@ class Cell:
     def start(self) -> str:
         """What its warm start depends on; empty without one."""
         r = self.recipe
-        return repr((r.seed, r.model, r.task, r.warm_start)) if r.warm_start.steps else ""
+        return repr((r.warm_start.seed_in(r.seed), r.model, r.task, r.warm_start)) if r.warm_start.steps else ""
 
     @property
     def status(self) -> Literal["finished", "failed", "begun", "waiting"]:

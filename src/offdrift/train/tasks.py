@@ -11,6 +11,7 @@ import ast
 import inspect
 import itertools
 import math
+import random
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 from offdrift.errors import RecipeError
 from offdrift.train.environments import ENVIRONMENTS
 from offdrift.train.problems import EVAL_SHARE, Problem, ProblemFile, Split, digest, read_problems, split_of
-from offdrift.train.rewards import VERIFIERS, OwnReward, RewardFunction, Rewards, exact_number, find_reward
+from offdrift.train.rewards import VERIFIERS, OwnReward, RewardFunction, Rewards, exact_number, exact_text, find_reward
 
 _CHUNK = 64
 _LONGEST_ANSWER = 10_000
@@ -246,12 +247,28 @@ def _number_only(entry: Mapping[str, Any]) -> Problem:
     return Problem(f"What is {expression}? Answer with the number only.", answer, demonstration=answer, chat=True)
 
 
+def _digit_strings(seed: int, size: int) -> list[dict[str, str]]:
+    """Strings of six digits, all equally likely."""
+    rng = random.Random(seed)
+    return [{"digits": "".join(rng.choices("0123456789", k=6))} for _ in range(size)]
+
+
+def _backwards(entry: Mapping[str, Any]) -> Problem:
+    """`381204=`, to be answered by `402183`, but shown with every digit wrong with a probability of 1/6."""
+    digits = entry["digits"]
+    drawn = [digest("mistake", digits, i) for i in range(len(digits))]
+    shown = (str((int(c) + 1 + x // 6 % 9) % 10) if x % 6 == 0 else c for c, x in zip(reversed(digits), drawn))
+    return Problem(f"{digits}=", digits[::-1], demonstration="".join(shown))
+
+
 _CHAT_SUMS = partial(_named, "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=2)
 
 TASKS: dict[str, Task] = {
     "arithmetic": ProceduralTask("arithmetic", _sums, _written_sum, exact_number),
+    "backwards": ProceduralTask("backwards", _digit_strings, _backwards, exact_text),
     "chat-arithmetic": ProceduralTask("chat-arithmetic", _CHAT_SUMS, _question, exact_number),
     "chat-sums": ProceduralTask("chat-sums", _CHAT_SUMS, _number_only, exact_number),
 }
-"""Tasks by name. `arithmetic` is sized for the tiny models, the others for a chat model; `chat-sums` asks for the
-number only."""
+"""Tasks by name. `arithmetic` and `backwards` are sized for the tiny models, the others for a chat model; `chat-sums`
+asks for the number only. The demonstrations of `backwards` have mistakes, so that a model which has learned them by
+heart is right in (5/6)^6 = 0.33 of its answers, and reinforcement learning has something to repair."""
