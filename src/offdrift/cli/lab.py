@@ -1,4 +1,4 @@
-"""`offdrift lab`: experiments on error bounds, certificates, gradients, gates against length, and routing replay."""
+"""`offdrift lab`: experiments on bounds, certificates, gradients, gates against length, routing replay and lag."""
 
 from __future__ import annotations
 
@@ -360,3 +360,61 @@ def routing(
             markup=False,
         )
     screen.next("offdrift methods r3", "what replays routes in a run, and how to switch it on")
+
+
+@lab.command("lag-law")
+def lag_law(
+    screen: Screen,
+    sweeps: Annotated[
+        list[Path],
+        typer.Argument(metavar="SWEEP...", help="Folders of `offdrift sweep`, or files that --json of this wrote."),
+    ],
+    arms: Annotated[str | None, typer.Option(help="Only runs of these arms, comma-separated.")] = None,
+    keep: Annotated[float, typer.Option(help="Share of its held-out reward that a stable run keeps.")] = 0.7,
+    draws: Annotated[int, typer.Option(help="Bootstrap samples behind every interval.", min=20)] = 500,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.", min=0)] = 0,
+    out: Stem = None,
+) -> None:
+    """Does the effective sample size say how much lag is safe, L_max = c ESS^α?
+
+    Every run of the sweeps is a point: the lag between its synchronizations, the effective share of its
+    sequences at the end of the first such stretch, and whether it kept its reward. In each sweep (a task
+    family) the boundary of stable runs is fitted, and tested on the other sweeps, beside ESS alone and lag alone.
+    Learning rates should differ within a sweep: at one rate ESS falls with the lag, and no fit can tell the two apart.
+
+    \b
+    offdrift sweep recipes/staleness.toml
+    offdrift lab lag-law runs/staleness
+    offdrift lab lag-law runs/staleness runs/staleness-guess --out lag-law
+    offdrift lab lag-law runs/staleness runs/staleness-guess --arms oapl,oapl_1
+    """
+    from offdrift.lab.lag_law import judge, read_runs, verdict
+    from offdrift.lab.views import lag_law_panels, lag_law_tables
+
+    runs = [run for path in sweeps for run in read_runs(path, arms=_words(arms or ""))]
+    families = {run.family for run in runs}
+    with screen.until_interrupted() as progress:
+        task = progress.add_task("fits and tests", total=len(families) ** 2)
+        result = judge(runs, keep=keep, draws=draws, seed=seed, tick=partial(progress.advance, task))
+        words = verdict(result)
+    if screen.interrupted:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    versions = {name: version(name) for name in ("offdrift", "torch", "numpy")}
+    result = {"kind": "lag-law", "verdict": words, "arms": arms, "versions": versions, **result}
+    if screen.as_json:
+        screen.json(result)
+    else:
+        for table in lag_law_tables(result):
+            screen.show(table)
+        screen.out.print(
+            "α and AUROC with 95 % intervals of a bootstrap over settings. c=50, α=1 right: runs that the published "
+            "law sorts rightly.",
+            style="dim",
+            markup=False,
+        )
+        screen.show(f"L_max = c ESS^α: [bold]{words}[/].")
+    if out is not None:
+        caption = f"Stable: kept {keep:.0%} of its held-out reward. ESS at the end of the first stretch between syncs."
+        title = "How much lag is safe?"
+        _write(out, lag_law_panels(runs, result), result, screen, title=title, caption=caption)
+    _next_picture(screen, out, f"lag-law {' '.join(str(path) for path in sweeps)}")

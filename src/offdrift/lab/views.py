@@ -1,4 +1,4 @@
-"""Tables, figures and JSON of the lab's experiments: frontier, length bias, routing replay, bounds, coverage."""
+"""Tables, figures and JSON of the lab's experiments: frontier, length bias, routing, lags, bounds, coverage."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from offdrift.certificate.bounds import LABELS as BOUNDS
 from offdrift.lab.coverage import WORLDS
 from offdrift.lab.coverage import Row as Covered
 from offdrift.lab.frontier import Estimate, Verdict, conjecture, verdict
+from offdrift.lab.lag_law import LagRun
 from offdrift.lab.length_bias import Curve
 from offdrift.lab.search import Outcome, Row, of_drift, summarize
 from offdrift.lab.statements import LABELS as STATEMENTS
@@ -207,6 +208,76 @@ def routing_table(rows: Sequence[Mapping[str, Any]], *, steps: int) -> Table:
             f"{row['gain_se']:.4f}",
         )
     return table
+
+
+def lag_law_tables(result: Mapping[str, Any]) -> list[Table]:
+    """The law of each family, and how well it tells stable runs of the others."""
+    laws = _table(
+        "L_max = c ESS^α, fitted in each family of runs",
+        left=["family"],
+        right=["runs", "stable", "c", "α", "α from", "to", "c=50, α=1 right"],
+    )
+    for row in result["families"]:
+        low, high = row.get("alpha_interval") or (None, None)
+        laws.add_row(
+            row["family"],
+            str(row["runs"]),
+            str(row["stable"]),
+            *(_short(row.get("c")), _short(row.get("alpha")), _short(low), _short(high)),
+            "-" if row["published"]["accuracy"] is None else f"{row['published']['accuracy']:.0%}",
+        )
+    tested = _table(
+        "Stable or not, out of sample: AUROC of each rule",
+        left=["fitted on", "tested on"],
+        right=["law", "from", "to", "ESS alone", "lag alone", "law - ESS", "to"],
+    )
+    for row in result["across"]:
+        area, gain = row["law"]["auroc_interval"] or (None, None), row["law_less_ess"] or (None, None)
+        tested.add_row(
+            row["fitted_on"],
+            row["tested_on"],
+            *map(_two, (row["law"]["auroc"], *area, row["ess"]["auroc"], row["lag"]["auroc"])),
+            *("-" if x is None else f"{x:+.2f}" for x in gain),
+        )
+    return [laws, tested] if result["across"] else [laws]
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}" if abs(value) < 1e4 else f"{value:.0e}"
+
+
+def _two(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def lag_law_panels(runs: Sequence[LagRun], result: Mapping[str, Any]) -> list[Chart]:
+    """Each family's runs by ESS and lag, stable and not, with its fitted boundary and the published one."""
+    panels = []
+    for row in result["families"]:
+        own = [run for run in runs if run.family == row["family"]]
+        series = []
+        for name, wanted in (("stable", True), ("not stable", False)):
+            of_kind = [run for run in own if run.stable(result["keep"]) == wanted]
+            texts = [f"{run.setting}, seed {run.seed}" for run in of_kind]
+            xs, ys = [run.ess for run in of_kind], [run.lag for run in of_kind]
+            series.append(Series(name, xs, ys, kind="dots", texts=texts))
+        ends = [min(run.ess for run in own), 1.0]
+        if row.get("c") is not None and row["sharpness"] > 0:
+            series.append(Series("fitted boundary", ends, [row["c"] * e ** row["alpha"] for e in ends]))
+        series.append(Series("50 ESS", ends, [50 * e for e in ends], dash="dash"))
+        panels.append(
+            Chart(
+                str(row["family"]),
+                "lag L, updates",
+                series,
+                x_title="effective share of sequences, ESS",
+                log_x=True,
+                log=True,
+                y_range=(0.5, 2 * max(run.lag for run in own)),
+                legend=True,
+            )
+        )
+    return panels
 
 
 BOUND_LABELS = (
