@@ -65,6 +65,44 @@ def test_seeds_of_a_setting_are_drawn_together():
     assert often[1] - often[0] == pytest.approx(once[1] - once[0], rel=0.25)
 
 
+def test_all_seeds_of_a_drawn_setting_count():
+    """Where the first seed of every setting is stable and only others are not, first seeds alone have no boundary."""
+    firsts = [LagRun("f", f"s{i}", "a", 0, 2.0**i, 0.5, 0.6, 0.6) for i in range(6)]
+    others = [LagRun("f", f"s{i}", "a", 1, 2.0**i, 0.5, 0.6, 0.1 if i > 2 else 0.6) for i in range(6)]
+    assert judge([*firsts, *others], draws=20)["families"][0]["sharpness_interval"] is not None
+
+
+PAIR = {
+    "fitted_on": "f",
+    "tested_on": "g",
+    "law": {"auroc_interval": [0.8, 0.9]},
+    "law_less_ess": [0.01, 0.2],
+    "law_less_lag": [0.01, 0.2],
+    "alpha_difference": [-0.3, 0.4],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "holds here"),
+        ({"law": {"auroc_interval": [0.5, 0.9]}}, "undecided"),
+        ({"law": {"auroc_interval": None}}, "undecided"),
+        ({"law_less_ess": [-0.01, 0.2]}, "undecided"),
+        ({"law_less_lag": [-0.01, 0.2]}, "undecided"),
+        ({"law_less_ess": None}, "undecided"),
+        ({"law_less_ess": [-0.2, -0.01]}, "fails here: ESS alone tells more (fitted on f, tested on g)"),
+        ({"law_less_lag": [-0.2, -0.01]}, "fails here: lag alone tells more"),
+        ({"alpha_difference": [-0.6, 0.4]}, "undecided"),
+        ({"alpha_difference": [0.4, 2.0]}, "undecided"),
+        ({"alpha_difference": [-2.0, -0.6]}, "fails here: alpha differs by more than 0.5"),
+        ({"alpha_difference": None}, "undecided"),
+    ],
+)
+def test_the_verdict_asks_for_everything_that_the_conjecture_says(changes, words):
+    assert verdict({"across": [PAIR, PAIR | changes]}).startswith(words)
+
+
 def test_the_published_law_is_the_conjectures_golden_values():
     runs = [LagRun("f", "s", "a", 0, lag, ess, 1.0, 1.0) for lag, ess in ((45.0, 0.9), (25.0, 0.5), (5.0, 0.1))]
     assert published(runs) == pytest.approx([0, 0, 0], abs=1e-12)

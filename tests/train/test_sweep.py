@@ -136,7 +136,7 @@ def test_the_shipped_sweep_is_checked(tmp_path, monkeypatch):
 
 
 SWEEPS = sorted(p for p in SHIPPED.parent.glob("*.toml") if "recipe" in tomllib.loads(p.read_text()))
-assert {p.stem for p in SWEEPS} >= {"sweep", "staleness", "staleness-guess", "mismatch-lr"}
+assert {p.stem for p in SWEEPS} >= {"sweep", "staleness", "staleness-sums", "lag-law", "mismatch-lr"}
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda p: p.stem)
@@ -147,8 +147,9 @@ def test_every_shipped_sweep_can_run_and_compares_something(path):
     assert any(grid.baseline_of(setting) is not None for setting in grid.settings)
 
 
-def test_the_staleness_sweep_compares_at_equal_lag_with_the_clips_that_it_says():
-    grid = load_sweep(SHIPPED.with_name("staleness.toml"))
+@pytest.mark.parametrize("name", ["staleness", "staleness-sums"])
+def test_the_staleness_sweeps_compare_at_equal_lag_with_the_clips_that_they_say(name):
+    grid = load_sweep(SHIPPED.with_name(f"{name}.toml"))
     for setting in grid.settings:
         baseline = grid.baseline_of(setting)
         assert baseline is None or dict(baseline.values) == dict(setting.values)
