@@ -407,8 +407,8 @@ def lag_law(
         for table in lag_law_tables(result):
             screen.show(table)
         screen.out.print(
-            "α and AUROC with 95 % intervals of a bootstrap over settings. c=50, α=1 right: runs that the published "
-            "law sorts rightly.",
+            "Intervals of α, of the law's AUROC and of its difference to that of ESS alone: a bootstrap over settings. "
+            "50 ESS right: runs that the conjectured law (c = 50, α = 1) sorts rightly.",
             style="dim",
             markup=False,
         )

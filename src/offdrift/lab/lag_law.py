@@ -97,7 +97,8 @@ def fit(runs: Sequence[LagRun], *, keep: float = 0.7, rule: str = "law") -> Floa
 
     Example:
         >>> make = lambda lag, ess, after: LagRun("f", f"{lag} {ess}", "a", 0, lag, ess, 1.0, after)
-        >>> runs = [make(L, e, 1.0 if L <= 20 * e else 0.0) for L in (2.0, 4.0, 8.0, 16.0, 32.0) for e in (0.1, 0.3, 1.0)]
+        >>> grid = [(L, e) for L in (2.0, 4.0, 8.0, 16.0, 32.0) for e in (0.1, 0.3, 1.0)]
+        >>> runs = [make(L, e, 1.0 if L <= 20 * e else 0.0) for L, e in grid]
         >>> law = as_law(fit(runs))
         >>> 0.5 < law.alpha < 1.5, law.sharpness > 0
         (True, True)

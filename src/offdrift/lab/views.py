@@ -215,39 +215,47 @@ def lag_law_tables(result: Mapping[str, Any]) -> list[Table]:
     laws = _table(
         "L_max = c ESS^α, fitted in each family of runs",
         left=["family"],
-        right=["runs", "stable", "c", "α", "α from", "to", "c=50, α=1 right"],
+        right=["runs", "stable", "c", "α", "95 %", "50 ESS right"],
     )
     for row in result["families"]:
-        low, high = row.get("alpha_interval") or (None, None)
+        right = row["published"]["accuracy"]
         laws.add_row(
             row["family"],
-            str(row["runs"]),
-            str(row["stable"]),
-            *(_short(row.get("c")), _short(row.get("alpha")), _short(low), _short(high)),
-            "-" if row["published"]["accuracy"] is None else f"{row['published']['accuracy']:.0%}",
+            *(str(row["runs"]), str(row["stable"]), _short(row.get("c")), _short(row.get("alpha"))),
+            _ends(row.get("alpha_interval"), _short),
+            "-" if right is None else f"{right:.0%}",
         )
     tested = _table(
         "Stable or not, out of sample: AUROC of each rule",
         left=["fitted on", "tested on"],
-        right=["law", "from", "to", "ESS alone", "lag alone", "law - ESS", "to"],
+        right=["law", "95 %", "ESS", "lag", "law - ESS"],
     )
     for row in result["across"]:
-        area, gain = row["law"]["auroc_interval"] or (None, None), row["law_less_ess"] or (None, None)
         tested.add_row(
-            row["fitted_on"],
-            row["tested_on"],
-            *map(_two, (row["law"]["auroc"], *area, row["ess"]["auroc"], row["lag"]["auroc"])),
-            *("-" if x is None else f"{x:+.2f}" for x in gain),
+            *(
+                row["fitted_on"],
+                row["tested_on"],
+                _two(row["law"]["auroc"]),
+                _ends(row["law"]["auroc_interval"], _two, "–"),
+            ),
+            *(_two(row["ess"]["auroc"]), _two(row["lag"]["auroc"])),
+            _ends(row["law_less_ess"], lambda x: f"{x:+.2f}"),
         )
     return [laws, tested] if result["across"] else [laws]
 
 
 def _short(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}" if abs(value) < 1e4 else f"{value:.0e}"
+    return (
+        "-" if value is None else f"{value:.2g}" if abs(value) < 100 else f"{value:.0f}" if abs(value) < 1e4 else ">1e4"
+    )
 
 
 def _two(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
+
+
+def _ends(interval: Sequence[float] | None, words: Callable[[float], str], between: str = " to ") -> str:
+    return "-" if interval is None else between.join(map(words, interval))
 
 
 def lag_law_panels(runs: Sequence[LagRun], result: Mapping[str, Any]) -> list[Chart]:
