@@ -227,17 +227,13 @@ def lag_law_tables(result: Mapping[str, Any]) -> list[Table]:
         )
     tested = _table(
         "Stable or not, out of sample: AUROC of each rule",
-        left=["fitted on", "tested on"],
+        left=["fitted on, tested on"],
         right=["law", "95 %", "ESS", "lag", "law - ESS"],
     )
     for row in result["across"]:
         tested.add_row(
-            *(
-                row["fitted_on"],
-                row["tested_on"],
-                _two(row["law"]["auroc"]),
-                _ends(row["law"]["auroc_interval"], _two, "–"),
-            ),
+            f"{row['fitted_on']},\n  {row['tested_on']}",
+            *(_two(row["law"]["auroc"]), _ends(row["law"]["auroc_interval"], _two)),
             *(_two(row["ess"]["auroc"]), _two(row["lag"]["auroc"])),
             _ends(row["law_less_ess"], lambda x: f"{x:+.2f}"),
         )
@@ -254,8 +250,8 @@ def _two(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _ends(interval: Sequence[float] | None, words: Callable[[float], str], between: str = " to ") -> str:
-    return "-" if interval is None else between.join(map(words, interval))
+def _ends(interval: Sequence[float] | None, words: Callable[[float], str]) -> str:
+    return "-" if interval is None else f"{words(interval[0])} to {words(interval[1])}"
 
 
 def lag_law_panels(runs: Sequence[LagRun], result: Mapping[str, Any]) -> list[Chart]:
