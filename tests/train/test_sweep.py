@@ -172,6 +172,16 @@ def test_the_mismatch_sweep_has_no_lag_and_compares_with_equal_engines_at_the_sa
             assert dict(baseline.values) == values | {"rollout.quantization": "none"}
 
 
+def test_the_noise_of_the_mismatch_sweep_is_the_engines_alone_and_constant():
+    grid = load_sweep(SHIPPED.with_name("mismatch-noise.toml"))
+    noise = {cell.setting.arm: cell.recipe.quantized_of(cell.setting.arm).noise for cell in grid.cells}
+    assert noise["equal"] is None
+    assert {arm: (n.start, n.end) for arm, n in noise.items() if n} == {
+        "mild": (0.2, 0.2), "strong": (0.4, 0.4), "strong_tis": (0.4, 0.4), "strong_trm": (0.4, 0.4),
+    }  # fmt: skip
+    assert {(cell.recipe.lag.sync_every, cell.recipe.updates) for cell in grid.cells} == {(1, 24)}
+
+
 def test_a_reward_may_stand_beside_the_sweep_or_the_recipe(tmp_path):
     (tmp_path / "mine.py").write_text("def score(completion): return 1.0")
     recipe = tmp_path / "elsewhere"
