@@ -242,6 +242,9 @@ def test_lag_law_reads_sweeps_fits_each_and_writes_what_it_can_read_again(offdri
     assert result == json.loads((tmp_path / "law.json").read_text())
     assert [row["family"] for row in result["families"]] == ["sums", "guess"]
 
+    pooled = offdrift("lab", "lag-law", *(f"both={file}" for file in files), *words, "--json")
+    assert [(row["family"], row["runs"]) for row in json.loads(pooled.stdout)["families"]] == [("both", 240)]
+
     folder = sweep_folder(tmp_path / "s", lags=[0, 1], ess=[1, 0.5], rewards=[0.5, 0.5])
     alone = offdrift("lab", "lag-law", str(folder), *words)
     assert alone.code == 0, alone.stderr

@@ -366,8 +366,12 @@ def routing(
 def lag_law(
     screen: Screen,
     sweeps: Annotated[
-        list[Path],
-        typer.Argument(metavar="SWEEP...", help="Folders of `offdrift sweep`, or files that --json of this wrote."),
+        list[str],
+        typer.Argument(
+            metavar="SWEEP...",
+            help="Folders of `offdrift sweep`, or files that --json of this wrote. NAME=SWEEP names the task family; "
+            "sweeps of one name are taken together.",
+        ),
     ],
     arms: Annotated[str | None, typer.Option(help="Only runs of these arms, comma-separated.")] = None,
     keep: Annotated[float, typer.Option(help="Share of its held-out reward that a stable run keeps.")] = 0.7,
@@ -385,13 +389,16 @@ def lag_law(
     \b
     offdrift sweep recipes/staleness.toml
     offdrift lab lag-law runs/staleness
-    offdrift lab lag-law runs/staleness runs/staleness-guess --out lag-law
-    offdrift lab lag-law runs/staleness runs/staleness-guess --arms oapl,oapl_1
+    offdrift lab lag-law codes=runs/staleness codes=runs/lag-law sums=runs/staleness-sums
+    offdrift lab lag-law runs/lag-law runs/staleness-sums --arms oapl,oapl_1 --out lag-law
     """
     from offdrift.lab.lag_law import judge, read_runs, verdict
     from offdrift.lab.views import lag_law_panels, lag_law_tables
 
-    runs = [run for path in sweeps for run in read_runs(path, arms=_words(arms or ""))]
+    runs = []
+    for argument in sweeps:
+        family, _, path = ("", "", argument) if Path(argument).exists() else argument.rpartition("=")
+        runs += read_runs(Path(path), arms=_words(arms or ""), family=family)
     families = {run.family for run in runs}
     with screen.until_interrupted() as progress:
         task = progress.add_task("fits and tests", total=len(families) ** 2)
@@ -417,4 +424,4 @@ def lag_law(
         caption = f"Stable: kept {keep:.0%} of its held-out reward. ESS at the end of the first stretch between syncs."
         title = "How much lag is safe?"
         _write(out, lag_law_panels(runs, result), result, screen, title=title, caption=caption)
-    _next_picture(screen, out, f"lag-law {' '.join(str(path) for path in sweeps)}")
+    _next_picture(screen, out, f"lag-law {' '.join(sweeps)}")

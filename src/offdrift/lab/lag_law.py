@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -322,12 +322,13 @@ def _rows(runs: Sequence[LagRun], keep: float) -> list[dict[str, Any]]:
     return [asdict(run) | {"stable": run.stable(keep)} for run in runs]
 
 
-def read_runs(path: Path, *, arms: Sequence[str] = ()) -> list[LagRun]:
+def read_runs(path: Path, *, arms: Sequence[str] = (), family: str = "") -> list[LagRun]:
     """Runs of a sweep's folder, or of a JSON file that `offdrift lab lag-law --json` wrote.
 
     Args:
         path: a folder with sweep.json and runs/, or the file.
         arms: these alone; empty for all.
+        family: what the task family is called; empty, as the sweep, or as in the file.
 
     Raises: `RecordError` naming the path and what is missing there.
     """
@@ -343,7 +344,7 @@ def read_runs(path: Path, *, arms: Sequence[str] = ()) -> list[LagRun]:
         runs = [run for row in items(content.get("runs")) if (run := _of_sweep(path, text(content.get("name")), row))]
     else:
         runs = [run for row in items(content.get("runs")) if (run := _of_row(mapping(row)))]
-    chosen = [run for run in runs if not arms or run.arm in arms]
+    chosen = [replace(run, family=family or run.family) for run in runs if not arms or run.arm in arms]
     if not chosen:
         of = f" of {', '.join(arms)}" if arms else ""
         raise RecordError(f"{path} has no finished run{of} with a lag, an effective sample size and two evaluations")
