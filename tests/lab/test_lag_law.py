@@ -54,6 +54,8 @@ def test_where_ess_alone_decides_the_law_is_not_confirmed():
     )
     assert not verdict(result).startswith("holds")
     assert all(row["law_less_ess"][0] < 0.02 for row in result["across"])
+    assert [row["alpha_interval"] for row in result["families"]] == [None, None]
+    assert verdict(result) == "undecided: beside ESS the lag may have no weight in f, g, and alpha no value"
     assert all(row["lag"]["auroc"] < 0.6 for row in result["across"])
 
 

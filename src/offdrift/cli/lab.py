@@ -424,4 +424,7 @@ def lag_law(
         caption = f"Stable: kept {keep:.0%} of its held-out reward. ESS at the end of the first stretch between syncs."
         title = "How much lag is safe?"
         _write(out, lag_law_panels(runs, result), result, screen, title=title, caption=caption)
-    _next_picture(screen, out, f"lag-law {' '.join(sweeps)}")
+    if out is None:
+        screen.next(f"offdrift lab lag-law {' '.join(sweeps)} --out lag-law", "the same as a picture and a page")
+    else:
+        screen.next(f"open {out}.html", "the figure, in a browser")

@@ -230,14 +230,17 @@ def judge(
             fitted[family] = {rule: fit(own, keep=keep, rule=rule) for rule in RULES}
             law = as_law(fitted[family]["law"])
             again = _bootstrap(own, keep=keep, draws=draws, seed=seed)
-            alphas[family] = [x.alpha for x in again]
+            sharpness = _interval(x.sharpness for x in again)
+            # Where the lag may have no weight beside ESS, alpha is a quotient by what may be 0.
+            if sharpness is not None and sharpness[0] > 0:
+                alphas[family] = [x.alpha for x in again]
             row |= {
                 "c": law.c,
                 "c_interval": _interval(math.exp(min(700.0, x.log_c)) for x in again),
                 "alpha": law.alpha,
-                "alpha_interval": _interval(x.alpha for x in again),
+                "alpha_interval": _interval(alphas.get(family, [])),
                 "sharpness": law.sharpness,
-                "sharpness_interval": _interval(x.sharpness for x in again),
+                "sharpness_interval": sharpness,
                 "in_sample": {rule: quality(own, scores(own, w), keep=keep) for rule, w in fitted[family].items()},
             }
         rows.append(row)
@@ -248,7 +251,7 @@ def judge(
             across.append(
                 {"fitted_on": source, "tested_on": target, **_tested(other, fitted[source], keep, draws, seed)}
             )
-            if target in fitted:
+            if source in alphas and target in alphas:
                 # Families are independent: any order of the two bootstraps is a sample of their difference.
                 pairs = zip(alphas[source], reversed(alphas[target]))
                 across[-1]["alpha_difference"] = _interval(a - b for a, b in pairs)
@@ -315,7 +318,13 @@ def verdict(result: Mapping[str, Any]) -> str:
                 reasons.append(f"{rule.replace('ess', 'ESS')} alone tells more ({pair})")
     if reasons:
         return "fails here: " + "; ".join(reasons)
-    return "holds here" if complete else "undecided: intervals leave room for the law and for simpler rules"
+    if complete:
+        return "holds here"
+    # Without an interval of alpha the lag's weight beside ESS is not certainly above 0.
+    blunt = [row["family"] for row in result.get("families", ()) if "alpha" in row and row["alpha_interval"] is None]
+    if blunt:
+        return f"undecided: beside ESS the lag may have no weight in {', '.join(blunt)}, and alpha no value"
+    return "undecided: intervals leave room for the law and for simpler rules"
 
 
 def _rows(runs: Sequence[LagRun], keep: float) -> list[dict[str, Any]]:
