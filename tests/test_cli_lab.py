@@ -310,3 +310,36 @@ def test_lengths_needs_the_largest_kl(offdrift, tmp_path):
     done = offdrift("lab", "lengths", "--from", str(audit))
     assert done.code == 2
     assert "recorded no exact divergences" in " ".join((done.stdout + done.stderr).split())
+
+
+def test_lag_law_reads_sweeps_fits_each_and_writes_what_it_can_read_again(offdrift, tmp_path):
+    from offdrift.lab.lag_law import judge
+    from tests.lab.test_lag_law import sweep_folder, world
+
+    files = []
+    for name, seed in (("sums", 1), ("guess", 2)):
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps(judge(world(name, c=30, alpha=1, n=120, seed=seed), draws=20)))
+    stem, words = tmp_path / "law", ("--draws", "40")
+    done = offdrift("lab", "lag-law", *map(str, files), *words, "--out", str(stem))
+    assert done.code == 0, done.stderr
+    assert "L_max = c ESS^α: holds here" in done.stdout
+    assert (tmp_path / "law.png").stat().st_size > 10_000
+    again = offdrift("lab", "lag-law", f"{stem}.json", *words, "--json")
+    result = json.loads(again.stdout)
+    assert result == json.loads((tmp_path / "law.json").read_text())
+    assert [row["family"] for row in result["families"]] == ["sums", "guess"]
+
+    pooled = offdrift("lab", "lag-law", *(f"both={file}" for file in files), *words, "--json")
+    assert [(row["family"], row["runs"]) for row in json.loads(pooled.stdout)["families"]] == [("both", 240)]
+
+    folder = sweep_folder(tmp_path / "s", lags=[0, 1], ess=[1, 0.5], rewards=[0.5, 0.5])
+    alone = offdrift("lab", "lag-law", str(folder), *words)
+    assert alone.code == 0, alone.stderr
+    assert "undecided: no family with stable and unstable runs" in alone.stdout
+    missing = offdrift("lab", "lag-law", str(folder), "--arms", "grpo")
+    assert missing.code == 1
+    assert "no finished run of grpo" in missing.stderr
+    wrong = offdrift("lab", "lag-law", str(folder), "--keep", "1.5")
+    assert wrong.code == 1
+    assert "keep = 1.5" in wrong.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,53 @@ def test_the_shipped_sweep_is_checked(tmp_path, monkeypatch):
     grid = load_sweep(SHIPPED)
     assert len(grid.cells) == 12
     assert {cell.recipe.reward for cell in grid.cells} == {f"{SHIPPED.parent / 'digits.py'}:digits"}
+
+
+SWEEPS = sorted(p for p in SHIPPED.parent.glob("*.toml") if "recipe" in tomllib.loads(p.read_text()))
+assert {p.stem for p in SWEEPS} >= {"sweep", "staleness", "staleness-sums", "lag-law", "mismatch-lr"}
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda p: p.stem)
+def test_every_shipped_sweep_can_run_and_compares_something(path):
+    grid = load_sweep(path)
+    assert grid.sweep.name == path.stem
+    assert len(grid.sweep.seeds) >= 4
+    assert any(grid.baseline_of(setting) is not None for setting in grid.settings)
+
+
+@pytest.mark.parametrize("name", ["staleness", "staleness-sums"])
+def test_the_staleness_sweeps_compare_at_equal_lag_with_the_clips_that_they_say(name):
+    grid = load_sweep(SHIPPED.with_name(f"{name}.toml"))
+    for setting in grid.settings:
+        baseline = grid.baseline_of(setting)
+        assert baseline is None or dict(baseline.values) == dict(setting.values)
+    arms = {cell.setting.arm: cell.recipe for cell in grid.cells}
+    assert arms["ppo_bypass"].row("ppo_bypass").objective.on == "full"
+    assert arms["ppo_decoupled"].old_policy_of("ppo_decoupled").source == "batch_start"
+    assert arms["oapl"].row("oapl").objective.beta == 1e-3
+    assert arms["oapl_1"].row("oapl_1").objective.beta == 1
+
+
+def test_the_mismatch_sweep_has_no_lag_and_compares_with_equal_engines_at_the_same_rate():
+    grid = load_sweep(SHIPPED.with_name("mismatch-lr.toml"))
+    assert {cell.recipe.lag.sync_every for cell in grid.cells} == {1}
+    for setting in grid.settings:
+        values, baseline = dict(setting.values), grid.baseline_of(setting)
+        if values["rollout.quantization"] == "none":
+            assert baseline is None
+        else:
+            assert baseline.arm == setting.arm
+            assert dict(baseline.values) == values | {"rollout.quantization": "none"}
+
+
+def test_the_noise_of_the_mismatch_sweep_is_the_engines_alone_and_constant():
+    grid = load_sweep(SHIPPED.with_name("mismatch-noise.toml"))
+    noise = {cell.setting.arm: cell.recipe.quantized_of(cell.setting.arm).noise for cell in grid.cells}
+    assert noise["equal"] is None
+    assert {arm: (n.start, n.end) for arm, n in noise.items() if n} == {
+        "mild": (0.2, 0.2), "strong": (0.4, 0.4), "strong_tis": (0.4, 0.4), "strong_trm": (0.4, 0.4),
+    }  # fmt: skip
+    assert {(cell.recipe.lag.sync_every, cell.recipe.updates) for cell in grid.cells} == {(1, 24)}
 
 
 def test_a_reward_may_stand_beside_the_sweep_or_the_recipe(tmp_path):

@@ -1,4 +1,4 @@
-"""`offdrift lab`: experiments on error bounds, certificates, gradients, masks, gates against length, and routing."""
+"""`offdrift lab`: experiments on error bounds, certificates, gradients, masks, lengths, routing and lag."""
 
 from __future__ import annotations
 
@@ -626,3 +626,71 @@ def flips(
         screen.warn("interrupted; the powers are of what was done so far")
         raise typer.Exit(ExitCode.INTERRUPTED)
     screen.next("offdrift lab routing", "what replaying the routes optimizes instead")
+
+
+@lab.command("lag-law")
+def lag_law(
+    screen: Screen,
+    sweeps: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SWEEP...",
+            help="Folders of `offdrift sweep`, or files that --json of this wrote. NAME=SWEEP names the task family; "
+            "sweeps of one name are taken together.",
+        ),
+    ],
+    arms: Annotated[str | None, typer.Option(help="Only runs of these arms, comma-separated.")] = None,
+    keep: Annotated[float, typer.Option(help="Share of its held-out reward that a stable run keeps.")] = 0.7,
+    draws: Annotated[int, typer.Option(help="Bootstrap samples behind every interval.", min=20)] = 500,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.", min=0)] = 0,
+    out: Stem = None,
+) -> None:
+    """Does the effective sample size say how much lag is safe, L_max = c ESS^α?
+
+    Every run of the sweeps is a point: the lag between its synchronizations, the effective share of its
+    sequences at the end of the first such stretch, and whether it kept its reward. In each sweep (a task
+    family) the boundary of stable runs is fitted, and tested on the other sweeps, beside ESS alone and lag alone.
+    Learning rates should differ within a sweep: at one rate ESS falls with the lag, and no fit can tell the two apart.
+
+    \b
+    offdrift sweep recipes/staleness.toml
+    offdrift lab lag-law runs/staleness
+    offdrift lab lag-law codes=runs/staleness codes=runs/lag-law sums=runs/staleness-sums
+    offdrift lab lag-law runs/lag-law runs/staleness-sums --arms oapl,oapl_1 --out lag-law
+    """
+    from offdrift.lab.lag_law import judge, read_runs, verdict
+    from offdrift.lab.views import lag_law_panels, lag_law_tables
+
+    runs = []
+    for argument in sweeps:
+        family, _, path = ("", "", argument) if Path(argument).exists() else argument.rpartition("=")
+        runs += read_runs(Path(path), arms=_words(arms or ""), family=family)
+    families = {run.family for run in runs}
+    with screen.until_interrupted() as progress:
+        task = progress.add_task("fits and tests", total=len(families) ** 2)
+        result = judge(runs, keep=keep, draws=draws, seed=seed, tick=partial(progress.advance, task))
+        words = verdict(result)
+    if screen.interrupted:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    versions = {name: version(name) for name in ("offdrift", "torch", "numpy")}
+    result = {"kind": "lag-law", "verdict": words, "arms": arms, "versions": versions, **result}
+    if screen.as_json:
+        screen.json(result)
+    else:
+        for table in lag_law_tables(result):
+            screen.show(table)
+        screen.out.print(
+            "Intervals of α, of the law's AUROC and of its difference to that of ESS alone: a bootstrap over settings. "
+            "50 ESS right: runs that the conjectured law (c = 50, α = 1) sorts rightly.",
+            style="dim",
+            markup=False,
+        )
+        screen.show(f"L_max = c ESS^α: [bold]{words}[/].")
+    if out is not None:
+        caption = f"Stable: kept {keep:.0%} of its held-out reward. ESS at the end of the first stretch between syncs."
+        title = "How much lag is safe?"
+        _write(out, lag_law_panels(runs, result), result, screen, title=title, caption=caption)
+    if out is None:
+        screen.next(f"offdrift lab lag-law {' '.join(sweeps)} --out lag-law", "the same as a picture and a page")
+    else:
+        screen.next(f"open {out}.html", "the figure, in a browser")

@@ -1,4 +1,4 @@
-"""Tables, figures and JSON of the lab's experiments: frontier, length bias, routing, bounds, coverage, masks."""
+"""Tables, figures and JSON of the lab's experiments: frontier, length bias, routing, lags, bounds, coverage, masks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from offdrift.lab.coverage import WORLDS
 from offdrift.lab.coverage import Row as Covered
 from offdrift.lab.flips import Exponent
 from offdrift.lab.frontier import Estimate, Verdict, conjecture, verdict
+from offdrift.lab.lag_law import LagRun
 from offdrift.lab.length_bias import Curve
 from offdrift.lab.masking import MaskRow, Vanishing
 from offdrift.lab.search import Outcome, Row, of_drift, summarize
@@ -344,6 +345,80 @@ def explained_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         cells = (f"{row[name]:.2f}" for name in names)
         table.add_row(str(row["task"]), *cells, f"x{row['dense_over_flips']:.0f}")
     return table
+
+
+def lag_law_tables(result: Mapping[str, Any]) -> list[Table]:
+    """The law of each family, and how well it tells stable runs of the others."""
+    laws = _table(
+        "L_max = c ESS^α, fitted in each family of runs",
+        left=["family"],
+        right=["runs", "stable", "c", "α", "95 %", "50 ESS right"],
+    )
+    for row in result["families"]:
+        right = row["published"]["accuracy"]
+        laws.add_row(
+            row["family"],
+            *(str(row["runs"]), str(row["stable"]), _short(row.get("c")), _short(row.get("alpha"))),
+            _ends(row.get("alpha_interval"), _short),
+            "-" if right is None else f"{right:.0%}",
+        )
+    tested = _table(
+        "Stable or not, out of sample: AUROC of each rule",
+        left=["fitted on, tested on"],
+        right=["law", "95 %", "ESS", "lag", "law - ESS"],
+    )
+    for row in result["across"]:
+        tested.add_row(
+            f"{row['fitted_on']},\n  {row['tested_on']}",
+            *(_two(row["law"]["auroc"]), _ends(row["law"]["auroc_interval"], _two)),
+            *(_two(row["ess"]["auroc"]), _two(row["lag"]["auroc"])),
+            _ends(row["law_less_ess"], lambda x: f"{x:+.2f}"),
+        )
+    return [laws, tested] if result["across"] else [laws]
+
+
+def _short(value: float | None) -> str:
+    return (
+        "-" if value is None else f"{value:.2g}" if abs(value) < 100 else f"{value:.0f}" if abs(value) < 1e4 else ">1e4"
+    )
+
+
+def _two(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _ends(interval: Sequence[float] | None, words: Callable[[float], str]) -> str:
+    return "-" if interval is None else f"{words(interval[0])} to {words(interval[1])}"
+
+
+def lag_law_panels(runs: Sequence[LagRun], result: Mapping[str, Any]) -> list[Chart]:
+    """Each family's runs by ESS and lag, stable and not, with its fitted boundary and the published one."""
+    panels = []
+    for row in result["families"]:
+        own = [run for run in runs if run.family == row["family"]]
+        series = []
+        for name, wanted in (("stable", True), ("not stable", False)):
+            of_kind = [run for run in own if run.stable(result["keep"]) == wanted]
+            texts = [f"{run.setting}, seed {run.seed}" for run in of_kind]
+            xs, ys = [run.ess for run in of_kind], [run.lag for run in of_kind]
+            series.append(Series(name, xs, ys, kind="dots", texts=texts))
+        ends = [min(run.ess for run in own), 1.0]
+        if row.get("c") is not None and row["sharpness"] > 0:
+            series.append(Series("fitted boundary", ends, [row["c"] * e ** row["alpha"] for e in ends]))
+        series.append(Series("50 ESS", ends, [50 * e for e in ends], dash="dash"))
+        panels.append(
+            Chart(
+                str(row["family"]),
+                "lag L, updates",
+                series,
+                x_title="effective share of sequences, ESS",
+                log_x=True,
+                log=True,
+                y_range=(0.5, 2 * max(run.lag for run in own)),
+                legend=True,
+            )
+        )
+    return panels
 
 
 BOUND_LABELS = (
