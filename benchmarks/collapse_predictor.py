@@ -1,0 +1,176 @@
+"""Do four rolling features predict a collapse, and what do signals of the stack add? (The survey's problem 2.)
+
+    python -m benchmarks.collapse_predictor --runs 60 --seed 0 [--also runs/out_of_sample] [--folder runs/collapse]
+
+Tiny runs with random learning rate, lag and quantization (`--runs`; what is done is not done again), and whatever runs
+lie beneath the folders of `--also`, healthy and spoiled. Every scale is a twentieth of the conjecture's: a collapse is
+a fall of 30 % that lasts 5 updates, and is to be predicted 10 updates ahead. Predictors are judged on the updates of
+runs whose seed they did not see, with intervals over runs. Writes `results/collapse_predictor.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import shutil
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from benchmarks.measure import machine
+from benchmarks.out_of_sample import unchecked
+from tests.judge import planted_real as planted
+
+from offdrift.judge.collapse import Collapse, collapse
+from offdrift.judge.predictor import (
+    ROLLING_FOUR,
+    STACK,
+    auroc_interval,
+    brier,
+    features,
+    fit,
+    held_out,
+    labels,
+    reliability,
+)
+from offdrift.train.run_folder import ArmFolder
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "collapse_predictor.json"
+RECOVERY, HORIZON, WINDOW = 5, 10, 5
+"""Updates; the conjecture has 100 and 200, and no window."""
+SMOOTHED = 4
+"""Updates over whose mean rewards a fall is looked for: single batches scatter by a tenth."""
+BATCHES = 16
+"""Of two updates each."""
+SETS = {"four rolling features": list(ROLLING_FOUR), "signals of the stack": list(STACK)}
+SETS["both"] = [*ROLLING_FOUR, *STACK]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=60, help="runs of the sweep")
+    parser.add_argument("--seed", type=int, default=0, help="of the settings; another seed is another sample")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "collapse", help="where the sweep's runs are")
+    parser.add_argument("--also", type=Path, nargs="*", default=[], help="folders of further runs")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="the file that is written")
+    parser.add_argument("--summarize", action="store_true", help="only judge the runs that are there")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    if not args.summarize:
+        sweep(args.runs, args.seed, args.folder)
+    content = {"machine": machine("transformers"), "seed": args.seed, **judged([args.folder, *args.also])}
+    args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({k: v for k, v in content.items() if k != "runs"}, indent=1))
+
+
+def sweep(runs: int, seed: int, root: Path) -> None:
+    """Train the runs that are not there yet."""
+    left = [i for i in range(runs) if not (root / f"{seed}-{i:03d}" / "done.json").is_file()]
+    started = time.perf_counter()
+    for n, i in enumerate(left, 1):
+        folder = root / f"{seed}-{i:03d}"
+        shutil.rmtree(folder, ignore_errors=True)
+        settings, start = drawn(i, seed)
+        recipe = planted.recipe_of(planted.Case("", None, settings), seed=5000 + 500 * seed + i // 3, batches=BATCHES)
+        with unchecked():
+            arm = planted.train_spoiled(recipe, {}, folder, start_seed=start)
+        for name in ("log", "rollouts", "model", "checkpoints"):
+            shutil.rmtree(arm / name, ignore_errors=True)
+        (folder / "done.json").write_text(json.dumps({"settings": settings, "start": start}), encoding="utf-8")
+        fell = fall(ArmFolder(arm).rows("metrics"))
+        each = (time.perf_counter() - started) / n
+        print(
+            f"{n:3d}/{len(left)} lr {settings['optim.lr']:.1e} lag {settings['lag.sync_every']} "
+            f"{settings['rollout.quantization']:6s} {'collapses at ' + str(fell.step) if fell.how else 'does not':16s} "
+            f"| {each * (len(left) - n) / 60:.0f} min left",
+            flush=True,
+        )
+
+
+def drawn(number: int, seed: int) -> tuple[dict[str, Any], int]:
+    """Settings of a run of the sweep, and the seed of its warm start."""
+    rng = random.Random(f"collapse {seed} {number}")
+    settings = {
+        "optim.lr": 10 ** rng.uniform(-4, -2.2),
+        "lag.sync_every": rng.choice((1, 2, 4, 8)),
+        "rollout.quantization": rng.choice(("none", "int8", "nvfp4")),
+        "rollout.prompts": 8,
+        "rollout.samples": 6,
+        "optim.minibatches": 2,
+        "log.tokens": False,
+        "log.eval_prompts": 1,
+        f"arms.{planted.ARM}": {"method": rng.choice(("ppo_clip", "ppo_clip", "decoupled_token_is"))},
+    }
+    return settings, rng.choice((0, 1))
+
+
+def fall(rows: list[dict[str, Any]]) -> Collapse:
+    """Where a run's smoothed reward fell and stayed, or its gradient's norm leapt and the reward then fell."""
+    rewards = np.array([float(r.get("reward/mean") or 0.0) for r in rows])
+    smooth = [float(rewards[max(0, i + 1 - SMOOTHED) : i + 1].mean()) for i in range(len(rewards))]
+    norms = [float(x) if isinstance(x := r.get("optim/grad_norm"), (int, float)) else float("inf") for r in rows]
+    return collapse(smooth, norms, recovery=RECOVERY)
+
+
+def judged(folders: list[Path]) -> dict[str, Any]:
+    """How well each set of features predicts, on seeds that it was not fitted to."""
+    table = []
+    xs, ys, runs, seeds = [], [], [], []
+    for folder in sorted({f for root in folders for f in root.rglob("arms/*") if (f / "summary.json").is_file()}):
+        rows = ArmFolder(folder).rows("metrics")
+        recipe = json.loads((folder.parents[1] / "run.json").read_text(encoding="utf-8"))["recipe"]
+        fell = fall(rows)
+        y = labels(len(rows), fell, horizon=HORIZON, recovery=RECOVERY)
+        xs.append(features(rows, window=WINDOW)[: len(y)])
+        ys += y
+        runs += [len(table)] * len(y)
+        seeds += [recipe["seed"]] * len(y)
+        settings = {
+            "lr": recipe["optim"]["lr"],
+            "lag": recipe["lag"],
+            "quantization": recipe["rollout"]["quantization"],
+        }
+        table.append({
+            "folder": "/".join(folder.parts[-5:-2]), "seed": recipe["seed"], "updates": len(rows), "collapse": fell.step,
+            "how": fell.how, **settings,
+        })  # fmt: skip
+    x, y, run, seed = np.concatenate(xs), np.array(ys), np.array(runs), np.array(seeds)
+    names = [*ROLLING_FOUR, *STACK]
+    kept = {name: x[:, [names.index(n) for n in part]] for name, part in SETS.items()}
+    p = {name: held_out(part, y, seed) for name, part in kept.items()}
+    scores = auroc_interval([p[name] for name in SETS], y, run)
+    gain = auroc_interval([p["four rolling features"], p["both"]], y, run)[-1]
+    rate = float(y.mean())
+    return {
+        "scale": {"recovery": RECOVERY, "horizon": HORIZON, "window": WINDOW, "smoothed": SMOOTHED},
+        "number_of_runs": len(table),
+        "collapsed": sum(r["how"] != "" for r in table),
+        "seeds": len(set(seeds)),
+        "updates": len(y),
+        "before_a_collapse": int(y.sum()),
+        "clip_fraction_logged": float(np.isfinite(x[:, names.index("clip_frac")]).mean()),
+        "predictors": {
+            name: {
+                "auroc": scores[i],
+                "brier": brier(p[name], y),
+                "brier_of_the_base_rate": rate * (1 - rate),
+                "reliability": reliability(p[name], y),
+                "log_odds_per_standard_deviation": dict(zip(part, fit(kept[name], y).weights.round(3).tolist())),
+            }
+            for i, (name, part) in enumerate(SETS.items())
+        },
+        "gain_of_the_stack": gain,
+        "runs": table,
+    }
+
+
+if __name__ == "__main__":
+    main()
