@@ -20,24 +20,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from benchmarks.measure import machine
 from benchmarks.out_of_sample import unchecked
 from tests.judge import planted_real as planted
 
-from offdrift.judge.collapse import Collapse, collapse
-from offdrift.judge.predictor import (
-    ROLLING_FOUR,
-    STACK,
-    auroc_interval,
-    brier,
-    features,
-    fit,
-    held_out,
-    labels,
-    reliability,
-)
+from offdrift.judge.predictor import LoggedRun, compare_predictors, smoothed_collapse
 from offdrift.train.run_folder import ArmFolder
 
 ROOT = Path(__file__).parents[1]
@@ -48,8 +36,6 @@ SMOOTHED = 4
 """Updates over whose mean rewards a fall is looked for: single batches scatter by a tenth."""
 BATCHES = 16
 """Of two updates each."""
-SETS = {"four rolling features": list(ROLLING_FOUR), "signals of the stack": list(STACK)}
-SETS["both"] = [*ROLLING_FOUR, *STACK]
 
 
 def main() -> None:
@@ -68,7 +54,7 @@ def main() -> None:
         sweep(args.runs, args.seed, args.folder)
     content = {"machine": machine("transformers"), "seed": args.seed, **judged([args.folder, *args.also])}
     args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({k: v for k, v in content.items() if k != "runs"}, indent=1))
+    print(json.dumps(content["comparison"]))
 
 
 def sweep(runs: int, seed: int, root: Path) -> None:
@@ -85,7 +71,7 @@ def sweep(runs: int, seed: int, root: Path) -> None:
         for name in ("log", "rollouts", "model", "checkpoints"):
             shutil.rmtree(arm / name, ignore_errors=True)
         (folder / "done.json").write_text(json.dumps({"settings": settings, "start": start}), encoding="utf-8")
-        fell = fall(ArmFolder(arm).rows("metrics"))
+        fell = smoothed_collapse(ArmFolder(arm).rows("metrics"), smooth=SMOOTHED, recovery=RECOVERY)
         each = (time.perf_counter() - started) / n
         print(
             f"{n:3d}/{len(left)} lr {settings['optim.lr']:.1e} lag {settings['lag.sync_every']} "
@@ -112,64 +98,21 @@ def drawn(number: int, seed: int) -> tuple[dict[str, Any], int]:
     return settings, rng.choice((0, 1))
 
 
-def fall(rows: list[dict[str, Any]]) -> Collapse:
-    """Where a run's smoothed reward fell and stayed, or its gradient's norm leapt and the reward then fell."""
-    rewards = np.array([float(r.get("reward/mean") or 0.0) for r in rows])
-    smooth = [float(rewards[max(0, i + 1 - SMOOTHED) : i + 1].mean()) for i in range(len(rewards))]
-    norms = [float(x) if isinstance(x := r.get("optim/grad_norm"), (int, float)) else float("inf") for r in rows]
-    return collapse(smooth, norms, recovery=RECOVERY)
-
-
 def judged(folders: list[Path]) -> dict[str, Any]:
-    """How well each set of features predicts, on seeds that it was not fitted to."""
-    table = []
-    xs, ys, runs, seeds = [], [], [], []
+    """The comparison of the predictors, and the runs that it is of."""
+    table, runs = [], []
     for folder in sorted({f for root in folders for f in root.rglob("arms/*") if (f / "summary.json").is_file()}):
         rows = ArmFolder(folder).rows("metrics")
         recipe = json.loads((folder.parents[1] / "run.json").read_text(encoding="utf-8"))["recipe"]
-        fell = fall(rows)
-        y = labels(len(rows), fell, horizon=HORIZON, recovery=RECOVERY)
-        xs.append(features(rows, window=WINDOW)[: len(y)])
-        ys += y
-        runs += [len(table)] * len(y)
-        seeds += [recipe["seed"]] * len(y)
-        settings = {
-            "lr": recipe["optim"]["lr"],
-            "lag": recipe["lag"],
-            "quantization": recipe["rollout"]["quantization"],
-        }
+        fell = smoothed_collapse(rows, smooth=SMOOTHED, recovery=RECOVERY)
+        runs.append(LoggedRun(rows, recipe["seed"]))
         table.append({
-            "folder": "/".join(folder.parts[-5:-2]), "seed": recipe["seed"], "updates": len(rows), "collapse": fell.step,
-            "how": fell.how, **settings,
+            "folder": "/".join(folder.parts[-5:-2]), "seed": recipe["seed"], "updates": len(rows),
+            "collapse": fell.step, "how": fell.how, "lr": recipe["optim"]["lr"], "lag": recipe["lag"],
+            "quantization": recipe["rollout"]["quantization"],
         })  # fmt: skip
-    x, y, run, seed = np.concatenate(xs), np.array(ys), np.array(runs), np.array(seeds)
-    names = [*ROLLING_FOUR, *STACK]
-    kept = {name: x[:, [names.index(n) for n in part]] for name, part in SETS.items()}
-    p = {name: held_out(part, y, seed) for name, part in kept.items()}
-    scores = auroc_interval([p[name] for name in SETS], y, run)
-    gain = auroc_interval([p["four rolling features"], p["both"]], y, run)[-1]
-    rate = float(y.mean())
-    return {
-        "scale": {"recovery": RECOVERY, "horizon": HORIZON, "window": WINDOW, "smoothed": SMOOTHED},
-        "number_of_runs": len(table),
-        "collapsed": sum(r["how"] != "" for r in table),
-        "seeds": len(set(seeds)),
-        "updates": len(y),
-        "before_a_collapse": int(y.sum()),
-        "clip_fraction_logged": float(np.isfinite(x[:, names.index("clip_frac")]).mean()),
-        "predictors": {
-            name: {
-                "auroc": scores[i],
-                "brier": brier(p[name], y),
-                "brier_of_the_base_rate": rate * (1 - rate),
-                "reliability": reliability(p[name], y),
-                "log_odds_per_standard_deviation": dict(zip(part, fit(kept[name], y).weights.round(3).tolist())),
-            }
-            for i, (name, part) in enumerate(SETS.items())
-        },
-        "gain_of_the_stack": gain,
-        "runs": table,
-    }
+    scale = {"recovery": RECOVERY, "horizon": HORIZON, "window": WINDOW, "smooth": SMOOTHED}
+    return {"scale": scale, "comparison": compare_predictors(runs, **scale), "runs": table}
 
 
 if __name__ == "__main__":

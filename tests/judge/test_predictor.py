@@ -10,13 +10,16 @@ from offdrift.judge.collapse import Collapse
 from offdrift.judge.predictor import (
     ROLLING_FOUR,
     STACK,
+    LoggedRun,
     auroc_interval,
     brier,
+    compare_predictors,
     features,
     fit,
     held_out,
     labels,
     reliability,
+    smoothed_collapse,
 )
 
 
@@ -69,7 +72,7 @@ def test_held_out_probabilities_never_saw_their_group():
 
 
 def test_too_few_groups_are_refused():
-    with pytest.raises(BadValueError, match="2 groups for 5 folds"):
+    with pytest.raises(BadValueError, match="groups = 2, folds = 5"):
         held_out(np.zeros((4, 1)), np.array([True, False] * 2), np.array([0, 0, 1, 1]))
 
 
@@ -96,3 +99,44 @@ def test_the_interval_is_of_runs_and_not_of_updates():
     assert copied[2] - copied[1] == pytest.approx(high - low, rel=0.15)
     assert high - low > 0.1
     assert gain == (0.0, 0.0, 0.0)
+
+
+def logged(seed, falls):
+    """Sixty updates; in a run that falls, the effective sample size falls twelve updates before the reward."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i in range(60):
+        gone, warned = falls and i >= 40, falls and i >= 28
+        reward = (0.2 if gone else 0.8) + 0.05 * rng.normal()
+        ess = (0.2 if warned else 0.9) + 0.05 * rng.normal()
+        rows.append({"reward/mean": reward, "full/ess_seq_frac": ess, "optim/grad_norm": 1.0, "full/k3": rng.random()})
+    return LoggedRun(rows, seed)
+
+
+def test_a_warning_that_is_there_is_learned_and_noise_adds_nothing():
+    runs = [logged(seed, falls=seed % 2 == 0) for seed in range(20)]
+    result = compare_predictors(runs, horizon=12, recovery=10, window=5, smooth=3)
+    assert result["collapsed"] == 10
+    auroc = {name: p["auroc"] for name, p in result["predictors"].items()}
+    assert auroc["four rolling features"][0] > 0.95
+    assert auroc["signals of the stack"][0] < 0.7
+    assert abs(result["gain"][0]) < 0.03
+    assert result["predictors"]["four rolling features"]["brier"] < 0.5 * result["brier_of_the_base_rate"]
+    assert result["logged"]["clip_frac"] == 0
+
+
+def test_runs_that_all_hold_are_refused():
+    with pytest.raises(BadValueError, match="0 of 6 runs collapse"):
+        compare_predictors([logged(seed, falls=False) for seed in range(6)], horizon=12, recovery=10)
+
+
+def test_a_lucky_first_batch_is_no_best_that_later_ones_fall_from():
+    rewards = [1.0] + [0.65, 0.7, 0.6] * 10
+    rows = [{"reward/mean": x} for x in rewards]
+    assert smoothed_collapse(rows, smooth=1, recovery=5).step == 1
+    assert smoothed_collapse(rows, smooth=4, recovery=5).step is None
+
+
+def test_a_reward_that_is_not_a_number_is_lost():
+    rows = [{"reward/mean": 0.8}] * 10 + [{"reward/mean": math.nan}] * 10
+    assert smoothed_collapse(rows, recovery=5).step == 10

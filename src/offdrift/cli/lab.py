@@ -249,6 +249,56 @@ def _words(text: str) -> list[str]:
     return [w.strip() for w in text.split(",") if w.strip()]
 
 
+@lab.command()
+def collapse(
+    screen: Screen,
+    folders: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Run folders, or folders of such.")],
+    horizon: Annotated[int, typer.Option(help="Updates ahead of which a collapse is predicted.", min=1)] = 200,
+    recovery: Annotated[int, typer.Option(help="Updates that a fall of 30 % must last to be one.", min=1)] = 100,
+    window: Annotated[int, typer.Option(help="Updates of the rolling features.", min=1)] = 20,
+    smooth: Annotated[int, typer.Option(help="Updates over which rewards are averaged.", min=1)] = 1,
+    folds: Annotated[int, typer.Option(help="Parts of the seeds; each is judged by what the others teach.", min=2)] = 5,
+) -> None:
+    """Can a collapse be predicted from what your runs logged?
+
+    Fits a logistic regression to the four rolling features of the survey's conjecture (chi-squared, effective
+    sample size, clip fraction, length), to signals of the stack (KL, correlation, lag, gradient norm), and to both,
+    and judges each on runs whose seed it did not see. Runs that collapse and runs that do not are needed, of a few
+    seeds. Short runs need short scales: a twentieth of the conjecture's is in the second line.
+
+    \b
+    offdrift lab collapse runs/
+    offdrift lab collapse runs/ --horizon 10 --recovery 5 --window 5 --smooth 4 --json
+    """
+    from offdrift.judge.predictor import LoggedRun, compare_predictors
+    from offdrift.lab.views import collapse_table
+    from offdrift.show.json_access import read_lines
+
+    paths = sorted({p for folder in folders for p in folder.rglob("metrics.jsonl")})
+    if not paths:
+        raise typer.BadParameter(
+            f"{', '.join(map(str, folders))}: no run in there (arms/NAME/metrics.jsonl of `offdrift train` or `sweep`)"
+        )
+    runs = []
+    for number, path in enumerate(paths):
+        head = path.parents[2] / "run.json"
+        recipe = json.loads(head.read_text(encoding="utf-8")).get("recipe", {}) if head.is_file() else {}
+        runs.append(LoggedRun(read_lines(path)[0], recipe.get("seed", number)))
+    scale = {"horizon": horizon, "recovery": recovery, "window": window, "smooth": smooth}
+    result = compare_predictors(runs, **scale, folds=folds)
+    if screen.as_json:
+        screen.json({"scale": scale, **result, "versions": {n: version(n) for n in ("offdrift", "numpy")}})
+    else:
+        screen.show(collapse_table(result))
+        low, high = result["gain"][1:]
+        screen.out.print(
+            f"{result['collapsed']} of {result['runs']} runs collapse. The stack adds {result['gain'][0]:+.3f} "
+            f"({low:+.3f} to {high:+.3f}) to the AUROC of the four. Brier: mean squared error of the probability; "
+            f"always saying the base rate has {result['brier_of_the_base_rate']:.3f}. Intervals: 95 %, bootstrap of runs.",
+            style="dim",
+        )
+
+
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 

@@ -1,8 +1,8 @@
 """A calibrated predictor of collapse, made from logged runs, and how good it is on runs that it has not seen.
 
 `features` reads a run's rows, `labels` says which updates precede a collapse, `fit` makes a logistic regression of
-them, `held_out` judges it over folds of whole groups of runs. The question is the survey's problem 2: whether four
-rolling features suffice, and what signals of the stack add to them.
+them, `held_out` judges it over folds of whole groups of runs, and `compare_predictors` does all of it. The question is
+the survey's problem 2: whether four rolling features suffice, and what signals of the stack add to them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 
 from offdrift.errors import BadValueError
-from offdrift.judge.collapse import Collapse, FeatureRecorder, ahead, auroc
+from offdrift.judge.collapse import HORIZON, RECOVERY, Collapse, FeatureRecorder, ahead, auroc, collapse
 from offdrift.judge.findings import Row, number
 
 Array = NDArray[np.float64]
@@ -32,6 +33,12 @@ METRICS: Mapping[str, tuple[str, ...]] = {
     "lag": ("version_lag/mean",),
     "grad_norm": ("optim/grad_norm",),
 }
+SETS: Mapping[str, tuple[str, ...]] = {
+    "four rolling features": ROLLING_FOUR,
+    "signals of the stack": STACK,
+    "both": (*ROLLING_FOUR, *STACK),
+}
+"""Features of the predictors that are compared."""
 ON_LOG_SCALE = {"chi2_token_p95", "response_length", "kl", "prob_diff_max", "grad_norm"}
 """Features over orders of magnitude."""
 FLOOR = 1e-6
@@ -69,8 +76,10 @@ def labels(updates: int, collapsed: Collapse, *, horizon: int, recovery: int) ->
     That is at the collapse, and in a run without one `recovery` updates before its end.
 
     Example:
-        >>> labels(6, Collapse(None, ""), horizon=3, recovery=2), labels(6, Collapse(2, "reward"), horizon=1, recovery=2)
-        ([False, False, False, False], [False, True])
+        >>> labels(6, Collapse(None, ""), horizon=3, recovery=2)
+        [False, False, False, False]
+        >>> labels(6, Collapse(2, "reward"), horizon=1, recovery=2)
+        [False, True]
     """
     decided = updates if collapsed.step is not None else max(0, updates - recovery)
     return ahead(decided, collapsed, horizon)
@@ -117,8 +126,8 @@ def fit(x: Float[Array, "n d"], y: Bool[np.ndarray, " n"], *, ridge: float = 1.0
     y = np.asarray(y, dtype=bool)
     if y.all() or not y.any():
         raise BadValueError(
-            f"all {len(y)} updates have the label {bool(y.size and y[0])}: nothing to tell apart; add runs that collapse"
-            " and runs that do not"
+            f"all {len(y)} updates have the label {bool(y.size and y[0])}: nothing to tell apart; add runs that "
+            "collapse and runs that do not"
         )
     filled = np.isfinite(x).any(0)
     mean, scale = np.zeros(x.shape[1]), np.ones(x.shape[1])
@@ -156,7 +165,7 @@ def held_out(
     """
     distinct = np.unique(groups)
     if len(distinct) < folds:
-        raise BadValueError(f"{len(distinct)} groups for {folds} folds: take fewer folds, or more groups of runs")
+        raise BadValueError(f"groups = {len(distinct)}, folds = {folds}: take fewer folds, or more groups of runs")
     p = np.full(len(x), math.nan)
     for fold in range(folds):
         out = np.isin(groups, distinct[fold::folds])
@@ -230,3 +239,91 @@ def auroc_interval(
         return [(e, math.nan, math.nan) for e in estimates]
     low, high = np.percentile(drawn, [50 - 50 * confidence, 50 + 50 * confidence], axis=0)
     return [(e, float(a), float(b)) for e, a, b in zip(estimates, low, high)]
+
+
+class LoggedRun(NamedTuple):
+    """What a predictor may learn from a run."""
+
+    rows: Sequence[Row]
+    """Metrics of each update, oldest first."""
+    group: int
+    """Runs of one group, such as a seed, are all learned from or all judged."""
+
+
+def smoothed_collapse(rows: Sequence[Row], *, smooth: int = 1, recovery: int = RECOVERY) -> Collapse:
+    """Where a run's mean reward, smoothed over the last `smooth` updates, fell for good: see `collapse`.
+
+    Example:
+        >>> smoothed_collapse([{"reward/mean": x} for x in [1.0] * 9 + [0.1] * 9], smooth=3, recovery=5).step
+        9
+    """
+    rewards = [x if (x := number(r, "reward/mean")) is not None else 0.0 for r in rows]
+    # The first means are of too few updates to be a best that later ones are held against.
+    means = [
+        float(np.mean(rewards[i + 1 - smooth : i + 1])) if i + 1 >= smooth else math.nan for i in range(len(rewards))
+    ]
+    norms = [x if (x := number(r, "optim/grad_norm")) is not None else math.inf for r in rows]
+    return collapse(means, norms if any(map(math.isfinite, norms)) else (), recovery=recovery)
+
+
+def compare_predictors(
+    runs: Sequence[LoggedRun],
+    *,
+    horizon: int = HORIZON,
+    recovery: int = RECOVERY,
+    window: int = 20,
+    smooth: int = 1,
+    folds: int = 5,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """How well the rolling features, the stack's signals and both predict a collapse, on groups that they did not see.
+
+    Args:
+        horizon: updates within which a collapse is to be predicted.
+        recovery: updates that a fall must last.
+        window: updates of the rolling features.
+        smooth: updates over which rewards are averaged.
+        folds: parts of the groups, each judged by what the others teach.
+        seed: of the bootstrap.
+
+    Returns: numbers of runs and updates, and by predictor "auroc" and its interval (bootstrap of whole runs), "brier",
+        "reliability" and the coefficients of a fit to all runs; "gain" is the AUROC of both less that of the four.
+
+    Raises: `BadValueError` if no run, or every one, collapses, or there are fewer groups than folds.
+    """
+    falls = [smoothed_collapse(run.rows, smooth=smooth, recovery=recovery) for run in runs]
+    marked = [labels(len(run.rows), fell, horizon=horizon, recovery=recovery) for run, fell in zip(runs, falls)]
+    counts = [len(part) for part in marked]
+    y = np.array([label for part in marked for label in part], dtype=bool)
+    collapsed = sum(fell.step is not None for fell in falls)
+    if not y.any():
+        raise BadValueError(
+            f"{collapsed} of {len(runs)} runs collapse and none has an update before it that counts: nothing to "
+            f"predict; give runs that collapse, or shorter scales than recovery = {recovery} (now), with them horizon"
+        )
+    x = np.concatenate([features(run.rows, window=window)[:n] for run, n in zip(runs, counts)])
+    which, group = np.repeat(np.arange(len(runs)), counts), np.repeat([run.group for run in runs], counts)
+    names = [*ROLLING_FOUR, *STACK]
+    parts = {name: x[:, [names.index(n) for n in part]] for name, part in SETS.items()}
+    p = {name: held_out(part, y, group, folds=folds) for name, part in parts.items()}
+    scores = auroc_interval([p[name] for name in SETS], y, which, seed=seed)
+    rate = float(y.mean())
+    return {
+        "runs": len(runs),
+        "collapsed": collapsed,
+        "groups": len(np.unique(group)),
+        "updates": len(y),
+        "before_a_collapse": int(y.sum()),
+        "logged": dict(zip(names, np.isfinite(x).mean(0).round(3).tolist())),
+        "brier_of_the_base_rate": rate * (1 - rate),
+        "predictors": {
+            name: {
+                "auroc": scores[i],
+                "brier": brier(p[name], y),
+                "reliability": reliability(p[name], y),
+                "log_odds_per_standard_deviation": dict(zip(part, fit(parts[name], y).weights.round(3).tolist())),
+            }
+            for i, (name, part) in enumerate(SETS.items())
+        },
+        "gain": auroc_interval([p["four rolling features"], p["both"]], y, which, seed=seed)[-1],
+    }
