@@ -290,11 +290,12 @@ def collapse(
         screen.json({"scale": scale, **result, "versions": {n: version(n) for n in ("offdrift", "numpy")}})
     else:
         screen.show(collapse_table(result))
-        low, high = result["gain"][1:]
+        gain, low, high = result["gain"]
+        rate = result["brier_of_the_base_rate"]
         screen.out.print(
-            f"{result['collapsed']} of {result['runs']} runs collapse. The stack adds {result['gain'][0]:+.3f} "
-            f"({low:+.3f} to {high:+.3f}) to the AUROC of the four. Brier: mean squared error of the probability; "
-            f"always saying the base rate has {result['brier_of_the_base_rate']:.3f}. Intervals: 95 %, bootstrap of runs.",
+            f"{result['collapsed']} of {result['runs']} runs collapse. The stack adds {gain:+.3f} ({low:+.3f} to "
+            f"{high:+.3f}) to the AUROC of the four. Brier: mean squared error of the probability; always saying the "
+            f"base rate has {rate:.3f}. Intervals: 95 %, bootstrap of runs.",
             style="dim",
         )
 

@@ -62,7 +62,7 @@ def features(rows: Sequence[Row], *, window: int = 20) -> Float[Array, "n 10"]:
     recorder = FeatureRecorder(window)
     table = []
     for row in rows:
-        values = dict(zip(ROLLING_FOUR, recorder.update(row)))
+        values: dict[str, float] = dict(zip(ROLLING_FOUR, recorder.update(row)))
         for name, metrics in METRICS.items():
             x = next((x for m in metrics if (x := number(row, m)) is not None), math.nan)
             values[name] = math.log(max(1 - x, FLOOR)) if name == "pearson" else abs(x)
