@@ -34,6 +34,8 @@ RECOVERY, HORIZON, WINDOW = 5, 10, 5
 """Updates; the conjecture has 100 and 200, and no window."""
 SMOOTHED = 4
 """Updates over whose mean rewards a fall is looked for: single batches scatter by a tenth."""
+RECORDED = ("raw_logprobs", "misaligned", "one_sided_filter")
+"""Faults of what is logged and not of what is trained, as far as the method reads none of it."""
 BATCHES = 16
 """Of two updates each."""
 
@@ -53,8 +55,10 @@ def main() -> None:
     if not args.summarize:
         sweep(args.runs, args.seed, args.folder)
     content = {"machine": machine("transformers"), "seed": args.seed, **judged([args.folder, *args.also])}
-    args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(content["comparison"]))
+    rows = ",\n".join(json.dumps(row) for row in content.pop("runs"))
+    args.json.write_text(f'{json.dumps(content)[:-1]},\n"runs": [\n{rows}\n]}}\n', encoding="utf-8")
+    for name in ("comparison", "with_spoiled_logs"):
+        print(name, json.dumps(content[name]))
 
 
 def sweep(runs: int, seed: int, root: Path) -> None:
@@ -100,19 +104,36 @@ def drawn(number: int, seed: int) -> tuple[dict[str, Any], int]:
 
 def judged(folders: list[Path]) -> dict[str, Any]:
     """The comparison of the predictors, and the runs that it is of."""
-    table, runs = [], []
+    table, runs, honest = [], [], []
     for folder in sorted({f for root in folders for f in root.rglob("arms/*") if (f / "summary.json").is_file()}):
         rows = ArmFolder(folder).rows("metrics")
         recipe = json.loads((folder.parents[1] / "run.json").read_text(encoding="utf-8"))["recipe"]
         fell = smoothed_collapse(rows, smooth=SMOOTHED, recovery=RECOVERY)
         runs.append(LoggedRun(rows, recipe["seed"]))
+        honest.append(is_honest(folder))
         table.append({
             "folder": "/".join(folder.parts[-5:-2]), "seed": recipe["seed"], "updates": len(rows),
             "collapse": fell.step, "how": fell.how, "lr": recipe["optim"]["lr"], "lag": recipe["lag"],
-            "quantization": recipe["rollout"]["quantization"],
+            "quantization": recipe["rollout"]["quantization"], "honest": honest[-1],
         })  # fmt: skip
     scale = {"recovery": RECOVERY, "horizon": HORIZON, "window": WINDOW, "smooth": SMOOTHED}
-    return {"scale": scale, "comparison": compare_predictors(runs, **scale), "runs": table}
+    kept = [run for run, is_so in zip(runs, honest) if is_so]
+    return {
+        "scale": scale,
+        "comparison": compare_predictors(kept, **scale),
+        "with_spoiled_logs": compare_predictors(runs, **scale),
+        "runs": table,
+    }
+
+
+def is_honest(arm: Path) -> bool:
+    """Whether a run's log-probs are those of the policy that drew: features of any others measure the fault."""
+    row = arm.parents[2] / "row.json"
+    if not row.is_file():
+        return (arm.parents[1] / "done.json").is_file()
+    content = json.loads(row.read_text(encoding="utf-8"))
+    gone = content["repaired"] if arm.parents[1].name == "fixed" else []
+    return not any(p["cause"] in RECORDED and p["how"] not in gone for p in content["case"]["plants"])
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from offdrift.engines import make_engine
 from offdrift.errors import OffdriftError
 from offdrift.judge import Context, load_rules
 from offdrift.judge.apply import apply_fix
-from offdrift.records.atomic import write_json
+from offdrift.records.atomic import plain, write_json
 from offdrift.train.recipe import Recipe, check_recipe
 from offdrift.train.run_folder import ArmFolder
 
@@ -68,9 +68,16 @@ def main() -> None:
     if not args.summarize:
         run_all(cases, args.seed)
     rows = [json.loads(f.read_text()) for _, folder in cases if (f := folder / "row.json").is_file()]
-    content = {"machine": machine("transformers"), "seed": args.seed, "batches": BATCHES, "runs": rows}
-    args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    head = {"machine": machine("transformers"), "seed": args.seed, "batches": BATCHES, "asked_for": len(cases)}
+    lines = ",\n".join(json.dumps(plain(small(row))) for row in rows)
+    args.json.write_text(f'{json.dumps(head)[:-1]},\n"runs": [\n{lines}\n]}}\n', encoding="utf-8")
     print(f"{len(rows)} of {len(cases)} runs in {args.json}")
+
+
+def small(row: Row) -> Row:
+    """A row without its curves, which stay in the run's folder."""
+    kept = {k: {n: x for n, x in v.items() if n not in CURVES} for k in ("first", "fixed") if (v := row[k]) is not None}
+    return row | kept
 
 
 def run_all(cases: Sequence[tuple[RandomCase, Path]], seed: int) -> None:
