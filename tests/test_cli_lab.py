@@ -343,3 +343,27 @@ def test_lag_law_reads_sweeps_fits_each_and_writes_what_it_can_read_again(offdri
     wrong = offdrift("lab", "lag-law", str(folder), "--keep", "1.5")
     assert wrong.code == 1
     assert "keep = 1.5" in wrong.stderr
+
+
+def test_collapse_reads_runs_and_says_how_well_they_are_predicted(offdrift, tmp_path):
+    for seed in range(10):
+        arm = tmp_path / f"run-{seed}" / "arms" / "a"
+        arm.mkdir(parents=True)
+        (tmp_path / f"run-{seed}" / "run.json").write_text(json.dumps({"recipe": {"seed": seed}}))
+        rows = [
+            {
+                "reward/mean": 0.1 if seed % 2 and i >= 20 else 0.8,
+                "full/ess_seq_frac": 0.2 if seed % 2 and i >= 15 else 0.9,
+                "optim/grad_norm": 1.0,
+            }
+            for i in range(40)
+        ]
+        (arm / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    scale = ["--horizon", "5", "--recovery", "5", "--window", "5"]
+    done = offdrift("lab", "collapse", str(tmp_path), *scale, "--json")
+    assert done.code == 0, done.stderr
+    content = json.loads(done.stdout)
+    assert (content["runs"], content["collapsed"], content["groups"]) == (10, 5, 10)
+    assert content["predictors"]["four rolling features"]["auroc"][0] > 0.95
+    assert "AUROC" in offdrift("lab", "collapse", str(tmp_path), *scale).stdout
+    assert offdrift("lab", "collapse", str(tmp_path / "nothing")).code == 2

@@ -23,6 +23,7 @@ from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import EvidenceKind, FullVocab, Rollouts
 from offdrift.segments import Segments
 from offdrift.train.loop import train
+from offdrift.train.models import load_model
 from offdrift.train.recipe import Recipe, check_recipe
 from offdrift.train.warmstart import warm_start
 
@@ -231,18 +232,31 @@ def run(case: Case, folder: Path, *, seed: int = 0, batches: int = 32, start_see
         start_seed: seed of the warm start, if it is another than the run's: starts are cached, so
             that many runs of few starts are cheap.
     """
+    return train_spoiled(recipe_of(case, seed=seed, batches=batches), case.spoil, folder, start_seed=start_seed)
+
+
+def train_spoiled(recipe: Recipe, spoil: dict[str, Any], folder: Path, *, start_seed: int | None = None) -> Path:
+    """Train a recipe of one arm whose engine is spoiled so; returns the arm's folder."""
     with ExitStack() as spoiling:
-        if case.spoil:
-            spoiling.enter_context(_spoiling(case.spoil))
+        if spoil:
+            spoiling.enter_context(_spoiling(spoil))
         if start_seed is not None:
             start = partial(_started, start_seed)
             spoiling.enter_context(patch("offdrift.train.context.warm_start", start))
-        train(recipe_of(case, seed=seed, batches=batches), folder)
-    return folder / "arms" / ARM
+            drawn = partial(_drawn, start_seed)
+            spoiling.enter_context(patch("offdrift.train.context.load_model", drawn))
+        train(recipe, folder)
+    (arm,) = recipe.arms
+    return folder / "arms" / arm
 
 
 def _started(start_seed: int, *args: Any, **options: Any) -> Any:
     return warm_start(*args, **{**options, "seed": start_seed})
+
+
+def _drawn(start_seed: int, *args: Any, **options: Any) -> Any:
+    """The initial weights are a part of the start."""
+    return load_model(*args, **{**options, "seed": start_seed})
 
 
 @contextmanager

@@ -33,12 +33,15 @@ COMMANDS = (
     "lab",
 )
 """In the order of the help page."""
+PARTS = {"lab": ("lab", "lab_runs")}
+"""Modules of a command that has several."""
 
 
 def application(first_word: str = "") -> Typer:
     """The application with the command of this name; by any other word with all of them, as the help page shows."""
     for name in (first_word,) if first_word in COMMANDS else COMMANDS:
-        import_module(f"offdrift.cli.{name}")  # which adds the command
+        for module in PARTS.get(name, (name,)):
+            import_module(f"offdrift.cli.{module}")  # which adds the command
     return import_module("offdrift.cli.app").app
 
 

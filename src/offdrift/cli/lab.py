@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Stem = Annotated[Path | None, typer.Option(metavar="STEM", help="Also write STEM.png, STEM.html and STEM.json.")]
 
 
-def _write(out: Path, panels: Any, numbers: Any, screen: Screen, **texts: str) -> None:
+def write_outputs(out: Path, panels: Any, numbers: Any, screen: Screen, **texts: str) -> None:
     """Write a figure as a picture and a page, and its numbers beside them."""
     from offdrift.records.atomic import write_atomically
     from offdrift.show.charts import write_figure
@@ -92,17 +92,17 @@ def bounds(
         )
         title = "How close do the bounds come to the worst error?"
         panels = bounds_panels(outcomes, searches)
-        _write(out, panels, result, screen, title=title, caption=caption)
+        write_outputs(out, panels, result, screen, title=title, caption=caption)
     if screen.interrupted:
         screen.warn("interrupted; what was not checked is left out")
-    _next_picture(screen, out, "bounds")
+    next_picture(screen, out, "bounds")
     if result["violations"]:
         raise typer.Exit(ExitCode.VERDICT)
     if screen.interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
 
 
-def _next_picture(screen: Screen, out: Path | None, experiment: str) -> None:
+def next_picture(screen: Screen, out: Path | None, experiment: str) -> None:
     if out is None:
         screen.next(f"offdrift lab {experiment} --out {experiment}", "the same as a picture and a page")
     else:
@@ -138,7 +138,7 @@ def coverage(
     from offdrift.lab.coverage import WORLDS, Tallies, count, simulate, summarize
     from offdrift.lab.views import coverage_rows, coverage_table
 
-    names = list(WORLDS) if worlds is None else _words(worlds)
+    names = list(WORLDS) if worlds is None else words_of(worlds)
     if wrong := [n for n in names if n not in WORLDS]:
         raise typer.BadParameter(f"--worlds: {wrong[0]!r} is none of {', '.join(WORLDS)}")
     if not 0 < 5 * alpha < 1:
@@ -208,14 +208,14 @@ def frontier(
     from offdrift.lab.views import frontier_panels, frontier_rows, frontier_table
     from offdrift.methods import METHODS, method
 
-    rows = {n: method(n) for n in _words(methods)} if methods else METHODS
-    if wrong := [h for h in _words(horizons) if not h.isdecimal()]:
+    rows = {n: method(n) for n in words_of(methods)} if methods else METHODS
+    if wrong := [h for h in words_of(horizons) if not h.isdecimal()]:
         raise typer.BadParameter(f"--horizons: {wrong[0]!r} is not a number of tokens; give 8,64,512")
-    lengths = sorted({int(h) for h in _words(horizons)})
+    lengths = sorted({int(h) for h in words_of(horizons)})
     estimates: dict[str, list[Estimate]] = {}
     with screen.until_interrupted() as progress:
-        task = progress.add_task("", total=len(_words(testbeds)) * len(lengths) * len(rows))
-        for name in _words(testbeds):
+        task = progress.add_task("", total=len(words_of(testbeds)) * len(lengths) * len(rows))
+        for name in words_of(testbeds):
             for horizon in lengths:
                 progress.update(task, description=f"{name}, T = {horizon}")
                 bed = make_testbed(name, horizon=horizon, kl_token=kl, seed=seed)
@@ -238,140 +238,15 @@ def frontier(
         )
     if out is not None and estimates:
         title = "Bias and variance of every method"
-        _write(out, frontier_panels(estimates), results, screen, title=title)
+        write_outputs(out, frontier_panels(estimates), results, screen, title=title)
     if screen.interrupted:
         screen.warn("interrupted; horizons that were not finished are left out")
         raise typer.Exit(ExitCode.INTERRUPTED)
-    _next_picture(screen, out, "frontier")
+    next_picture(screen, out, "frontier")
 
 
-def _words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
     return [w.strip() for w in text.split(",") if w.strip()]
-
-
-LENGTHS_OF_RESPONSES = "16,32,64,128,256,512,1024,2048,4096,8192"
-LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-
-
-@lab.command("length-bias")
-def length_bias(
-    screen: Screen,
-    violation: Annotated[float, typer.Option(help="Probability that a drawn token violates the trust region.")] = 1e-3,
-    sequences: Annotated[int, typer.Option(help="Drawn sequences.")] = 1000,
-    same_at: Annotated[
-        int, typer.Option(help="Length at which thresholds are set to accept 90 % alike, tokens.")
-    ] = 128,
-    recording: Annotated[
-        list[Path] | None, typer.Option(help="A recorded stream (.npz of benchmarks/record_drift.py). Repeatable.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the drawn stream.")] = 0,
-    out: Stem = None,
-) -> None:
-    """Acceptance against length, for gates on the worst token, on means and on products.
-
-    Once with independent violations and once per recording; without --recording the two that come
-    with the package are used: SmolLM2-135M drawn in bfloat16 and with int8 weights, scored in
-    float32.
-
-    \b
-    offdrift lab length-bias
-    offdrift lab length-bias --violation 1e-4 --out length-bias
-    """
-    from offdrift.lab.length_bias import curves, independent_stream, packaged, read_recording
-    from offdrift.lab.views import length_bias_panels, length_bias_rows, length_bias_table
-
-    if not 1 <= same_at <= LENGTHS[-1]:
-        raise typer.BadParameter(f"--same-at {same_at}: the drawn sequences have 1 to {LENGTHS[-1]} tokens")
-    paths = recording or packaged()
-    streams = [
-        independent_stream(sequences=sequences, horizon=LENGTHS[-1], violation=violation, seed=seed),
-        *(read_recording(p) for p in paths),
-    ]
-    results = []
-    for stream in streams:
-        longest = stream.kl.shape[1]
-        lengths = [n for n in LENGTHS if n <= longest]
-        for at in (None, min(same_at, longest)):
-            thresholds = "published thresholds" if at is None else f"same at T = {at}"
-            title = f"{stream.name}; {thresholds}"
-            results.append((title, curves(stream, lengths=lengths, same_at=at)))
-    rows = length_bias_rows(results)
-    if screen.as_json:
-        screen.json(rows)
-    else:
-        for title, accepted in results:
-            screen.show(length_bias_table(title, accepted, width=screen.width))
-        screen.out.print(
-            "acceptance = exp(-c T^γ): γ = 1 falls exponentially, γ = 0 does not depend on length.", style="dim"
-        )
-    if out is not None:
-        _write(
-            out,
-            length_bias_panels(results),
-            rows,
-            screen,
-            title="Which gates punish length?",
-            caption="Share of sequences accepted, 95 % intervals. TRM paper, Appendix F, Table 2.",
-        )
-    _next_picture(screen, out, "length-bias")
-
-
-@lab.command()
-def lengths(
-    screen: Screen,
-    measured: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--from",
-            metavar="PATH",
-            help="Drift of yours: a run, an arm of one, audit.json or check.json. Repeatable; stands in place of the "
-            "drifts that come with the package.",
-        ),
-    ] = None,
-    beside: Annotated[bool, typer.Option("--beside", help="Show them beside your own.")] = False,
-    tokens: Annotated[str, typer.Option(help="Lengths of a response, tokens, comma-separated.")] = LENGTHS_OF_RESPONSES,
-    chart: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: a .html, .svg or .png file.")] = None,
-) -> None:
-    """How long may responses be until no error bound says anything, for drift that was measured?
-
-    Of every drift (engines in half precision, on grids, with an FP8 cache; mixtures of experts; weights that are some
-    updates old) the smallest bound at each length, and the length from which it is not below the range of the reward.
-    Takes for granted that longer responses drift as much per token.
-
-    \b
-    offdrift lab lengths
-    offdrift lab lengths --from runs/mine --beside --chart lengths.svg
-    """
-    from offdrift.prove.lengths import MEASURED, Drift, length_chart, length_rows, length_table, summary
-    from offdrift.prove.measured import measured_drift
-    from offdrift.show.charts import write_chart
-
-    if beside and not measured:
-        raise typer.BadParameter("--beside puts the package's drifts beside yours: name yours with --from")
-    if wrong := [t for t in _words(tokens) if not t.isdecimal() or int(t) < 1]:
-        raise typer.BadParameter(f"--tokens: {wrong[0]!r} is not a number of tokens; give 16,256,4096")
-    drifts = [] if measured and not beside else list(MEASURED)
-    for path in measured or ():
-        drift = measured_drift(path)
-        if "delta" not in drift.premises:
-            raise typer.BadParameter(
-                f"--from {path} recorded no exact divergences, so that the largest token KL is not known; record them "
-                '(rollout.evidence = "full" or "hidden"), or give a check.json'
-            )
-        drifts.append(Drift(path.name, drift.premises["kl_rate"], drift.premises["delta"], drift.source))
-    rows = length_rows(drifts, sorted({int(t) for t in _words(tokens)}))
-    if screen.as_json:
-        screen.json(rows)
-    else:
-        screen.show(length_table(rows, width=screen.width))
-    if chart is not None:
-        caption = (
-            "Given: mean and largest KL of a token as measured, at every length alike. " + summary(rows) + ". What is "
-            "above 1 certifies only a surrogate gain that is larger still."
-        )
-        title = "How long may responses be until no bound says anything?"
-        screen.wrote(chart=write_chart(chart, [length_chart(rows)], title=title, caption=caption))
-    screen.next("offdrift bound --from RUN", "every bound for the drift of a run")
 
 
 @lab.command()
@@ -450,8 +325,8 @@ def masking(
 
     if not (0 < delta < math.inf and 0 < tau < math.inf):
         raise typer.BadParameter(f"--delta {delta:g} --tau {tau:g}: thresholds are above 0, nats")
-    lengths = sorted({int(x) for x in _numbers("--horizons", horizons)})
-    shares = _numbers("--rejected", rejected)
+    lengths = sorted({int(x) for x in numbers_of("--horizons", horizons)})
+    shares = numbers_of("--rejected", rejected)
     g = torch.Generator().manual_seed(seed)
     mu, pi = flipped_pairs(pairs, vocab=3, horizon=5, noise=0.05, flip=2.0, touched=0.1, generator=g)
     rewards = torch.rand(pairs, 3**5, generator=g, dtype=torch.float64)
@@ -486,10 +361,10 @@ def masking(
     screen.next("offdrift certify --help", "a guarantee that pays for what is rejected, for rollouts of yours")
 
 
-def _numbers(option: str, text: str) -> list[float]:
+def numbers_of(option: str, text: str) -> list[float]:
     """Positive numbers of a comma-separated list."""
     try:
-        values = [float(word) for word in _words(text)]
+        values = [float(word) for word in words_of(text)]
     except ValueError:
         values = []
     if not values or not all(0 < x < math.inf for x in values):
@@ -520,7 +395,7 @@ def three_policies(
 
     if not 0 < plant < math.inf:
         raise typer.BadParameter(f"--plant {plant}: give a factor above 0; 1 leaves the bounds alone")
-    discounts = tuple(_numbers("--gammas", gammas))
+    discounts = tuple(numbers_of("--gammas", gammas))
     if wrong := [x for x in discounts if x >= 1]:
         raise typer.BadParameter(f"--gammas: {wrong[0]:g} is no discount; give numbers below 1")
     parts = []
@@ -590,13 +465,13 @@ def flips(
     from offdrift.lab.flips import TASKS, explained, exponents, flip_cells, flip_experiment
     from offdrift.lab.views import explained_table, exponents_table
 
-    names = _words(tasks)
+    names = words_of(tasks)
     if wrong := [n for n in names if n not in TASKS]:
         raise typer.BadParameter(f"--tasks: {wrong[0]!r} is none of {', '.join(TASKS)}")
-    lengths, sizes = ([int(x) for x in _numbers(o, t)] for o, t in (("--horizons", horizons), ("--counts", counts)))
+    lengths, sizes = ([int(x) for x in numbers_of(o, t)] for o, t in (("--horizons", horizons), ("--counts", counts)))
     if min(sizes) < 3:
         raise typer.BadParameter(f"--counts: of {min(sizes)} experts 2 act and none is left to flip to; give 3 or more")
-    plan = list(flip_cells(horizons=lengths, rates=_numbers("--rates", rates), counts=sizes, tasks=names))
+    plan = list(flip_cells(horizons=lengths, rates=numbers_of("--rates", rates), counts=sizes, tasks=names))
     cells = []
     with screen.until_interrupted() as progress:
         task = progress.add_task("", total=len(plan))
@@ -626,71 +501,3 @@ def flips(
         screen.warn("interrupted; the powers are of what was done so far")
         raise typer.Exit(ExitCode.INTERRUPTED)
     screen.next("offdrift lab routing", "what replaying the routes optimizes instead")
-
-
-@lab.command("lag-law")
-def lag_law(
-    screen: Screen,
-    sweeps: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SWEEP...",
-            help="Folders of `offdrift sweep`, or files that --json of this wrote. NAME=SWEEP names the task family; "
-            "sweeps of one name are taken together.",
-        ),
-    ],
-    arms: Annotated[str | None, typer.Option(help="Only runs of these arms, comma-separated.")] = None,
-    keep: Annotated[float, typer.Option(help="Share of its held-out reward that a stable run keeps.")] = 0.7,
-    draws: Annotated[int, typer.Option(help="Bootstrap samples behind every interval.", min=20)] = 500,
-    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.", min=0)] = 0,
-    out: Stem = None,
-) -> None:
-    """Does the effective sample size say how much lag is safe, L_max = c ESS^α?
-
-    Every run of the sweeps is a point: the lag between its synchronizations, the effective share of its
-    sequences at the end of the first such stretch, and whether it kept its reward. In each sweep (a task
-    family) the boundary of stable runs is fitted, and tested on the other sweeps, beside ESS alone and lag alone.
-    Learning rates should differ within a sweep: at one rate ESS falls with the lag, and no fit can tell the two apart.
-
-    \b
-    offdrift sweep recipes/staleness.toml
-    offdrift lab lag-law runs/staleness
-    offdrift lab lag-law codes=runs/staleness codes=runs/lag-law sums=runs/staleness-sums
-    offdrift lab lag-law runs/lag-law runs/staleness-sums --arms oapl,oapl_1 --out lag-law
-    """
-    from offdrift.lab.lag_law import judge, read_runs, verdict
-    from offdrift.lab.views import lag_law_panels, lag_law_tables
-
-    runs = []
-    for argument in sweeps:
-        family, _, path = ("", "", argument) if Path(argument).exists() else argument.rpartition("=")
-        runs += read_runs(Path(path), arms=_words(arms or ""), family=family)
-    families = {run.family for run in runs}
-    with screen.until_interrupted() as progress:
-        task = progress.add_task("fits and tests", total=len(families) ** 2)
-        result = judge(runs, keep=keep, draws=draws, seed=seed, tick=partial(progress.advance, task))
-        words = verdict(result)
-    if screen.interrupted:
-        raise typer.Exit(ExitCode.INTERRUPTED)
-    versions = {name: version(name) for name in ("offdrift", "torch", "numpy")}
-    result = {"kind": "lag-law", "verdict": words, "arms": arms, "versions": versions, **result}
-    if screen.as_json:
-        screen.json(result)
-    else:
-        for table in lag_law_tables(result):
-            screen.show(table)
-        screen.out.print(
-            "Intervals of α, of the law's AUROC and of its difference to that of ESS alone: a bootstrap over settings. "
-            "50 ESS right: runs that the conjectured law (c = 50, α = 1) sorts rightly.",
-            style="dim",
-            markup=False,
-        )
-        screen.show(f"L_max = c ESS^α: [bold]{words}[/].")
-    if out is not None:
-        caption = f"Stable: kept {keep:.0%} of its held-out reward. ESS at the end of the first stretch between syncs."
-        title = "How much lag is safe?"
-        _write(out, lag_law_panels(runs, result), result, screen, title=title, caption=caption)
-    if out is None:
-        screen.next(f"offdrift lab lag-law {' '.join(sweeps)} --out lag-law", "the same as a picture and a page")
-    else:
-        screen.next(f"open {out}.html", "the figure, in a browser")

@@ -573,6 +573,15 @@ def coverage_rows(rows: Sequence[Covered]) -> dict[str, Any]:
     }
 
 
+def collapse_table(result: Mapping[str, Any]) -> Table:
+    """How well each set of features predicts a collapse on runs that it was not fitted to."""
+    table = _table("Is a collapse near? On seeds not learned from", left=["features"], right=["AUROC", "95 %", "Brier"])
+    for name, p in result["predictors"].items():
+        estimate, low, high = p["auroc"]
+        table.add_row(name, f"{estimate:.3f}", f"{low:.3f} to {high:.3f}", f"{p['brier']:.3f}")
+    return table
+
+
 def _cells(row: Row | None) -> tuple[Text, str]:
     if row is None or not row.where:
         return Text("–"), ""
