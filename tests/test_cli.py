@@ -196,7 +196,7 @@ def test_help_fits_80_columns_and_names_every_option_and_exit_status(monkeypatch
     status = " ".join(done.stdout.partition("Exit status: ")[2].split())
     told = {ExitCode(int(part.split()[0])) for part in status.split(" · ")}
     assert told >= set(ExitCode) - {ExitCode.VERDICT}
-    decides = {"", "lab", "audit", "check", "watch", "lab bounds", "lab coverage"}
+    decides = {"", "lab", "audit", "check", "watch", "lab bounds", "lab coverage", "lab three-policies"}
     assert (ExitCode.VERDICT in told) == (name in decides)
 
 

@@ -135,7 +135,7 @@ lab = _Application(
     name="lab",
     cls=_Group,
     help="Exact experiments on policies small enough to know everything about them, and laws of what runs recorded.",
-    epilog=f"Exit status: {exit_codes_text('a bound or a certificate fails (lab bounds, coverage)')}",
+    epilog=f"Exit status: {exit_codes_text('a bound or a certificate fails (lab bounds, coverage, three-policies)')}",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from offdrift.cli.app import Screen, lab
-from offdrift.cli.lab import Stem
+from offdrift.cli.lab import Stem, next_picture, words_of, write_outputs
 
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 LENGTHS_OF_RESPONSES = "16,32,64,128,256,512,1024,2048,4096,8192"
@@ -41,7 +41,7 @@ def length_bias(
     offdrift lab length-bias --violation 1e-4 --out length-bias
     """
     from offdrift.lab.length_bias import curves, independent_stream, packaged, read_recording
-    from offdrift.lab.views import length_bias_panels, length_bias_rows, length_bias_table
+    from offdrift.lab.run_views import length_bias_panels, length_bias_rows, length_bias_table
 
     if not 1 <= same_at <= LENGTHS[-1]:
         raise typer.BadParameter(f"--same-at {same_at}: the drawn sequences have 1 to {LENGTHS[-1]} tokens")
@@ -164,11 +164,11 @@ def lag_law(
     \b
     offdrift sweep recipes/staleness.toml
     offdrift lab lag-law runs/staleness
-    offdrift lab lag-law codes=runs/staleness codes=runs/lag-law sums=runs/staleness-sums
-    offdrift lab lag-law runs/lag-law runs/staleness-sums --arms oapl,oapl_1 --out lag-law
+    offdrift lab lag-law a=runs/staleness a=runs/lag-law b=runs/staleness-sums
+    offdrift lab lag-law runs/lag-law runs/more --arms oapl,oapl_1 --out law
     """
     from offdrift.lab.lag_law import judge, read_runs, verdict
-    from offdrift.lab.views import lag_law_panels, lag_law_tables
+    from offdrift.lab.run_views import lag_law_panels, lag_law_tables
 
     runs = []
     for argument in sweeps:
@@ -224,10 +224,10 @@ def collapse(
 
     \b
     offdrift lab collapse runs/
-    offdrift lab collapse runs/ --horizon 10 --recovery 5 --window 5 --smooth 4 --json
+    offdrift lab collapse runs/ --horizon 10 --recovery 5 --window 5 --json
     """
     from offdrift.judge.predictor import LoggedRun, compare_predictors
-    from offdrift.lab.views import collapse_table
+    from offdrift.lab.run_views import collapse_table
     from offdrift.show.json_access import read_lines
 
     paths = sorted({p for folder in folders for p in folder.rglob("metrics.jsonl")})

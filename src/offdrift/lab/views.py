@@ -17,8 +17,6 @@ from offdrift.lab.coverage import WORLDS
 from offdrift.lab.coverage import Row as Covered
 from offdrift.lab.flips import Exponent
 from offdrift.lab.frontier import Estimate, Verdict, conjecture, verdict
-from offdrift.lab.lag_law import LagRun
-from offdrift.lab.length_bias import Curve
 from offdrift.lab.masking import MaskRow, Vanishing
 from offdrift.lab.search import Outcome, Row, of_drift, summarize
 from offdrift.lab.statements import LABELS as STATEMENTS
@@ -37,7 +35,7 @@ def by_horizon(estimates: Sequence[Estimate]) -> list[Verdict]:
     return [verdict(list(group)) for _, group in groupby(ordered, key=lambda e: e.horizon)]
 
 
-def _table(title: str, caption: str = "", *, left: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
+def empty_table(title: str, caption: str = "", *, left: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
     """An empty table: columns of words to the left, then columns of numbers."""
     table = Table(
         title=Text(title, style="bold"),
@@ -58,7 +56,7 @@ def frontier_table(title: str, estimates: Sequence[Estimate]) -> Table:
     """Progress of the best method of every family at every horizon; the winners are marked."""
     verdicts = by_horizon(estimates)
     longest = verdicts[-1]
-    table = _table(
+    table = empty_table(
         f"{title}: progress P of the best method of each family",
         f"conjecture (an intermediate unit is best from T = 200): {conjecture(verdicts)}",
         left=["family"],
@@ -125,75 +123,12 @@ def frontier_rows(title: str, estimates: Sequence[Estimate]) -> dict[str, Any]:
     }
 
 
-LABELS = {
-    "trm_max": "TRM-Max",
-    "trm_avg": "TRM-Avg",
-    "ln_trm": "LN-TRM",
-    "ser": "SER",
-    "seq_product": "sequence product",
-}
-
-
-def length_bias_table(title: str, curves: Sequence[Curve], *, width: int = 140) -> Table:
-    """Acceptance at every length that fits and the fitted growth, one row per gate."""
-    stated = width >= 120
-    fits = max(2, (width - (79 if stated else 62)) // 8)
-    count = len(curves[0].lengths)
-    shown = range(count)
-    if count > fits:  # from the first to the last
-        shown = sorted({round(i * (count - 1) / (fits - 1)) for i in range(fits)})
-    lengths = [f"T={curves[0].lengths[i]}" for i in shown]
-    table = _table(title, left=["gate"], right=["threshold", *lengths, "γ"])
-    table.add_column("with length", no_wrap=True)
-    if stated:
-        table.add_column("Table 2", no_wrap=True, style="dim")
-    for c in curves:
-        some = [c.acceptance[i] for i in shown]
-        shares = [Text(f"{a:.2f}", style="bold red" if a < 0.5 else "") for a in some]
-        gamma = "" if c.exponent is None else f"{c.exponent:.2f}"
-        last = [c.stated] if stated else []
-        table.add_row(LABELS[c.gate], f"{c.threshold:.3g}", *shares, gamma, length_verdict(c), *last)
-    return table
-
-
-def length_verdict(curve: Curve) -> str:
-    """The trend of acceptance with length, in words."""
-    if curve.exponent is None:
-        return "unchanged"
-    first, last = curve.acceptance[0], curve.acceptance[-1]
-    overlap = curve.low[0] <= last <= curve.high[0] or curve.low[-1] <= first <= curve.high[-1]
-    if overlap or abs(first - last) < 0.02:
-        return "about constant"
-    if last > first:
-        return "grows"
-    return "falls exponentially" if curve.exponent > 0.85 else "falls"
-
-
-def length_bias_panels(results: Sequence[tuple[str, Sequence[Curve]]]) -> list[Chart]:
-    """One panel per stream and choice of thresholds."""
-    return [
-        Chart(
-            title,
-            "accepted sequences",
-            x_title="length T, tokens",
-            log_x=True,
-            series=[Series(LABELS[c.gate], c.lengths, c.acceptance, low=c.low, high=c.high) for c in curves],
-        )
-        for title, curves in results
-    ]
-
-
-def length_bias_rows(results: Sequence[tuple[str, Sequence[Curve]]]) -> list[dict[str, Any]]:
-    """The same numbers, ready for JSON."""
-    return [{"stream": title, **vars(c), "verdict": length_verdict(c)} for title, cs in results for c in cs]
-
-
 SCHEMES = {"own": "own", "r3": "R3, mu's", "r2": "R2, old's", "reference": "reference"}
 
 
 def routing_table(rows: Sequence[Mapping[str, Any]], *, steps: int) -> Table:
     """One row per scheme of `lab.routing`; the first computes the policy that draws."""
-    table = _table(
+    table = empty_table(
         f"Surrogates under routing replay, and what {steps} steps of ascent on each gain",
         left=["routes"],
         right=["error", "α0", "α1", "cos", "var", "router", "gain", "±"],
@@ -216,7 +151,7 @@ def routing_table(rows: Sequence[Mapping[str, Any]], *, steps: int) -> Table:
 
 def masks_table(rows: Sequence[MaskRow]) -> Table:
     """One row per mask: what it keeps, and what of the pair and its bound it leaves where it was."""
-    table = _table(
+    table = empty_table(
         "A mask on the loss, and the trust region of the pair (medians)",
         left=["mask"],
         right=["kept", "D_max", "of kept", "B*", "error", "> B*", "> B*(δ)", "after"],
@@ -261,7 +196,7 @@ def vanishing_rows_table(rows: Sequence[Vanishing], *, delta: float, width: int 
     horizons = sorted({row.horizon for row in rows})
     while len(horizons) > max(2, (width - 34) // 9):
         horizons.pop(len(horizons) // 2)
-    table = _table(
+    table = empty_table(
         f"|L - L_masked| / (||A|| T) as rejection goes to 0, delta = {delta:g}",
         left=["criterion"],
         right=["rejected", *(f"T={t}" for t in horizons), "limit"],
@@ -279,7 +214,7 @@ CRITERIA_LABELS = {"kl": "exact KL", "ratio": "k2 of w"}
 
 def three_policies_table(judged: Judged) -> Table:
     """Every bound against the truth: violations and how close it comes."""
-    table = _table(
+    table = empty_table(
         "|J(π) - L_μ(π)| / bound, at most 1 where the bound holds",
         left=["bound"],
         right=["violations", "median", "largest"],
@@ -300,7 +235,7 @@ THREE_POLICIES = {
 
 def advice_table(rows: Sequence[Advice]) -> Table:
     """The rule to invest in the larger distance, by how much larger it is."""
-    table = _table(
+    table = empty_table(
         "Invest in the larger of mismatch α1 and staleness α0: is the error then smaller?",
         left=["larger / smaller"],
         right=["triples", "right", "error left", "other way"],
@@ -323,7 +258,7 @@ SWEEPS = {
 
 def exponents_table(rows: Sequence[Exponent]) -> Table:
     """The power of the bias in each quantity; the conjecture says 1 in every row."""
-    table = _table(
+    table = empty_table(
         "Power of the bias of token-level weights (the conjecture: 1 everywhere)",
         left=["task", "in"],
         right=["power", "95 % interval", "of bias / |∇J|"],
@@ -338,87 +273,13 @@ def exponents_table(rows: Sequence[Exponent]) -> Table:
 def explained_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """R^2 of each predictor of log bias, and what a dense drift of the same token KL does."""
     names = [name for name in rows[0] if name not in ("task", "dense_over_flips")]
-    table = _table(
+    table = empty_table(
         "How much of log |bias| a fitted power explains (R²)", left=["task"], right=[*names, "dense / flips"]
     )
     for row in rows:
         cells = (f"{row[name]:.2f}" for name in names)
         table.add_row(str(row["task"]), *cells, f"x{row['dense_over_flips']:.0f}")
     return table
-
-
-def lag_law_tables(result: Mapping[str, Any]) -> list[Table]:
-    """The law of each family, and how well it tells stable runs of the others."""
-    laws = _table(
-        "L_max = c ESS^α, fitted in each family of runs",
-        left=["family"],
-        right=["runs", "stable", "c", "α", "95 %", "50 ESS right"],
-    )
-    for row in result["families"]:
-        right = row["published"]["accuracy"]
-        laws.add_row(
-            row["family"],
-            *(str(row["runs"]), str(row["stable"]), _short(row.get("c")), _short(row.get("alpha"))),
-            _ends(row.get("alpha_interval"), _short),
-            "-" if right is None else f"{right:.0%}",
-        )
-    tested = _table(
-        "Stable or not, out of sample: AUROC of each rule",
-        left=["fitted on, tested on"],
-        right=["law", "95 %", "ESS", "lag", "law - ESS"],
-    )
-    for row in result["across"]:
-        tested.add_row(
-            f"{row['fitted_on']},\n  {row['tested_on']}",
-            *(_two(row["law"]["auroc"]), _ends(row["law"]["auroc_interval"], _two)),
-            *(_two(row["ess"]["auroc"]), _two(row["lag"]["auroc"])),
-            _ends(row["law_less_ess"], lambda x: f"{x:+.2f}"),
-        )
-    return [laws, tested] if result["across"] else [laws]
-
-
-def _short(value: float | None) -> str:
-    return (
-        "-" if value is None else f"{value:.2g}" if abs(value) < 100 else f"{value:.0f}" if abs(value) < 1e4 else ">1e4"
-    )
-
-
-def _two(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _ends(interval: Sequence[float] | None, words: Callable[[float], str]) -> str:
-    return "-" if interval is None else f"{words(interval[0])} to {words(interval[1])}"
-
-
-def lag_law_panels(runs: Sequence[LagRun], result: Mapping[str, Any]) -> list[Chart]:
-    """Each family's runs by ESS and lag, stable and not, with its fitted boundary and the published one."""
-    panels = []
-    for row in result["families"]:
-        own = [run for run in runs if run.family == row["family"]]
-        series = []
-        for name, wanted in (("stable", True), ("not stable", False)):
-            of_kind = [run for run in own if run.stable(result["keep"]) == wanted]
-            texts = [f"{run.setting}, seed {run.seed}" for run in of_kind]
-            xs, ys = [run.ess for run in of_kind], [run.lag for run in of_kind]
-            series.append(Series(name, xs, ys, kind="dots", texts=texts))
-        ends = [min(run.ess for run in own), 1.0]
-        if row.get("c") is not None and row["sharpness"] > 0:
-            series.append(Series("fitted boundary", ends, [row["c"] * e ** row["alpha"] for e in ends]))
-        series.append(Series("50 ESS", ends, [50 * e for e in ends], dash="dash"))
-        panels.append(
-            Chart(
-                str(row["family"]),
-                "lag L, updates",
-                series,
-                x_title="effective share of sequences, ESS",
-                log_x=True,
-                log=True,
-                y_range=(0.5, 2 * max(run.lag for run in own)),
-                legend=True,
-            )
-        )
-    return panels
 
 
 BOUND_LABELS = (
@@ -452,7 +313,7 @@ def bounds_table(outcomes: Sequence[Outcome], attacked: Sequence[Outcome], *, wi
     random, searched = summarize(outcomes), summarize(attacked)
     numbers = ["pairs", "violations", *(() if narrow else ("median",)), "largest"]
     title = "|Error| / bound, at most 1 where the bound holds"
-    table = _table(title, left=["bound", "constants"], right=numbers)
+    table = empty_table(title, left=["bound", "constants"], right=numbers)
     if wide:
         table.add_column("at", style="dim")
     table.add_column("searched", justify="right", no_wrap=True)
@@ -483,7 +344,7 @@ def horizon_table(outcomes: Sequence[Outcome], attacked: Sequence[Outcome], *, w
         horizons.pop(len(horizons) // 2)
     columns = [_sharp([o for o in both if o.horizon == t]) for t in horizons]
     title = "largest at every horizon, sharp constants"
-    table = _table(title, left=["bound"], right=[f"T={t}" for t in horizons])
+    table = empty_table(title, left=["bound"], right=[f"T={t}" for t in horizons])
     for i, row in enumerate(columns[0]) if columns else ():
         cells = [f"{c[i].largest:.3f}" if c[i].checked and c[i].where else "–" for c in columns]
         table.add_row(BOUND_LABELS[row.bound], *cells)
@@ -538,7 +399,7 @@ def coverage_table(title: str, rows: Sequence[Covered], *, intervals: bool = Fal
         intervals: also the interval of each estimate.
     """
     numbers = ["false", "95 % interval", "alpha", "speaks", "width"]
-    table = _table(title, left=["statement"], right=numbers)
+    table = empty_table(title, left=["statement"], right=numbers)
     for row in rows:
         if row.statement.startswith("interval of") and not intervals:
             continue
@@ -571,15 +432,6 @@ def coverage_rows(rows: Sequence[Covered]) -> dict[str, Any]:
         },
         "rows": [row._asdict() for row in rows],
     }
-
-
-def collapse_table(result: Mapping[str, Any]) -> Table:
-    """How well each set of features predicts a collapse on runs that it was not fitted to."""
-    table = _table("Is a collapse near? On seeds not learned from", left=["features"], right=["AUROC", "95 %", "Brier"])
-    for name, p in result["predictors"].items():
-        estimate, low, high = p["auroc"]
-        table.add_row(name, f"{estimate:.3f}", f"{low:.3f} to {high:.3f}", f"{p['brier']:.3f}")
-    return table
 
 
 def _cells(row: Row | None) -> tuple[Text, str]:
