@@ -28,7 +28,7 @@ import torch
 from offdrift.audit.partial import BAD_ROWS_KEPT, Job, Part, Unread, work
 from offdrift.engines.isolation import start_local_ray
 from offdrift.errors import EngineError, RecordError
-from offdrift.records.atomic import write_atomically
+from offdrift.records.atomic import remove_half_written, write_atomically
 from offdrift.records.readers import Piece, fingerprint
 
 LAYOUT = 5
@@ -78,6 +78,7 @@ def audit(
     """
     if not pieces:
         raise RecordError("there is nothing to read: no file holds a row")
+    remove_half_written(folder)
     places = [folder / "parts" / f"{_key(piece, job)}.npz" for piece in pieces]
     kept = [place.exists() for place in places]
     fresh = run(job, [piece for piece, there in zip(pieces, kept) if not there])

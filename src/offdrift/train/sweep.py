@@ -34,7 +34,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from offdrift.certificate.certify import LOGGED
 from offdrift.errors import RecipeError, RecordError
-from offdrift.records.atomic import plain, write_json
+from offdrift.records.atomic import plain, remove_half_written, write_json
 from offdrift.show.json_access import mapping
 from offdrift.show.numbers import duration
 from offdrift.stats import METRICS
@@ -422,6 +422,7 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RecordError(f"another sweep is running in {folder}; wait for it, or choose another --out") from None
+        remove_half_written(folder)
         yield
 
 
