@@ -5,8 +5,11 @@ An engine may seed the world, replace functions or compile unasked. Ray listens 
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from offdrift.errors import EngineError
 
 LOOPBACK = "127.0.0.1"
 
@@ -63,6 +68,7 @@ def start_local_ray(**options: Any) -> None:
 
     # Ray replaces 127.0.0.1 by the machine's address where it allows clusters of several machines. It has read the
     # variable when it was imported, and the processes that it starts read it now.
+    handler = signal.getsignal(signal.SIGTERM)
     name = constants.ENABLE_RAY_CLUSTERS_ENV_VAR
     before = os.environ.get(name), constants.ENABLE_RAY_CLUSTER
     os.environ[name], constants.ENABLE_RAY_CLUSTER = "0", False
@@ -74,3 +80,46 @@ def start_local_ray(**options: Any) -> None:
             del os.environ[name]
         else:
             os.environ[name] = variable
+        _restore_sigterm(handler)
+
+
+def _restore_sigterm(handler: Any) -> None:
+    """Take back a handler that Ray has replaced by one that leaves the interpreter at once."""
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def ray_cluster(address: str) -> Iterator[Any]:
+    """The module `ray`, connected to a cluster until the block ends.
+
+    Args:
+        address: "auto", "host:port" or "ray://host:port"; "local" starts Ray here, on loopback, and ends it. Where Ray
+            has been initialized in this process, that cluster is taken, and left as it is.
+
+    Raises: `EngineError` if Ray is missing, or no cluster answers at the address.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise EngineError(f"--ray needs Ray ({error}); install it with `pip install offdrift[ray]`") from error
+    ours = not ray.is_initialized()
+    if ours:
+        logging.getLogger("ray").setLevel(logging.ERROR)  # what it tells of itself
+        try:
+            if address == "local":
+                start_local_ray(logging_level=logging.ERROR)
+            else:
+                handler = signal.getsignal(signal.SIGTERM)
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+                _restore_sigterm(handler)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise EngineError(
+                f"no Ray cluster answers at --ray {address} ({error}); start one with `ray start --head`, "
+                "or give --ray local"
+            ) from error
+    try:
+        yield ray
+    finally:
+        if ours:
+            ray.shutdown()
