@@ -64,7 +64,7 @@ def test_everything_is_checked_before_anything_runs(folder, words, code, said):
 
 
 def wait_for(begun, process) -> None:
-    for _ in range(1200):
+    for _ in range(6000):
         if begun() or process.poll() is not None:
             return
         time.sleep(0.05)
@@ -161,7 +161,7 @@ def test_on_ray_an_interrupt_a_kill_and_a_lost_worker_lose_nothing(folder):
 
     reached = lines()
     process = start()
-    wait_for(lambda: lines() > reached + 2, process)
+    wait_for(lambda: lines() > reached + 2 and at_work(), process)
     others, workers = process.children(recursive=True), at_work()
     process.kill()
     process.wait()
