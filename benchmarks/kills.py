@@ -29,7 +29,6 @@ import itertools
 import json
 import os
 import random
-import select
 import shutil
 import signal
 import subprocess
@@ -49,72 +48,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import psutil
 import pyarrow.parquet as pq
+from forge import Forge, serve
 
 HARMS = ("kill", "term", "full", "readonly", "clock")
 ROOT = Path(__file__).parents[1]
 DISK_MIB = 512
 TIMES = ("seconds", "throughput/", "memory/", "pipeline/", "created")
 """Parts of the names of metrics that are about the machine and not about the run."""
-
-# -- commands, forked from a process that has imported what they need
-
-
-def serve() -> list[str] | None:
-    """Fork a process for every line of standard input; returns in each of them with its arguments, and None at the end.
-
-    Answers on standard output with the process's number, and with its status when it has ended.
-    """
-    import reasoning_gym  # noqa: F401
-
-    for line in sys.stdin:
-        order = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            output = os.open(order["output"], os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-            for stream in (1, 2):
-                os.dup2(output, stream)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            return order["words"]
-        print(pid, flush=True)
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
-    return None
-
-
-class Forge:
-    """The process that forks commands, one at a time."""
-
-    def __init__(self) -> None:
-        unprivileged = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
-        command = [*unprivileged, sys.executable, __file__, "--serve"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        self.pid, self.status = 0, None
-
-    def start(self, words: list[str], output: Path) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"words": words, "output": str(output)}) + "\n")
-        self.process.stdin.flush()
-        self.pid, self.status = int(self._line(120.0)), None
-
-    def wait(self, seconds: float) -> int | None:
-        """The status of the command once it has ended; None if it is still there after so long."""
-        if self.status is None and (line := self._line(seconds)):
-            self.status = int(line)
-        return self.status
-
-    def _line(self, seconds: float) -> str:
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, seconds))
-        return self.process.stdout.readline() if ready else ""
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        if self.status is None and self.pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-        self.process.stdin.close()
-        self.process.wait()
-
 
 # -- what is struck
 
@@ -502,7 +442,7 @@ def campaign(
     report: Callable[[str, list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
     """So many strikes over subjects and harms in turn; a command that ends before its strike is started again."""
-    forge = Forge()
+    forge = Forge(__file__)
     trials: list[dict[str, Any]] = []
     (base / "disk").mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "offdrift", str(base / "disk")], check=True)
@@ -548,7 +488,7 @@ def campaign(
             report(json.dumps(row), trials)
             if forge.status is None:
                 forge.close()
-                forge = Forge()
+                forge = Forge(__file__)
             strike.mend(base / "disk")
             shutil.rmtree(base / "disk/out", ignore_errors=True)
             for file in ("output", "journal"):

@@ -44,7 +44,9 @@ def api() -> dict[str, list[str]]:
         "offdrift": [called(offdrift, name) for name in dir(offdrift) if is_public(offdrift, name)],
         **{f"offdrift.{room}": exported(f"offdrift.{room}") for room in ROOMS},
         "imported by path in the docs": imported_in_docs(),
-        "commands": [f"{name} {option}" for name in COMMANDS for option in options(get_command(application(name)), name)],
+        "commands": [
+            f"{name} {option}" for name in COMMANDS for option in options(get_command(application(name)), name)
+        ],
         "exit statuses": [f"{code.value} {code.name}" for code in ExitCode],
         "methods": METHODS,
         "schedules": SCHEDULES,
@@ -77,8 +79,17 @@ def exported(path: str) -> list[str]:
 
 def imported_in_docs() -> list[str]:
     """Names that examples of the documentation import by path."""
-    files = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/integrations/*.md"), *ROOT.glob("examples/*.py")]
-    lines = [m for f in files for m in re.findall(r"^\s*from (offdrift\.[\w.]+) import ([\w, ]+)$", f.read_text("utf-8"), re.M)]
+    files = [
+        ROOT / "README.md",
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/integrations/*.md"),
+        *ROOT.glob("examples/*.py"),
+    ]
+    lines = [
+        m
+        for f in files
+        for m in re.findall(r"^\s*from (offdrift\.[\w.]+) import ([\w, ]+)$", f.read_text("utf-8"), re.M)
+    ]
     return [f"{module}.{name.split()[0]}" for module, names in lines for name in names.split(",")]
 
 
@@ -126,7 +137,9 @@ def main(*words: str) -> None:
     lost = gone(json.loads(FILE.read_text("utf-8")), new) if FILE.exists() else []
     if lost and "--breaking" not in words:
         sys.exit(
-            "these names would disappear:\n  " + "\n  ".join(lost) + "\nkeep them (an old name may lead to the new one), "
+            "these names would disappear:\n  "
+            + "\n  ".join(lost)
+            + "\nkeep them (an old name may lead to the new one), "
             "or run `python docs/api.py --breaking` and say in CHANGELOG.md under Breaking what to use instead"
         )
     FILE.write_text(json.dumps(new, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -15,7 +15,9 @@ STORED = json.loads((ROOT / "docs" / "api.json").read_text("utf-8"))
 
 def test_every_promised_name_is_there():
     lost = API["gone"](STORED, API["api"]())
-    assert lost == [], "keep these names, or run `python docs/api.py --breaking` and write the way over into CHANGELOG.md"
+    assert lost == [], (
+        "keep these names, or run `python docs/api.py --breaking` and write the way over into CHANGELOG.md"
+    )
 
 
 def test_every_new_name_is_in_the_list():

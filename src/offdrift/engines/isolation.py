@@ -50,6 +50,17 @@ def host_kept(*, compiling: bool = False) -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda)
 
 
+@contextmanager
+def sigterm_kept() -> Iterator[None]:
+    """Keep a handler of SIGTERM, if there is one: Ray replaces it by one that leaves the interpreter at once."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and handler not in (None, signal.SIG_DFL):
+            signal.signal(signal.SIGTERM, handler)
+
+
 def start_local_ray(**options: Any) -> None:
     """Start Ray with this process as its driver; all of its servers listen on loopback only.
 
@@ -68,25 +79,20 @@ def start_local_ray(**options: Any) -> None:
 
     # Ray replaces 127.0.0.1 by the machine's address where it allows clusters of several machines. It has read the
     # variable when it was imported, and the processes that it starts read it now.
-    handler = signal.getsignal(signal.SIGTERM)
     name = constants.ENABLE_RAY_CLUSTERS_ENV_VAR
     before = os.environ.get(name), constants.ENABLE_RAY_CLUSTER
     os.environ[name], constants.ENABLE_RAY_CLUSTER = "0", False
     try:
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, _node_ip_address=LOOPBACK, **options)
+        with sigterm_kept():
+            ray.init(
+                address="local", include_dashboard=False, log_to_driver=False, _node_ip_address=LOOPBACK, **options
+            )
     finally:
         variable, constants.ENABLE_RAY_CLUSTER = before
         if variable is None:
             del os.environ[name]
         else:
             os.environ[name] = variable
-        _restore_sigterm(handler)
-
-
-def _restore_sigterm(handler: Any) -> None:
-    """Take back a handler that Ray has replaced by one that leaves the interpreter at once."""
-    if threading.current_thread() is threading.main_thread() and handler is not None:
-        signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager
@@ -110,9 +116,8 @@ def ray_cluster(address: str) -> Iterator[Any]:
             if address == "local":
                 start_local_ray(logging_level=logging.ERROR)
             else:
-                handler = signal.getsignal(signal.SIGTERM)
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-                _restore_sigterm(handler)
+                with sigterm_kept():
+                    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise EngineError(
                 f"no Ray cluster answers at --ray {address} ({error}); start one with `ray start --head`, "
