@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import signal
+import socket
 import threading
 import warnings
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ import torch
 from offdrift.errors import EngineError
 
 LOOPBACK = "127.0.0.1"
+CALL_S = 10.0
+"""Seconds in which a Ray cluster must take a connection."""
 
 
 @contextmanager
@@ -116,6 +119,7 @@ def ray_cluster(address: str) -> Iterator[Any]:
             if address == "local":
                 start_local_ray(logging_level=logging.ERROR)
             else:
+                _call(address)
                 with sigterm_kept():
                     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -128,3 +132,13 @@ def ray_cluster(address: str) -> Iterator[Any]:
     finally:
         if ours:
             ray.shutdown()
+
+
+def _call(address: str) -> None:
+    """Raise `ConnectionError` unless something listens at an address; Ray itself tries for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CALL_S).close()
+        except OSError as error:
+            raise ConnectionError(str(error.strerror or error)) from error
