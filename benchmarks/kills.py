@@ -73,6 +73,8 @@ class Subject:
     """What a folder acknowledges at any time, by name."""
     facts: Callable[[Path], dict[str, Any]]
     """What a finished folder says, times left out."""
+    ended: Callable[[Path], bool] = lambda out: (out / "report.html").exists()
+    """Whether nothing is left to do but to end the process, in which Python no longer listens to signals."""
     politely: int = 130
     """Status after SIGTERM."""
 
@@ -226,6 +228,7 @@ SUBJECTS = {
         (),
         kept_of_sweep,
         facts_of_sweep,
+        ended=lambda out: len(list(out.glob("runs/*/*/seed-*/arms/*/summary.json"))) == 4,
     ),
     "audit": Subject(
         log,
@@ -336,8 +339,9 @@ class Strike:
         folder: Path,
         seconds: float,
         look: Callable[[], dict[str, Any]] = dict,
+        ended: Callable[[Path], bool] = lambda out: False,
     ) -> bool:
-        """Whether the command was still there; `before` is what the folder acknowledged just before."""
+        """Whether the command was still at work; `before` is what the folder acknowledged just before."""
         if forge.wait(self.rng.uniform(0.0, seconds)) is not None:
             return False
         if self.rng.random() < 1 / 3:  # while a file is being written
@@ -347,15 +351,16 @@ class Strike:
                     return False
             if forge.wait(self.rng.uniform(0.0, 0.005)) is not None:
                 return False
+        # What is acknowledged after the look and before the strike may be there too: it is not compared.
+        self.before = look()
+        if ended(folder):
+            return False
         if harm in ("kill", "term"):
-            # What is acknowledged after the look and before the signal may also be there: it is not compared.
-            self.before = look()
             try:
                 os.kill(forge.pid, signal.SIGKILL if harm == "kill" else signal.SIGTERM)
             except ProcessLookupError:
                 return False
         else:
-            self.before = look()
             {"full": self._fill, "readonly": self._forbid, "clock": self._jump}[harm](folder)
         return True
 
@@ -400,7 +405,7 @@ def trial(
             children.extend(psutil.Process(forge.pid).children(recursive=True))
         return subject.kept(out)
 
-    struck = strike(harm, forge, out, seconds, look)
+    struck = strike(harm, forge, out, seconds, look, subject.ended)
     status = forge.wait(300)
     if not struck:
         return {"struck": 0}

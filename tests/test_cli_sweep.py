@@ -201,3 +201,26 @@ def test_a_cluster_that_is_not_there_or_too_small_is_named(folder, words, said):
     assert done.returncode == 1
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+SWALLOWS = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(1000):
+        pass
+except BaseException:
+    pass
+def score(completion):
+    return 0.0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["train base.toml --out runs/s", "sweep s.toml --set batches=6"])
+def test_an_interrupt_that_a_library_swallows_ends_the_command_all_the_same(folder, words):
+    (folder / "score.py").write_text(SWALLOWS)
+    command = [sys.executable, "-m", "offdrift", *f"{words} --set reward=score.py:score".split()]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 130, done.stderr
+    assert "Continue with" in done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import time
 from collections.abc import Callable, Sized
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from offdrift.cli.app import DURING, Screen, app
+from offdrift.cli.app import DURING, Screen, app, interruptible
 from offdrift.cli.exit_codes import ExitCode
 
 
@@ -119,8 +118,7 @@ def sweep(
     if report:
         document, page = write_sweep(grid)
     else:
-        # A polite kill ends like Ctrl-C.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        check = interruptible()
         pace = Pace(grid, jobs or 1)
         with locked(grid.folder):
             write_sweep(grid)  # so that `offdrift report` shows what there is from now on
@@ -129,6 +127,7 @@ def sweep(
                 written = Interim(lambda: write_sweep(grid))
 
                 def follow(progress) -> None:
+                    check()
                     pace.follow(progress)
                     cell, (over, _) = progress.cell, pace.updates
                     name = f"{cell.setting.name}, seed {cell.seed}"
