@@ -11,7 +11,7 @@
 # make matrix       the core's laws under Python 3.11 to 3.13 and torch 2.6 to the newest, by tox
 # make bench        the benchmarks, each a ratio measured side by side
 # make check        formatter, linter, types
-# make docs         regenerate docs/methods.md, metrics.md, rules.md and the table of logs.md
+# make docs         regenerate docs/methods.md, metrics.md, rules.md, evidence.md, the tables of other pages, and api.json
 # make census       how many files, helpers and long lines the source has
 
 PYTHON ?= python3
@@ -145,6 +145,7 @@ check: install-test
 
 docs: install
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/api.py
 
 census: install
 	$(BIN)/python -m tests.house.census

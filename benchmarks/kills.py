@@ -133,7 +133,7 @@ def batch_of(step: int, generator: Any) -> dict[str, Any]:
     """A batch of 64 sequences of 8 tokens, as `record` takes it."""
     import torch
 
-    logp = torch.randn(64, 8, generator=generator) - 1.5
+    logp = -1 - 2 * torch.rand(64, 8, generator=generator)
     drift = 0.01 * torch.randn(64, 8, generator=generator)
     rewards = torch.rand(64, generator=generator)
     mask = torch.ones(64, 8)

@@ -30,7 +30,7 @@ from importlib.resources import files
 lp = od.LogProbs.pack(torch.full((2, 3), -1.0), torch.full((2, 3), -1.1, requires_grad=True), mask=torch.ones(2, 3))
 for name in od.METHODS:
     od.method(name)
-result = od.policy_loss(lp, od.method("token_tis"), torch.tensor([1.0, -1.0]))
+result = od.policy_loss(lp, od.method("token_tis"), lp.segments.spread(torch.tensor([1.0, -1.0])))
 result.loss.backward()
 assert od.summarize(result.stats)
 assert od.unified and files("offdrift").joinpath("py.typed").is_file()
@@ -50,8 +50,8 @@ import offdrift as od
 
 g = torch.Generator().manual_seed(0)
 for step in range(4):
-    logp = torch.randn(64, 8, generator=g) - 2
-    log = od.record("log", step=step, logp_rollout=logp + 0.3 * torch.randn(64, 8, generator=g), logp=logp,
+    logp = -1 - 2 * torch.rand(64, 8, generator=g)
+    log = od.record("log", step=step, logp_rollout=logp + 0.1 * torch.randn(64, 8, generator=g), logp=logp,
                     mask=torch.ones(64, 8), rewards=torch.rand(64, generator=g))
 log.close()
 run = lambda *words: subprocess.run([sys.executable, "-m", "offdrift", *words], check=True, capture_output=True, text=True)
