@@ -63,7 +63,7 @@ print("audit", audit["verdict"]["level"], len(audit["findings"]), "findings")
 """
 TRAIN = """
 import json, subprocess, sys
-open("reward.py", "w").write("def digits(text):\\n    return sum(c.isdigit() for c in text) / max(1, len(text))\\n")
+open("reward.py", "w").write("def digits(completion):\\n    return sum(c.isdigit() for c in completion) / max(1, len(completion))\\n")
 open("run.toml", "w").write('''
 name = "built"
 model = "tiny-qwen3"
