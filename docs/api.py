@@ -120,13 +120,13 @@ def fields(model: type[BaseModel], before: str = "") -> list[str]:
 def gone(old: dict[str, list[str]], new: dict[str, list[str]]) -> list[str]:
     """What was promised and is no longer there; a parameter that was added to the end of a function is no loss."""
 
-    def kept(kind: str, name: str) -> bool:
+    def parts(name: str) -> tuple[str, set[str]]:
         head, _, parameters = name.partition("(")
-        wanted = parameters.rstrip(")").split(", ")
-        return any(
-            other.partition("(")[0] == head and {*wanted} <= {*other.partition("(")[2].rstrip(")").split(", ")}
-            for other in new.get(kind, ())
-        )
+        return head, {*parameters.rstrip(")").split(", ")} - {""}
+
+    def kept(kind: str, name: str) -> bool:
+        head, wanted = parts(name)
+        return any(other == head and wanted <= there for other, there in map(parts, new.get(kind, ())))
 
     return [f"{kind}: {name}" for kind, names in old.items() for name in names if not kept(kind, name)]
 
