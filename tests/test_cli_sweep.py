@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ metric = "reward/mean"
 BASE = """
 name = "base"
 model = "tiny-qwen3"
+reward = "digits.py:digits"
 rollout = { prompts = 2, samples = 2, max_tokens = 4 }
 lag = { sync_every = 1 }
 log = { eval_every = 6, eval_prompts = 2, checkpoint_every = 1, trackers = [], tokens = false }
@@ -40,6 +42,7 @@ method = "trm_max"
 @pytest.fixture
 def folder(tmp_path) -> Path:
     (tmp_path / "base.toml").write_text(BASE)
+    shutil.copy(Path(__file__).parents[1] / "recipes/digits.py", tmp_path)
     (tmp_path / "s.toml").write_text(SWEEP)
     return tmp_path
 
