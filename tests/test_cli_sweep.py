@@ -168,6 +168,8 @@ def test_on_ray_an_interrupt_a_kill_and_a_lost_worker_lose_nothing(folder):
     others, workers = process.children(recursive=True), at_work()
     process.kill()
     process.wait()
+    process.stdout.close()
+    process.stderr.close()
     assert workers
     assert left(workers, 30) == []  # a run that went on would write beside the next one
 
