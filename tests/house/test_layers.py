@@ -39,7 +39,7 @@ ALLOWED = {
     "pyarrow": {"records/"},
     "fsspec": {"records/readers/files.py"},
     "orjson": {"records/readers/"},
-    "ray": {"engines/isolation.py", "audit/stream.py", "train/pipeline/"},
+    "ray": {"engines/isolation.py", "audit/stream.py", "train/pipeline/", "train/sweep_workers.py"},
     "simpy": {"plan/"},
     "pydantic": {
         "train/fusion.py",

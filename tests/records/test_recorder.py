@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -458,6 +459,43 @@ def test_a_killed_process_leaves_whole_files_and_the_next_one_goes_on(tmp_path: 
     Recorder(tmp_path).close()
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
     assert steps_in(tmp_path) == thrice([0, 1, 2, 2, 3, 4])
+
+
+TERMINATED = """
+import signal
+HANDLER
+recorder = Recorder(folder, seconds=600)
+for step in range(3):
+    recorder.add(at(step))
+print("added", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("handler", "status", "steps"),
+    [
+        ("", -signal.SIGTERM, range(3)),
+        # Whoever has a handler keeps it, and what becomes of the process is theirs to say.
+        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))", 7, range(3)),
+        ("signal.signal(signal.SIGTERM, lambda *_: os._exit(8))", 8, range(0)),
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", None, range(0)),
+    ],
+)
+def test_sigterm_writes_what_waits_and_then_ends_the_process(tmp_path: Path, handler, status, steps) -> None:
+    words = [sys.executable, "-c", HEAD + TERMINATED.replace("HANDLER", handler), str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        assert process.stdout.readline() == "added\n"
+        assert not any(tmp_path.iterdir())
+        process.terminate()
+        if status is None:
+            time.sleep(0.5)
+            assert process.poll() is None
+            process.kill()
+        else:
+            assert process.wait(timeout=60) == status
+    assert (steps_in(tmp_path) if len(steps) else []) == thrice(steps)
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
 ENDS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from offdrift.train.run_folder import RunFolder
@@ -24,11 +25,11 @@ method = "trm_max"
 """
 
 
-def sweep_of(folder: Path, text: str = "", base: str = BASE) -> Grid:
+def sweep_of(folder: Path, text: str = "", base: str = BASE, changes: Sequence[str] = ()) -> Grid:
     """The sweep of a file with these lines, in a folder that has its recipe."""
     (folder / "base.toml").write_text(base)
     (folder / "s.toml").write_text(f'name = "s"\nrecipe = "base"\n{text}')
-    return load_sweep(folder / "s.toml", folder / "out")
+    return load_sweep(folder / "s.toml", folder / "out", changes=changes)
 
 
 def fill(grid: Grid, reward) -> None:

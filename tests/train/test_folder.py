@@ -1,7 +1,12 @@
 """The run folder: whole files, line files that survive a kill, and cutting back for a resume."""
 
 import json
+import os
+import subprocess
+import sys
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from offdrift.errors import CheckpointError, RecordError
@@ -19,6 +24,38 @@ def test_a_half_written_last_line_is_dropped(tmp_path):
     with (arm.path / "metrics.jsonl").open("a") as f:
         f.write('{"update": 3, "x"')
     assert arm.rows("metrics") == [{"update": 1, "x": None}, {"update": 2, "x": None}]
+
+
+def test_the_oldest_batches_go_first_whatever_the_clock_did(tmp_path):
+    arm = RunFolder(tmp_path).arm("a")
+    for name in ("rollouts", "log"):
+        (arm.path / name).mkdir(parents=True)
+        for i in range(4):
+            file = arm.path / name / f"batch-{i:06d}.parquet"
+            pq.write_table(pa.table({"x": [i]}), file)
+            os.utime(file, (1e9 - 86400 * i, 1e9 - 86400 * i))  # the clock is set back by a day after each
+    size = file.stat().st_size
+    arm.trim(4 * size + size // 2, needed={0})
+    left = sorted(f"{f.parent.name} {int(f.stem[6:])}" for f in arm.path.rglob("*.parquet"))
+    assert left == ["log 2", "log 3", "rollouts 0", "rollouts 3"]
+
+
+def test_a_new_process_removes_what_a_killed_one_was_writing_and_nothing_else(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    folder = RunFolder(tmp_path)
+    folder.create({})
+    half = [f".run.json.{gone.pid}.tmp", f"arms/a/log/.batch-000001.parquet.{os.getpid()}.tmp"]
+    whole = [f".report.html.{os.getppid()}.tmp", ".notes.tmp", "arms/a/log/batch-000000.parquet"]
+    for name in (*half, *whole):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "arms/a/checkpoints/.partial-000004/model").mkdir(parents=True)
+    (tmp_path / "arms/a/checkpoints/batch-000002").mkdir()
+    folder.clean()
+    left = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
+    assert left == sorted([*whole, "run.json"])
+    assert [p.name for p in (tmp_path / "arms/a/checkpoints").iterdir()] == ["batch-000002"]
 
 
 def test_cutting_back_forgets_what_came_after_and_repeats_the_evaluation(tmp_path):

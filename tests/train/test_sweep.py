@@ -12,14 +12,16 @@ import pytest
 import torch
 from rich.console import Console
 
+from offdrift.cli.sweep import Interim
 from offdrift.errors import RecipeError, RecordError
 from offdrift.records.atomic import plain
 from offdrift.train import loop, page
 from offdrift.train.context import set_up
-from offdrift.train.page import render_sweep, write_sweep_chart, write_sweep_page
+from offdrift.train.page import render_sweep, write_sweep, write_sweep_chart, write_sweep_page
 from offdrift.train.run_folder import RunFolder
-from offdrift.train.sweep import Grid, Pace, Progress, load_sweep, locked, run_sweep
+from offdrift.train.sweep import Grid, Pace, Progress, load_sweep, locked, stored_sweep
 from offdrift.train.sweep_results import explained, results, sentence
+from offdrift.train.sweep_workers import run_sweep
 from offdrift.train.view import sweep_summary
 from tests.train.conftest import short_arms
 from tests.train.sweeps import BASE, fill, reward, sweep_of
@@ -400,6 +402,48 @@ def test_the_pace_lies_between_the_fastest_and_the_slowest_run(tmp_path, monkeyp
     # 8 updates are left, at 10 to 20 seconds each, two at a time.
     assert pace.updates == (8, 16)
     assert pace.left == "40 s to 1 min 20 s left"
+
+
+def test_half_a_sweep_is_reported_with_where_its_runs_stand(tmp_path, monkeypatch):
+    grid = sweep_of(tmp_path, "seeds = 3\n[set]\nlag.sync_every = 2", changes=["optim.lr=0.5"])
+    document, page = write_sweep(grid)  # before anything has run
+    assert [run["status"] for run in document["runs"]] == ["waiting"] * 6
+    assert page.name == "sweep.html"
+    fill(Grid(grid.sweep, grid.source, grid.folder, grid.cells[:5]), reward)
+    (grid.cells[4].files.path / "summary.json").unlink()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    again = stored_sweep(tmp_path / "out")
+    assert [c.recipe for c in again.cells] == [c.recipe for c in grid.cells]
+    assert again.cells[0].recipe.optim.lr == 0.5
+    document, _ = write_sweep(again)
+    stood = [(run["status"], run["updates"]) for run in document["runs"]]
+    assert stood == [("finished", 4)] * 4 + [("begun", 4), ("waiting", 0)]
+    assert [row["n"] for row in document["settings"]] == [2, 2]
+    text = " ".join(explained(document))
+    assert "2 of 6 runs are not finished" in text
+    assert "runs/none/recipe/seed-2 is at update 4" in text
+    (tmp_path / "s.toml").unlink()
+    with pytest.raises(
+        RecipeError, match=r"was made from \.\./s\.toml, which is gone; use `offdrift sweep FILE --report"
+    ):
+        stored_sweep(tmp_path / "out")
+
+
+def test_results_are_written_as_runs_end_but_for_a_tenth_of_the_time(monkeypatch):
+    clock, writes = [0.0], []
+    monkeypatch.setattr("offdrift.cli.sweep.time.monotonic", lambda: clock[0])
+
+    def write() -> None:
+        writes.append(clock[0])
+        clock[0] += 2.0
+
+    interim = Interim(write)
+    for end in (0.0, 5.0, 19.0, 20.5, 100.0):
+        clock[0] = max(clock[0], end)
+        interim.again()
+    assert writes == [0.0, 20.5, 100.0]
 
 
 def test_one_sweep_at_a_time_in_a_folder(tmp_path):

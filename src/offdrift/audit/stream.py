@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from offdrift.audit.partial import BAD_ROWS_KEPT, Job, Part, Unread, work
-from offdrift.engines.isolation import start_local_ray
-from offdrift.errors import EngineError, RecordError
-from offdrift.records.atomic import write_atomically
+from offdrift.engines.isolation import ray_cluster
+from offdrift.errors import RecordError
+from offdrift.records.atomic import remove_half_written, write_atomically
 from offdrift.records.readers import Piece, fingerprint
 
 LAYOUT = 5
@@ -78,6 +78,7 @@ def audit(
     """
     if not pieces:
         raise RecordError("there is nothing to read: no file holds a row")
+    remove_half_written(folder)
     places = [folder / "parts" / f"{_key(piece, job)}.npz" for piece in pieces]
     kept = [place.exists() for place in places]
     fresh = run(job, [piece for piece, there in zip(pieces, kept) if not there])
@@ -126,35 +127,18 @@ def on_ray(address: str) -> Run:
 
     Raises: `EngineError` if Ray is missing, or no cluster answers at the address.
     """
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise EngineError(
-            f"--ray needs Ray ({error}); install it with `pip install offdrift[ray]`, or use --workers"
-        ) from error
 
     def run(job: Job, pieces: list[Piece]) -> Iterator[bytes]:
         """The parts in the order of the pieces; a part that is early waits here for its turn."""
         if not pieces:
             return
-        ours = not ray.is_initialized()
-        if ours:
-            try:
-                if address == "local":
-                    start_local_ray()
-                else:
-                    ray.init(address=address, log_to_driver=False)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise EngineError(
-                    f"no Ray cluster answers at --ray {address} ({error}); start one with `ray start --head`, "
-                    "or give --ray local"
-                ) from error
-        try:
-            ray.data.DataContext.get_current().enable_progress_bars = False
+        with ray_cluster(address) as ray:
+            from ray import data
+
+            data.DataContext.get_current().enable_progress_bars = False
             logging.getLogger("ray.data").setLevel(logging.ERROR)  # the command shows progress itself
             shared = ray.put(job)
-            rows = ray.data.from_items(
+            rows = data.from_items(
                 [{"index": i, **asdict(piece)} for i, piece in enumerate(pieces)],
                 override_num_blocks=len(pieces),  # a block is a task: one piece each
             )
@@ -165,9 +149,6 @@ def on_ray(address: str) -> Run:
                 while turn in early:
                     yield early.pop(turn)
                     turn += 1
-        finally:
-            if ours:
-                ray.shutdown()
 
     return run
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import signal
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -217,6 +218,28 @@ def pairs(columns: str | None) -> dict[str, str]:
             )
         names[ours] = theirs
     return names
+
+
+def interruptible() -> Callable[[], None]:
+    """Have SIGTERM end the command as Ctrl-C does; returns what a long command calls now and then.
+
+    That raises `KeyboardInterrupt` again if the first one was swallowed, as by a library's bare `except:` around its
+    imports.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if received:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a job in the background ignores it
+        signal.signal(signal.SIGINT, interrupt)
+    return check
 
 
 class Screen:

@@ -1,4 +1,4 @@
-"""`offdrift report`: the page of a run or of an audit again, from what is stored."""
+"""`offdrift report`: the page of a run, a sweep or an audit again, from what is stored."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from offdrift.cli.app import AFTER, Screen, app
 @app.command(rich_help_panel=AFTER)
 def report(
     screen: Screen,
-    run: Annotated[Path, typer.Argument(help="A run folder, finished or not, or an audit.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a run or a sweep, finished or not, or an audit.")],
 ) -> None:
-    """Write the report.html of a run or an audit again from what it stored, and print its table.
+    """Write the page of a run, a sweep or an audit again from what it stored, and print its table.
 
-    --json prints run.json or audit.json.
+    All three can be looked at while they are under way; nothing is disturbed. --json prints run.json, sweep.json or
+    audit.json.
 
     \b
     offdrift report runs/tiny
+    offdrift report runs/sweep
     offdrift report audits/tiny-none
     """
     if (run / "audit.json").is_file():
@@ -31,6 +33,14 @@ def report(
 
         stored = read_audit(run)
         page, view = write_audit_page(stored, run), audit_view(stored, width=screen.width)
+    elif (run / "sweep.json").is_file():
+        from offdrift.records.atomic import plain
+        from offdrift.train.page import write_sweep
+        from offdrift.train.sweep import stored_sweep
+        from offdrift.train.view import sweep_summary
+
+        document, page = write_sweep(stored_sweep(run))
+        stored, view = plain(document), sweep_summary(document, width=screen.width)
     else:
         from offdrift.train.page import write_report
         from offdrift.train.stored import read_run

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
-from offdrift.cli.app import DURING, Screen, app
+from offdrift.cli.app import DURING, Screen, app, interruptible
 from offdrift.cli.exit_codes import ExitCode
 
 
@@ -57,7 +56,7 @@ def train(
     with screen.err.status("loading PyTorch and transformers"):  # seconds, on a slow disk many
         if not screen.err.is_terminal:
             screen.note(f"{recipe}: loading PyTorch and transformers")
-        from offdrift.train.loop import agree
+        from offdrift.train.loop import Event, agree
         from offdrift.train.loop import train as train_recipe
         from offdrift.train.page import write_report
         from offdrift.train.recipe import load_recipe
@@ -83,9 +82,14 @@ def train(
     flags += ["--arms", arms] if arms else []
     again = shlex.join(["offdrift", "train", str(recipe), *flags, "--out", str(folder), "--resume"])
     # A polite kill ends like Ctrl-C: the live display is put away and the way back is printed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    check = interruptible()
     try:
-        with LiveProgress(screen.err) as watch:
+        with LiveProgress(screen.err) as live:
+
+            def watch(event: Event) -> None:
+                check()
+                live(event)
+
             train_recipe(chosen, folder, resume=resume, watch=watch)
     except KeyboardInterrupt:
         if main_process:

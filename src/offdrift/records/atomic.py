@@ -31,6 +31,28 @@ def write_atomically(path: Path, write_to: Callable[[str], object]) -> None:
             tmp.unlink()
 
 
+def remove_half_written(folder: Path) -> None:
+    """Remove what processes of this machine that are gone were writing in a folder, and in those below it.
+
+    A name whose process number is this process's own is of an earlier one: call this before writing anything.
+    """
+    for tmp in folder.rglob(".*.tmp"):
+        number = tmp.name.split(".")[-2]
+        if number.isdecimal() and (int(number) == os.getpid() or not _runs(int(number))):
+            with contextlib.suppress(OSError):
+                tmp.unlink()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # of somebody else
+        pass
+    return True
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replace a JSON file whole. Raises: `RecordError` if it cannot be written."""
     text = json.dumps(plain(content), indent=1, allow_nan=False)

@@ -12,6 +12,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import weakref
@@ -262,14 +263,18 @@ def joined(batches: Sequence[Logged]) -> Logged:
 
 AT_EXIT_S = 300.0
 """How long the end of a process waits for the disk."""
+TERMINATED_S = 25.0
+"""How long a process that receives SIGTERM waits for the disk: Slurm and Kubernetes kill it after 30 seconds."""
 
 
 class Recorder:
     """Writes batches to a folder that `offdrift audit` reads; one recorder per process and folder.
 
     Small batches share files: a batch waits up to `seconds` for others, or until a file is full. So
-    much can be lost if the process is killed, and no more; at the end of the process everything is
-    written. Files are called NAME-FIRST-LAST-rankR-I.parquet, for steps FIRST to LAST.
+    much can be lost if the process is killed (SIGKILL), and no more; at the end of the process everything
+    is written. SIGTERM, by which schedulers end a job, counts as such an end: where nobody handles it yet
+    when the main thread makes its first recorder, everything is written, and then the process ends by that
+    signal. Files are called NAME-FIRST-LAST-rankR-I.parquet, for steps FIRST to LAST.
 
     Args:
         folder: is made; files that are in it stay.
@@ -334,6 +339,7 @@ class Recorder:
             LOG.warning("%s", error)
         remove_stale(self.folder)
         _RECORDERS.add(self)
+        _handle_sigterm()
 
     def _open(self) -> None:
         self._pid = os.getpid()
@@ -444,15 +450,28 @@ def _prepared(copied: tuple[Logged | Unpacked, Sequence[torch.cuda.Event]]) -> L
 _RECORDERS: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
-def _close_all() -> None:
+def _close_all(timeout: float = AT_EXIT_S) -> None:
     for recorder in list(_RECORDERS):
         try:
-            recorder.close(AT_EXIT_S)
+            recorder.close(timeout)
         except RecordError as e:
             LOG.error("%s", e)
 
 
 atexit.register(_close_all)
+
+
+def _handle_sigterm() -> None:
+    """Have SIGTERM write what waits before it ends the process, unless somebody handles it already."""
+    in_main_thread = threading.current_thread() is threading.main_thread()  # only there Python takes handlers
+    if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminated)
+
+
+def _terminated(number: int, _: object) -> None:
+    _close_all(TERMINATED_S)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)  # so that the parent sees what ended this process
 
 
 Values: TypeAlias = Shaped[Tensor, "..."] | Shaped[ndarray, "..."] | Sequence[Any] | float | int

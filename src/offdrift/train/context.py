@@ -116,6 +116,8 @@ def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
 
     Raises: `CheckpointError` if the stored one belongs to another recipe.
     """
+    if make_accelerator().is_main_process:
+        folder.clean()
     settings = recipe.model_dump(mode="json", by_alias=True)
     digest = read_problems(Path(recipe.task)).sha256 if recipe.task.endswith(".jsonl") else None
     if not resume:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from offdrift.records.atomic import write_json
 from offdrift.show.charts import NUM_COLORS, SYMBOLS, Chart, Series, chart_data, write_chart
 from offdrift.show.html import render_document, write_document
 from offdrift.show.json_access import mapping, number
@@ -19,8 +20,8 @@ from offdrift.show.numbers import flatten, kl_labels, kl_level, short
 from offdrift.stats import METRICS, over_seeds
 from offdrift.train.overlap import OVERLAP, drift_by_lag
 from offdrift.train.stored import COLUMNS, Arm, Run, Sample, lag_counts, read_run, verdict
-from offdrift.train.sweep import HELD_OUT, Grid, Setting
-from offdrift.train.sweep_results import curve, explained, sentence, signed
+from offdrift.train.sweep import HELD_OUT, RESULTS, Grid, Setting
+from offdrift.train.sweep_results import curve, explained, results, sentence, signed
 
 FILE_NAME = "report.html"
 SAMPLES_PER_ARM = 8
@@ -368,6 +369,16 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 # -- sweeps: means over seeds, with bands ------------------------------------------------------------
+
+
+def write_sweep(grid: Grid) -> tuple[dict[str, Any], Path]:
+    """Write `sweep.json` and `sweep.html` from what a sweep's runs have stored by now; the results, and the page.
+
+    Raises: `RecordError` if they cannot be written.
+    """
+    document = results(grid)
+    write_json(grid.folder / RESULTS, document)
+    return document, write_sweep_page(grid, document)
 
 
 def write_sweep_page(grid: Grid, document: Mapping[str, Any]) -> Path:

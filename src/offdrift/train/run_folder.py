@@ -35,7 +35,7 @@ from safetensors import SafetensorError
 from offdrift.errors import CheckpointError, RecordError
 from offdrift.records import store
 from offdrift.records.atomic import plain as plain
-from offdrift.records.atomic import write_atomically
+from offdrift.records.atomic import remove_half_written, write_atomically
 from offdrift.records.atomic import write_json as write_json
 from offdrift.show.json_access import read_lines
 from offdrift.train.stored import FORMAT
@@ -48,6 +48,12 @@ class RunFolder:
     """A run's folder on disk."""
 
     path: Path
+
+    def clean(self) -> None:
+        """Remove what a process that was killed was writing, half checkpoints among it."""
+        remove_half_written(self.path)
+        for abandoned in self.path.glob("arms/*/checkpoints/.partial-*"):
+            shutil.rmtree(abandoned, ignore_errors=True)
 
     def create(self, head: Mapping[str, Any]) -> None:
         """Write `run.json`. Raises: `RecordError` if the folder cannot be written."""
@@ -119,7 +125,8 @@ class ArmFolder:
         """
         rollouts = self.path / "rollouts"
         files = [*rollouts.glob("batch-*.parquet"), *self.path.glob("log/batch-*.parquet")]
-        by_age = sorted(files, key=lambda f: (f.stat().st_mtime_ns, f.name))
+        # By the number of the batch: dates are wrong after a jump of the clock.
+        by_age = sorted(files, key=lambda f: f.name.removeprefix("batch-"))
         excess = sum(f.stat().st_size for f in [*files, *rollouts.glob("heads/*")]) - limit
         for file in by_age:
             index = file.name.removeprefix("batch-")[:6]

@@ -5,28 +5,26 @@
 A sweep's folder holds a run folder per arm, setting and seed, and what is made of them:
 
     sweep.json                          every run's number, every setting's mean and interval, versions and seeds
-    sweep.html                          the same as a page, with curves
+    sweep.html                          the same as a page, with curves; both are of what is there so far
     runs/ARM/SETTING/seed-N/            a run of one arm (`run_folder`)
     runs/ARM/SETTING/seed-N/error.json  why the run failed, if it did
 
-Where a run stands is read from its folder, so that the same command goes on after any interruption.
+Where a run stands is read from its folder, so that the same command goes on after any interruption. `sweep_workers`
+runs them, `sweep_results` compares them.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 import re
-import signal
 import time
 import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,7 +32,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from offdrift.certificate.certify import LOGGED
 from offdrift.errors import RecipeError, RecordError
-from offdrift.records.atomic import plain, write_json
+from offdrift.records.atomic import plain, remove_half_written, write_json
 from offdrift.show.json_access import mapping
 from offdrift.show.numbers import duration
 from offdrift.stats import METRICS
@@ -42,6 +40,7 @@ from offdrift.train.parts import FolderName, Natural, Part, Positive
 from offdrift.train.recipe import Recipe, found_beside, load_recipe, problems
 from offdrift.train.run_folder import ArmFolder
 
+RESULTS = "sweep.json"
 HELD_OUT = "held_out"
 """The metric that is the mean reward of held-out prompts."""
 
@@ -238,6 +237,8 @@ class Grid:
     source: Path
     folder: Path
     cells: tuple[Cell, ...]
+    changes: tuple[str, ...] = ()
+    """"dotted.key=value" pairs of the command, which are not in the file."""
 
     @property
     def settings(self) -> list[Setting]:
@@ -295,9 +296,28 @@ def load_sweep(path: Path, folder: Path | None = None, *, changes: Sequence[str]
         except RecipeError as e:
             raise RecipeError(f"{path}: the run {setting.name}, seed {seed}: {e}") from e
         cells.append(Cell(setting, seed, made, folder / "runs" / setting.folder / f"seed-{seed}"))
-    grid = Grid(sweep, path, folder, tuple(cells))
+    grid = Grid(sweep, path, folder, tuple(cells), tuple(changes))
     _check_grid(grid, arms)
     return grid
+
+
+def stored_sweep(folder: Path) -> Grid:
+    """The sweep of a folder, from the file that its `sweep.json` names, with the runs that are there by now.
+
+    Raises: `RecipeError` if that file is gone, or no longer that of the runs.
+    """
+    stored = stored_json(folder / RESULTS)
+    if "source" not in stored:
+        raise RecipeError(
+            f"{folder / RESULTS} does not name its sweep file, as those of version 0.1 do not; use "
+            f"`offdrift sweep FILE --report --out {folder}`"
+        )
+    path = Path(os.path.relpath(folder / str(stored["source"])))
+    if not path.is_file():
+        raise RecipeError(
+            f"{folder} was made from {path}, which is gone; use `offdrift sweep FILE --report --out {folder}`"
+        )
+    return load_sweep(path, folder, changes=stored["changes"])
 
 
 def _recipe_file(name: str, sweep: Path) -> Path:
@@ -389,27 +409,6 @@ class Progress:
 Report = Callable[[Progress], None]
 
 
-def run_sweep(grid: Grid, *, jobs: int = 1, report: Report = lambda progress: None) -> None:
-    """Run what is not finished: what was cut goes on from its last checkpoint, what failed is tried again.
-
-    A run that fails stores its error, and the others go on. Interrupt at any time; nothing but the updates since the
-    last checkpoints is lost.
-
-    Args:
-        jobs: processes at a time; 1 runs in this one.
-        report: called with every update of every run.
-
-    Raises: `RecordError` if the folder cannot be written.
-    """
-    waiting = [cell for cell in grid.cells if cell.status != "finished"]
-    if jobs > 1:
-        _in_processes(waiting, jobs, report)
-        return
-    for cell in waiting:
-        run_cell(cell, lambda update, text, cell=cell: report(Progress(cell, update, text)))
-        report(Progress(cell, done=True))
-
-
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep a sweep's folder to this process. Raises: `RecordError` while another one runs there."""
@@ -425,6 +424,7 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RecordError(f"another sweep is running in {folder}; wait for it, or choose another --out") from None
+        remove_half_written(folder)
         yield
 
 
@@ -449,95 +449,6 @@ def run_cell(cell: Cell, watch: Callable[[int, str], None]) -> None:
         write_json(failure, {"error": f"{type(e).__name__}: {e}", "traceback": traceback.format_exc()})
 
 
-def _serve(pipe: Connection, threads: int) -> None:
-    """A process of a sweep: runs cells until there are none, and says what it does."""
-    import torch
-
-    torch.set_num_threads(threads)
-    # Ctrl-C in a terminal reaches every process; this one ends when the sweep says so.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-    def watch(update: int, text: str) -> None:
-        try:
-            pipe.send((update, text))
-        except OSError:  # the sweep is gone
-            raise KeyboardInterrupt from None
-
-    with suppress(KeyboardInterrupt, EOFError, OSError):
-        while (cell := pipe.recv()) is not None:
-            try:
-                run_cell(cell, watch)
-                pipe.send(None)
-            except RecordError as e:
-                pipe.send(e)
-
-
-def _in_processes(waiting: list[Cell], jobs: int, report: Report) -> None:
-    """Run cells in so many processes. Of those with one warm start, the first makes it and the others wait for it."""
-    context = multiprocessing.get_context("spawn")
-    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // jobs))
-    busy: dict[Connection, tuple[Any, Cell]] = {}
-    idle: list[tuple[Connection, Any]] = []
-    made: set[str] = set()
-
-    def begin() -> None:
-        while waiting and len(busy) < jobs:
-            under_way = {cell.start for _, cell in busy.values()} - made - {""}
-            cell = next((c for c in waiting if c.start not in under_way), None)
-            if cell is None:
-                return
-            waiting.remove(cell)
-            if not idle:
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, threads))
-                process.start()
-                theirs.close()
-                idle.append((ours, process))
-            pipe, process = idle.pop()
-            busy[pipe] = process, cell
-            pipe.send(cell)
-
-    try:
-        begin()
-        while busy:
-            for pipe in wait(list(busy)):
-                assert isinstance(pipe, Connection)
-                process, cell = busy[pipe]
-                try:
-                    message = pipe.recv()
-                except (EOFError, OSError):
-                    process.join()
-                    error = f"its process ended with exit status {process.exitcode}, as when memory runs out"
-                    write_json(cell.folder / "error.json", {"error": error})
-                    message = None
-                    del busy[pipe]
-                else:
-                    if isinstance(message, RecordError):
-                        raise message
-                    if message is None:
-                        idle.append((pipe, busy.pop(pipe)[0]))
-                if message is None:
-                    made.add(cell.start)
-                    report(Progress(cell, done=True))
-                else:
-                    report(Progress(cell, *message))
-            begin()
-    finally:
-        processes = [process for process, _ in busy.values()]
-        for process in processes:
-            process.terminate()
-        for pipe, process in idle:
-            with suppress(OSError):
-                pipe.send(None)
-            processes.append(process)
-        for process in processes:
-            process.join(timeout=20)
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-
 @dataclass
 class Pace:
     """How long the rest of a sweep takes: the updates that are left, at the rate of the runs that have ended here."""
@@ -548,6 +459,7 @@ class Pace:
     """When a run began here, seconds, and after which update."""
     now: dict[Path, int] = field(default_factory=dict)
     """The update that a run is at."""
+    running: set[Path] = field(default_factory=set)
     rates: list[float] = field(default_factory=list)
     """Seconds per update of each run that ended here, its setup included."""
 
@@ -557,12 +469,15 @@ class Pace:
     def follow(self, progress: Progress) -> None:
         """Take note of what a run does."""
         cell, clock = progress.cell, time.monotonic()
+        self.running.add(cell.folder)
+        self.jobs = max(self.jobs, len(self.running))  # a cluster takes as many as there is room for
         start, first = self.begun.setdefault(cell.folder, (clock, 0))
         if progress.update and not first:  # where it goes on from
             self.begun[cell.folder] = start, progress.update - 1
         if not progress.done:
             self.now[cell.folder] = max(self.now[cell.folder], progress.update)
             return
+        self.running.discard(cell.folder)
         if cell.status == "finished":
             self.rates.append((clock - start) / max(1, cell.recipe.updates - first))
         self.now[cell.folder] = cell.recipe.updates

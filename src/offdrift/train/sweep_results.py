@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -53,6 +54,11 @@ def patience(cell: Cell, compare: Compare) -> int:
     return compare.collapse_after or min(RECOVERY, max(1, cell.recipe.updates // 4))
 
 
+def reached(cell: Cell) -> int:
+    """The last update that a run has recorded; 0 before the first."""
+    return max((int(row["update"]) for row in cell.files.rows("metrics")), default=0)
+
+
 def results(grid: Grid) -> dict[str, Any]:
     """What the runs that are finished say: the content of `sweep.json`.
 
@@ -73,6 +79,7 @@ def results(grid: Grid) -> dict[str, Any]:
                 "seed": cell.seed,
                 "folder": str(cell.folder.relative_to(grid.folder)),
                 "status": status,
+                "updates": cell.recipe.updates if status == "finished" else reached(cell),
                 "value": value,
                 "collapsed": collapsed(cell, compare) if status == "finished" else None,
                 "seconds": number(head.get("seconds")),
@@ -101,6 +108,8 @@ def results(grid: Grid) -> dict[str, Any]:
         "format": FORMAT,
         "name": sweep.name,
         "file": str(grid.source),
+        "source": os.path.relpath(grid.source, grid.folder),
+        "changes": list(grid.changes),
         "sweep": sweep.model_dump(mode="json", by_alias=True),
         "metric": compare.metric,
         "larger_is": compare.direction,
@@ -189,7 +198,12 @@ def explained(document: Mapping[str, Any]) -> list[str]:
     lines.append(f"Collapsed: the reward fell 30 % below its best and stayed there for {patience_words} updates.")
     unfinished = [run for run in document["runs"] if run["status"] in ("begun", "waiting")]
     if unfinished:
-        lines.append(f"{len(unfinished)} of {len(document['runs'])} runs are not finished; the same command goes on.")
+        begun = ", ".join(f"{r['folder']} is at update {r['updates']}" for r in unfinished if r["status"] == "begun")
+        lines.append(
+            f"{len(unfinished)} of {len(document['runs'])} runs are not finished; the same command goes on"
+            f"{f' ({begun})' if begun else ''}. Verdicts that are looked at again and again until one comes are wrong "
+            "more often than stated: decide by the last."
+        )
     errors = [run for run in document["runs"] if run["status"] == "failed"]
     if errors:
         lines.append(

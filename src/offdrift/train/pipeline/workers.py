@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from torch import Tensor
 
-from offdrift.engines.isolation import start_local_ray
+from offdrift.engines.isolation import sigterm_kept, start_local_ray
 from offdrift.errors import EngineError
 from offdrift.records.provenance import Provenance, Sampling
 from offdrift.records.rollouts import EvidenceKind, Rollouts, concatenate
@@ -121,7 +121,8 @@ def start_ray(settings: Pipeline, weights_mib: float) -> None:
     """Start Ray in this process, or join the cluster of RAY_ADDRESS."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False)
+        with sigterm_kept():
+            ray.init(log_to_driver=False)
         return
     start_local_ray(
         num_cpus=max(1, round(settings.cpus * settings.workers + 0.5)),
