@@ -57,6 +57,7 @@ ALLOWED = {
         "cli/",
         "show/",
         "lab/views.py",
+        "lab/run_views.py",
         "check/view.py",
         "audit/view.py",
         "audit/compare.py",

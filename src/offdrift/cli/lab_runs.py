@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -143,7 +144,6 @@ def lag_law(
     sweeps: Annotated[
         list[str],
         typer.Argument(
-            metavar="SWEEP...",
             help="Folders of `offdrift sweep`, or files that --json of this wrote. NAME=SWEEP names the task family; "
             "sweeps of one name are taken together.",
         ),
@@ -208,7 +208,7 @@ def lag_law(
 @lab.command()
 def collapse(
     screen: Screen,
-    folders: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Run folders, or folders of such.")],
+    folders: Annotated[list[Path], typer.Argument(help="Run folders, or folders of such.")],
     horizon: Annotated[int, typer.Option(help="Updates ahead of which a collapse is predicted.", min=1)] = 200,
     recovery: Annotated[int, typer.Option(help="Updates that a fall of 30 % must last to be one.", min=1)] = 100,
     window: Annotated[int, typer.Option(help="Updates of the rolling features.", min=1)] = 20,
