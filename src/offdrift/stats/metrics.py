@@ -506,7 +506,9 @@ _ROWS = [
            lambda s: s["perturb/sigma_mean"]),
     Metric("perturb/sigma_max", "1", "largest size of the noise in a layer's input", "neither",
            lambda s: s["perturb/sigma_max"]),
-    Metric("optim/step_skipped", "1", "1 where no step was taken because the cosine was too large, else 0", "neither",
+    Metric("optim/empty", "1", "1 where the whole gradient was 0, as when everything was rejected", "worse",
+           lambda s: s["optim/empty"]),
+    Metric("optim/step_skipped", "1", "1 where no step was taken: large cosine, or no gradient; else 0", "neither",
            lambda s: s["optim/step_skipped"]),
     *(
         Metric(f"pipeline/{name}", unit, what, larger_is, lambda s, name=name: s[f"pipeline/{name}"])

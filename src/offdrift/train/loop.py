@@ -190,6 +190,7 @@ def take_step(arm: Arm, batch: Batch | Parts, *, learning_rate: float, view: boo
         critic=arm.critic if recipe.critic.shared else None,
         align=arm.align,
         perturb=arm.perturb,
+        skip_empty=recipe.optim.skip_empty,
     )
 
 

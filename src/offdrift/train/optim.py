@@ -95,6 +95,9 @@ class Optim(Part):
     """Optimizer steps per pass."""
     max_grad_norm: PositiveFloat = 1.0
     """Global gradient norm is clipped to this."""
+    skip_empty: bool = False
+    """Take no step where the whole gradient is 0, as when a gate rejects every sequence: AdamW would move the weights
+    all the same, by its mean of earlier gradients and its decay (`optim/empty`)."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """What the trainer's forward passes multiply matrices in; weights, gradients and AdamW stay float32, and so does a
     critic. float16 scales the loss, and skips steps whose gradient overflows (`optim/skipped`). Absent: what

@@ -261,6 +261,12 @@ def _notes(row: Method, metrics: Sequence[Row]) -> Iterator[str]:
             f"accepted {acceptance:.0%} of the sequences, below the {100 * floor:g} % that the Trust Region Masking "
             "paper asks to monitor (Remark 4.3): updates rest on few sequences"
         )
+    empty, skipped = (sum(map(bool, _recorded(metrics, f"optim/{name}"))) for name in ("empty", "step_skipped"))
+    if empty > skipped:
+        yield (
+            f"the gradient was 0 in {empty} of {len(metrics)} updates, and AdamW moved the weights all the same, by "
+            "its mean of earlier gradients: optim.skip_empty = true takes no such step"
+        )
     # Gates, weights and clips that changed no token of the run, and the ratio that gave them no cause.
     weights = row.correction.weights
     parts: list[tuple[Any, str, str]] = [

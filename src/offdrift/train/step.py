@@ -142,6 +142,7 @@ def train_step(
     critic: Critic | None = None,
     align: Alignment | None = None,
     perturb: Perturbation | None = None,
+    skip_empty: bool = False,
 ) -> Update:
     """Take one optimizer step on a batch.
 
@@ -160,6 +161,7 @@ def train_step(
         critic: whose head shares the model's body, and takes this step with it.
         align: the last update's gradient, which is taken out of this one where the two agree too well.
         perturb: noise in the layers' inputs, with which the loss scores the policy; its sizes take a step, too.
+        skip_empty: take no step where the gradient is 0 (see `Optim.skip_empty`).
 
     Returns: statistics over all processes; the gradient norm before clipping is `optim/grad_norm`.
 
@@ -217,19 +219,21 @@ def train_step(
     lr_scale = 1.0
     if method.lr_scale is not None and observed is not None:
         lr_scale = float(method.lr_scale.scale(observed.parts[method.lr_scale]))
-    too_close = align is not None and align.skips(alignment.get("optim/gradient_cosine"))
+    empty = not bool(norm)
+    left_out = (empty and skip_empty) or (align is not None and align.skips(alignment.get("optim/gradient_cosine")))
     sizes: dict[str, Tensor] = {}
-    if not (skipped or too_close):
+    if not (skipped or left_out):
         rates = [group["lr"] for group in optimizer.param_groups]
         with scaled_rates(optimizer, [lr_scale * (rate if learning_rate is None else learning_rate) for rate in rates]):
             optimizer.step()
         sizes = {} if perturb is None else perturb.step(scale=loss_scale or 1.0)
-    total = total.plus({}, {"optim/grad_norm": norm, "optim/lr_scale": lr_scale, **alignment, **sizes})
+    sizes |= {"optim/grad_norm": norm, "optim/empty": float(empty), "optim/lr_scale": lr_scale}
+    total = total.plus({}, {**alignment, **sizes})
     if loss_scale is not None:
         total = total.with_max("optim/loss_scale", torch.tensor(loss_scale))
         total = total.with_max("optim/skipped", torch.tensor(float(skipped)))
-    if align is not None and align.settings.skip_above is not None:
-        total = total.with_max("optim/step_skipped", torch.tensor(float(too_close)))
+    if skip_empty or (align is not None and align.settings.skip_above is not None):
+        total = total.with_max("optim/step_skipped", torch.tensor(float(left_out)))
     method = method if skipped else next_method(method, observed, total)
     evidence = gather_evidence(accelerator, gathered.evidence) if gathered.evidence else None
     return Update(total, gathered.tokens(), method, evidence)
