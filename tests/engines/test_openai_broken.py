@@ -837,8 +837,8 @@ def test_the_configurations_of_the_page_are_read():
     (recipe,) = re.findall(r"```toml\n(.*?)```", page, re.S)
     read = check_recipe(tomllib.loads(recipe), source="page")
     assert (read.rollout.engine, read.rollout.url) == ("openai", "http://127.0.0.1:8000/v1")
-    specs = re.findall(r"openai:http://[^\s`]+", page)
-    assert [EngineSpec.parse(s).options["url"] for s in specs] == ["http://127.0.0.1:8000/v1", "http://host:8000/v1"]
+    specs = re.findall(r"openai:https?://[^\s`]+", page)
+    assert [EngineSpec.parse(s).options["url"] for s in specs] == ["http://127.0.0.1:8000/v1", "https://host:8000/v1"]
     module, name = re.search(r"--worker-extension-cls (\S+)\.(\w+)", page).groups()
     assert callable(getattr(importlib.import_module(module), name).offdrift_load)
     options = set(inspect.signature(OpenAIEngine).parameters)

@@ -89,7 +89,7 @@ def passes(drift: Drift, which: str, *, reward_range: float = 1.0) -> int | None
 
     Example:
         >>> passes(Drift("bf16", 1.42e-3, 0.029, ""), "sharp"), passes(Drift("bf16", 1.42e-3, 0.029, ""), "others")
-        (705, 10)
+        (705, 30)
     """
 
     def useful(length: int) -> bool:
