@@ -845,5 +845,5 @@ def test_the_configurations_of_the_page_are_read():
     named = re.findall(
         r"`(\w+)`", "".join(re.findall(r"^\| (`[a-z_`, ]+`) \|", page.partition("## Which log-probs")[0], re.M))
     )
-    assert len(named) == 7
+    assert len(named) == 8
     assert set(named) <= options
