@@ -5,6 +5,7 @@ import torch
 
 from offdrift.errors import BadValueError, EvidenceError, ShapeError
 from offdrift.logprobs import FLOORS, UNSCORED_BELOW, LogProbs
+from offdrift.loss import policy_loss
 from offdrift.ratios import log_ratio
 from offdrift.segments import Segments
 
@@ -158,3 +159,20 @@ def test_masked_sentinels_are_masked_and_not_unscored():
     padded_too = torch.tensor([[-1.0, 0.0, -INF], [-INF, -2.0, 7.0]])
     lp = LogProbs.pack(padded_too, mask=torch.tensor([[1, 0, 1], [1, 1, 0]]))
     assert lp.scored.unpack(lp.scored.logp_rollout).tolist() == [[-1.0, 0.0, 0.0], [0.0, -2.0, 0.0]]
+
+
+def test_a_field_on_another_device_is_named():
+    segments = Segments.from_lengths([2])
+    x, elsewhere = -torch.ones(2), torch.ones(2, device="meta")
+    with pytest.raises(BadValueError, match="logp_old is on meta, logp_rollout on cpu"):
+        LogProbs.pack(x, logp_old=elsewhere, segments=segments)
+    with pytest.raises(BadValueError, match="advantages is on meta, the log-probs on cpu"):
+        policy_loss(LogProbs.pack(x, x, segments=segments), "token_is", elsewhere)
+
+
+def test_segments_know_their_longest_on_the_host():
+    assert Segments.from_lengths([2, 0, 5]).longest == 5
+    assert Segments(torch.tensor([0])).longest == 0
+    moved = Segments.from_lengths([2, 3]).to("cpu")
+    assert moved.num_tokens == 5
+    assert torch.equal(moved.on_host, torch.tensor([0, 2, 5]))

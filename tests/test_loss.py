@@ -16,6 +16,7 @@ from offdrift.methods import METHODS, Method, override
 from offdrift.objectives import Clipped, Reinforce
 from offdrift.penalty import KLPenalty
 from offdrift.stats import summarize
+from offdrift.stats.drift import DriftStats
 from tests.oracles.fixtures import double, fx_a
 
 DECOUPLED = Correction(weights=(Weight(on="mismatch", cap=2.0),))
@@ -140,3 +141,22 @@ def test_denominators_after_a_rejection(how, normalizer, loss):
     lp, advantages, _ = fx_a()
     row = Method(objective=Clipped(), correction=GEO, aggregate=how, normalizer=normalizer)
     assert policy_loss(lp, row, advantages).loss.item() == pytest.approx(loss, abs=2e-6)
+
+
+def test_statistics_are_computed_when_they_are_asked_for_and_once(monkeypatch):
+    """An accelerator works on the gradient meanwhile; a loss whose statistics nobody reads does not pay for them."""
+    calls, real = [], DriftStats.of
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(DriftStats, "of", staticmethod(counted))
+    lp, advantages, _ = fx_a()
+    result = policy_loss(lp, METHODS["ppo_clip"], advantages)
+    result.loss.backward()
+    more = result.plus(lambda: {"extra": 2.0})
+    assert calls == []
+    assert more.stats.to_host() == result.stats.to_host() | {"extra": 2.0}
+    assert result.stats is result.stats
+    assert len(calls) == 1
