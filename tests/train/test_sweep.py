@@ -462,3 +462,15 @@ def test_equal_runs_leave_nothing_to_find(tmp_path):
     fill(grid, lambda setting, seed, update: math.sin(seed))
     (row,) = [row for row in results(grid)["settings"] if row["baseline"]]
     assert (row["verdict"], row["difference"]["mean"]) == ("undecided", 0.0)
+
+
+def test_values_are_shown_as_the_file_has_them(tmp_path):
+    grid = sweep_of(tmp_path, "seeds = 2\n[values]\noptim.skip_empty = [false, true]\noptim.betas = [[0.0, 0.95]]")
+    fill(grid, reward)
+    document = results(grid)
+    shown = io.StringIO()
+    Console(file=shown, width=160).print(sweep_summary(document, width=160))
+    for text in (shown.getvalue(), render_sweep(grid, document).replace("<wbr>", "")):
+        assert "optim.skip_empty=true" in text
+        assert "optim.betas=[0.0, 0.95]" in text
+        assert "=True" not in text

@@ -20,7 +20,7 @@ from offdrift.show.numbers import flatten, kl_labels, kl_level, short
 from offdrift.stats import METRICS, over_seeds
 from offdrift.train.overlap import OVERLAP, drift_by_lag
 from offdrift.train.stored import COLUMNS, Arm, Run, Sample, lag_counts, read_run, verdict
-from offdrift.train.sweep import HELD_OUT, RESULTS, Grid, Setting
+from offdrift.train.sweep import HELD_OUT, RESULTS, Grid, Setting, worded
 from offdrift.train.sweep_results import curve, explained, results, sentence, signed
 
 FILE_NAME = "report.html"
@@ -403,7 +403,7 @@ def render_sweep(grid: Grid, document: Mapping[str, Any]) -> str:
         "glyph": lambda i: GLYPHS[SYMBOLS[i % len(SYMBOLS)]],
         "num_colors": NUM_COLORS,
         "signed": signed,
-        "worded": lambda values: ", ".join(f"{key}={value}" for key, value in values.items()),
+        "worded": lambda values: ", ".join(f"{key}={worded(value)}" for key, value in values.items()),
         "has_interval": lambda mean: number(mean["low"]) is not None and number(mean["high"]) is not None,
         "recipe": list(flatten(mapping(document["sweep"]))),
         "versions": [pair for versions in document["versions"] for pair in versions.items()],

@@ -168,7 +168,7 @@ class Setting:
     @property
     def label(self) -> str:
         """The values in words, each under the last part of its name; empty without values."""
-        return ", ".join(f"{key.rsplit('.', 1)[-1]}={_worded(value)}" for key, value in self.values)
+        return ", ".join(f"{key.rsplit('.', 1)[-1]}={worded(value)}" for key, value in self.values)
 
     @property
     def name(self) -> str:
@@ -178,11 +178,12 @@ class Setting:
     @property
     def folder(self) -> str:
         """Where its runs are, below runs/: letters, digits and `._=,+-` alone."""
-        whole = ",".join(f"{key}={_worded(value)}" for key, value in self.values)
+        whole = ",".join(f"{key}={worded(value)}" for key, value in self.values)
         return f"{self.arm}/{re.sub(r'[^A-Za-z0-9._=,+-]', '_', whole) or 'recipe'}"
 
 
-def _worded(value: Any) -> str:
+def worded(value: Any) -> str:
+    """A setting's value as a sweep file has it: text bare, `true`, `[0, 0.95]`."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -22,6 +22,7 @@ from offdrift.show.json_access import number
 from offdrift.show.numbers import percent, short
 from offdrift.train.overlap import OVERLAP
 from offdrift.train.stored import COLUMNS, Run, verdict
+from offdrift.train.sweep import worded
 from offdrift.train.sweep_results import explained, sentence, signed
 
 if TYPE_CHECKING:  # importing it loads transformers
@@ -278,7 +279,7 @@ def sweep_summary(document: Mapping[str, Any], *, width: int = 140) -> Group:
         verdict_word = row["verdict"] or "baseline"
         rows.append(
             [
-                _two_lines(row["arm"], ", ".join(f"{k}={v}" for k, v in row["values"].items())),
+                _two_lines(row["arm"], ", ".join(f"{k}={worded(v)}" for k, v in row["values"].items())),
                 _two_lines(short(number(row["mean"])), _interval(row, short)),
                 _two_lines(signed(change.get("mean")), _interval(change, signed)) if change else Text(),
                 _two_lines(
