@@ -227,8 +227,8 @@ def train_step(
         with scaled_rates(optimizer, [lr_scale * (rate if learning_rate is None else learning_rate) for rate in rates]):
             optimizer.step()
         sizes = {} if perturb is None else perturb.step(scale=loss_scale or 1.0)
-    sizes |= {"optim/grad_norm": norm, "optim/empty": float(empty), "optim/lr_scale": lr_scale}
-    total = total.plus({}, {**alignment, **sizes})
+    of_step = {"optim/grad_norm": norm, "optim/empty": float(empty), "optim/lr_scale": lr_scale}
+    total = total.plus({}, {**of_step, **alignment, **sizes})
     if loss_scale is not None:
         total = total.with_max("optim/loss_scale", torch.tensor(loss_scale))
         total = total.with_max("optim/skipped", torch.tensor(float(skipped)))
