@@ -284,7 +284,14 @@ def transfers(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             torch.autograd.grad(out.loss, lp.current)
         with waits() as summary:
             summarize(out.stats)
-        rows[name] = {"loss": pushing, "metrics": summary}
+        recorded = LogProbs.pack(lp.logp_rollout, None, lp.logp_old, logp_ref=lp.logp_ref, segments=lp.segments)
+        leaf = lp.current.detach().requires_grad_()
+        with waits() as unread:
+            later = policy_loss(recorded.with_current(leaf), row, log["advantages"], info, horizon=batch.horizon)
+            torch.autograd.grad(later.loss, leaf)
+        if not torch.equal(later.loss, out.loss):
+            raise AssertionError(f"{name}: with_current gives another loss")
+        rows[name] = {"loss": pushing, "with_current": unread, "metrics": summary}
     counts = {name: len(r["loss"]) + len(r["metrics"]) for name, r in rows.items()}
     places: dict[str, int] = {}
     for row_places in rows.values():
@@ -293,6 +300,8 @@ def transfers(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     once_only = sum(count == 1 for count in counts.values())
     print(f"packing waits {len(packing)} times: {packing}")
     print(f"{once_only} of {len(counts)} methods wait once, for their metrics; most waits: {max(counts.values())}")
+    never = sum(not r["with_current"] for r in rows.values())
+    print(f"with_current: {never} of {len(rows)} methods do not wait before their metrics")
     print("lines that wait inside the loss, with how many methods:", dict(sorted(places.items(), key=lambda x: -x[1])))
     return {"packing": packing, "rows": rows, "places": places}
 
@@ -515,10 +524,12 @@ def step(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
 
     def ours(*, divergences: bool) -> None:
         losses, stats = [], []
+        # What is on record is looked at before anything else is asked of the device; nothing waits after that.
+        packed = [od.LogProbs.pack(r, None, o, segments=segments) for r, o in zip(rollout, old, strict=True)]
         for i, rows in enumerate(ids.split(micro)):
             states = states_of(rows)
             logp = logp_of(states, rows)
-            lp = od.LogProbs.pack(rollout[i], logp, old[i], segments=segments)
+            lp = packed[i].with_current(logp)
             info = od.BatchInfo()
             if divergences:
                 head = Head(model.lm_head.weight.detach(), round_to=torch.bfloat16)
@@ -530,8 +541,8 @@ def step(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             (out.loss / len(rollout)).backward()
             losses.append(out.loss.detach())
             stats.append(out.stats)  # after the backward pass was started: see `PolicyLoss.stats`
+        od.summarize(merged(stats))  # the one wait: raises before the step if a log-prob was none
         finish(torch.stack(losses).sum())
-        od.summarize(merged(stats))
 
     def finish(loss: Tensor) -> None:
         optimizer.step()
@@ -539,12 +550,14 @@ def step(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         float(loss)
 
     def drift_alone() -> None:
+        stats = []
         for i in range(len(rollout)):
             leaf = old[i].clone().requires_grad_()
-            lp = od.LogProbs.pack(rollout[i], leaf, old[i], segments=segments)
+            lp = od.LogProbs.pack(rollout[i], None, old[i], segments=segments).with_current(leaf)
             out = od.policy_loss(lp, method, advantages)
             out.loss.backward()
-            od.summarize(out.stats)
+            stats.append(out.stats)
+        od.summarize(merged(stats))
 
     arms: Arms = {
         "plain PPO": plain,

@@ -8,7 +8,8 @@ every token counts, so the rest of the library needs no masks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
@@ -56,6 +57,9 @@ class LogProbs:
 
     Such a token is drawn data without a ratio: every log-ratio of it is 0, it never trains, and no
     statistic, gate or weight looks at it. It stays in the loss's normalizer, and is counted."""
+    unread: Mapping[str, Int[Tensor, ""]] | None = None
+    """How many values of a field are no log-probs, counted on the device and not read yet (`with_current`); None where
+    everything was read when it was packed."""
 
     @staticmethod
     def pack(
@@ -115,7 +119,7 @@ class LogProbs:
         if group_ids is not None:
             segments = segments.with_groups(group_ids)
         clean, unscored = _refuse_bad_values(fields, segments)
-        return LogProbs(
+        packed = LogProbs(
             clean["logp_rollout"].detach(),
             segments,
             clean.get("logp"),
@@ -125,6 +129,57 @@ class LogProbs:
             tuple(logp_rollout.shape),
             unscored,
         )
+        if logp is None:
+            for cut in (packed.segments, packed.scored.segments):
+                cut.check()  # now, so that nothing has to wait for the cuts after `with_current`
+        return packed
+
+    def with_current(self, logp: Float[Tensor, ...]) -> LogProbs:
+        """The batch under the policy being trained, without waiting for its forward pass.
+
+        `pack` looks at every number before it returns, for which the host waits until an accelerator has computed it.
+        A step that packs what is on record first, and adds `logp` as it comes, waits once, when the step's statistics
+        are read: the host keeps ahead of the device.
+
+            batches = [LogProbs.pack(rollout, logp_old=old, segments=s) for rollout, old, s in pieces]
+            for batch in batches:
+                out = policy_loss(batch.with_current(model_logp(...)), method, advantages)
+                out.loss.backward()
+                ...
+            metrics = summarize(DriftStats.merge_all(stats))   # raises if a log-prob or advantage was none
+            optimizer.step()
+
+        What is no log-prob (NaN, or above 0) is counted on the device, and so are advantages (and other inputs of
+        `policy_loss`) that are not finite; reading the statistics raises, so read them before the optimizer's step.
+        -inf becomes the floor, as in `pack`.
+
+        Args:
+            logp: log pi, in the shape that `pack` was given; receives the gradient.
+
+        Raises: `ShapeError`; `BadValueError` if it is no tensor or elsewhere.
+
+        Example:
+            >>> lp = LogProbs.pack(torch.tensor([-1.0, -2.0]), segments=Segments.from_lengths([2]))
+            >>> lp.with_current(torch.tensor([-1.5, -2.5])).logp
+            tensor([-1.5000, -2.5000])
+        """
+        logp = self.like_caller(logp)
+        if logp.device != self.logp_rollout.device:
+            raise BadValueError(f"logp is on {logp.device}, the batch on {self.logp_rollout.device}; move it there")
+        widest = torch.promote_types(self.logp_rollout.dtype, logp.dtype)
+        bad = (~(logp.detach() <= POSITIVE_SLACK)).count_nonzero()
+        new = replace(
+            self,
+            logp_rollout=self.logp_rollout.to(widest),
+            logp=logp.to(widest).clamp(min=FLOORS["logp"]),
+            logp_old=None if self.logp_old is None else self.logp_old.to(widest),
+            logp_ref=None if self.logp_ref is None else self.logp_ref.to(widest),
+            unread={"logp": bad},
+        )
+        if self.unscored is not None:  # which rows they are was asked of the device before
+            new.__dict__["scored_rows"], segments = self.scored_rows, self.scored.segments
+            new.__dict__["scored"] = replace(new.scored, segments=segments)
+        return new
 
     @cached
     def scored_rows(self) -> Int[Tensor, " s"] | None:

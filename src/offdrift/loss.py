@@ -22,7 +22,7 @@ from offdrift.methods import method as row
 from offdrift.numerics import check_tensor, transformed
 from offdrift.ratios import log_ratio
 from offdrift.segments import Segments
-from offdrift.stats.drift import DriftStats
+from offdrift.stats.drift import REFUSED, DriftStats
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def policy_loss(
     Reference: Li et al., arXiv:2512.23075v5, eq. 22 and Algorithm 1.
     """
     method = row(method) if isinstance(method, str) else method
-    _check(logprobs, method, advantages, batch_info, normalizer, horizon)
+    unread = _check(logprobs, method, advantages, batch_info, normalizer, horizon)
     observed = batch_info.observed
     if observed is None and normalizer is not None and method.looks_ahead:
         raise EvidenceError(
@@ -146,7 +146,7 @@ def policy_loss(
                 stats = stats.plus(of_objective(scored[0], scored[2]))
             if kl is not None:
                 stats = stats.with_sum("reference/kl", logprobs.at_scored(kl).sum())
-        return stats
+        return stats.plus({f"{REFUSED}{name}": n for name, n in unread.items()}) if unread else stats
 
     result = PolicyLoss(loss, corrected, observed, summarize)
     if transformed():  # what a transformation of `torch.func` made dies with it
@@ -168,8 +168,11 @@ def _regularizer(method: Method, logprobs: LogProbs, own: Tensor | None) -> tupl
 
 def _check(
     logprobs: LogProbs, method: Method, advantages: Tensor, batch_info: BatchInfo, normalizer: Any, horizon: int | None
-) -> None:
-    """Refuse what is not about this batch, or not a number. One transfer to the host."""
+) -> dict[str, Tensor]:
+    """Refuse what is not about this batch, or not a number. One transfer to the host, or none: see `with_current`.
+
+    Returns: what was not read: how many values of an input are not finite, if `logprobs` were not read either.
+    """
     for name, x, kind in (("logprobs", logprobs, LogProbs), ("method", method, Method)):
         if not isinstance(x, kind):
             way = "make them with LogProbs.pack" if kind is LogProbs else "give a name or a Method"
@@ -194,18 +197,34 @@ def _check(
             )
     read = ("advantages", "sample_weight", *(k for k in ("entropy", "rewards", "version_lag") if k in method.needs))
     numbers = {k: x for k in read if (x := inputs.get(k)) is not None and len(x)}
+    if logprobs.unread is not None:
+        later = {k: (~x.detach().isfinite()).count_nonzero() for k, x in numbers.items()}
+        if isinstance(normalizer, Tensor):
+            x = _one_number(normalizer)
+            later["normalizer"], normalizer = (~((x > 0) & x.isfinite())).count_nonzero().to(advantages.device), None
+        _check_counts(normalizer, horizon)
+        return {**logprobs.unread, **later}
     # A sum of finite numbers may overflow in half precision; the extremes do not.
     ends = [e.detach().double() for x in numbers.values() for e in torch.aminmax(x)]
     if isinstance(normalizer, Tensor):
-        if normalizer.numel() != 1:
-            raise ShapeError(f"normalizer has shape {tuple(normalizer.shape)}; give one number")
-        ends.append(normalizer.detach().double().reshape(()).to(advantages.device))
+        ends.append(_one_number(normalizer).to(advantages.device))
     on_host = torch.stack(ends).tolist() if ends else []
     if isinstance(normalizer, Tensor):
         normalizer = on_host.pop()
     for name, low, high in zip(numbers, on_host[::2], on_host[1::2], strict=True):
         if not (math.isfinite(low) and math.isfinite(high)):
             _raise_not_finite(name, numbers[name], logprobs.segments)
+    _check_counts(normalizer, horizon)
+    return {}
+
+
+def _one_number(normalizer: Tensor) -> Float[Tensor, ""]:
+    if normalizer.numel() != 1:
+        raise ShapeError(f"normalizer has shape {tuple(normalizer.shape)}; give one number")
+    return normalizer.detach().double().reshape(())
+
+
+def _check_counts(normalizer: float | None, horizon: int | None) -> None:
     for name, x in (("normalizer", normalizer), ("horizon", horizon)):
         number = isinstance(x, int | float) and not isinstance(x, bool)
         if x is not None and not (number and 0 < x < math.inf):

@@ -9,7 +9,8 @@ logarithm (`log_sums`), and such logarithms of parts are joined by `logaddexp`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -60,9 +61,44 @@ def clamped(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def largest_of(x: Float[Tensor, "*s"]) -> Float[Tensor, ""]:
-    """The maximum; -inf of nothing, so that maxima of pieces combine. Gradient: to the maximum."""
-    return x.max() if x.numel() else x.new_full((), -torch.inf)
+def largest_of(x: Float[Tensor, "*s n"]) -> Float[Tensor, "*s"]:
+    """The maximum of each row; -inf of nothing, so that maxima of pieces combine. Gradient: to the maximum."""
+    return x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], -torch.inf)
+
+
+def totals(*terms: Float[Tensor, "*s n"] | tuple[Float[Tensor, "*s n"], Float[Tensor, "*s n"]]) -> Tensor:
+    """The sum of each term over its last dimension, a pair standing for its product: float64, `[*s, terms]`.
+
+    On a CPU a sum each, which makes no copy of a term; on an accelerator one sum of all of them, which is two launches
+    in place of one for each. Gradient: none is meant to be taken.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0])
+        >>> totals(x, (x, x))
+        tensor([3., 5.], dtype=torch.float64)
+    """
+    pairs = [term if isinstance(term, tuple) else (term,) for term in terms]
+    if all(x.is_cpu and x.ndim == 1 for pair in pairs for x in pair):
+        return torch.stack([torch.dot(*pair) if len(pair) == 2 else pair[0].sum() for pair in pairs]).double()
+    return torch.stack([pair[0] * pair[1] if len(pair) == 2 else pair[0] for pair in pairs], -2).sum(-1).double()
+
+
+def vector_of(numbers: Iterable[Tensor | float], like: Tensor) -> Float[Tensor, " n"]:
+    """Numbers, tensors or not, as a float64 vector on the device of `like`: a conversion for each dtype, not for each.
+
+    Example:
+        >>> vector_of([torch.tensor(2), 0.5, torch.tensor(1.5)], torch.zeros(1))
+        tensor([2.0000, 0.5000, 1.5000], dtype=torch.float64)
+    """
+    tensors = [x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in numbers]
+    tensors = [x.to(like.device) for x in tensors]
+    if not tensors:
+        return like.new_zeros(0, dtype=torch.float64)
+    if len(tensors) < 4 or transformed():
+        return torch.stack([x.double() for x in tensors])
+    # As long as the dtypes stay together there is nothing to put back in order.
+    parts = [torch.stack(list(x)).double() for _, x in itertools.groupby(tensors, key=lambda x: x.dtype)]
+    return torch.cat(parts)
 
 
 def ratio(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
@@ -75,8 +111,8 @@ def ratio(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     return clamped(log_ratio).exp()
 
 
-def log_sums(log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " 2"]:
-    """Logs of the sum of e^l and of the sum of e^2l, float64, at any size of l; -inf for no numbers.
+def log_sums(log_ratio: Float[Tensor, "*s n"]) -> Float[Tensor, "*s 2"]:
+    """Logs of the sum of e^l and of the sum of e^2l of each row, float64, at any size of l; -inf for no numbers.
 
     The largest l is taken out of both. A constant added to every l is added to the first and twice
     to the second, so that what is made of both (an effective sample size) does not see it. Gradient:
@@ -86,13 +122,13 @@ def log_sums(log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " 2"]:
         >>> log_sums(torch.tensor([-5000.0, -5000.0]))  # log 2 is 0.6931
         tensor([-4999.3069, -9999.3069], dtype=torch.float64)
     """
-    if not len(log_ratio):
-        return log_ratio.new_full((2,), -torch.inf, dtype=torch.float64)
+    if not log_ratio.shape[-1]:
+        return log_ratio.new_full((*log_ratio.shape[:-1], 2), -torch.inf, dtype=torch.float64)
     # A lower end keeps -inf - -inf from arising where every l is -inf.
-    top = log_ratio.max().clamp(min=torch.finfo(log_ratio.dtype).min)
-    scaled = (log_ratio - top).exp_()
-    sums = torch.stack([scaled.sum(), torch.dot(scaled, scaled)]).double()
-    return sums.log() + torch.stack([top.double(), 2 * top.double()])
+    top = log_ratio.amax(-1).clamp(min=torch.finfo(log_ratio.dtype).min)
+    scaled = (log_ratio - top[..., None]).exp_()
+    top = top.double()
+    return totals(scaled, (scaled, scaled)).log() + torch.stack([top, 2 * top], -1)
 
 
 BLOCK = 2**16

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from offdrift.correction import Corrected
 from offdrift.divergence.evidence import Divergence, Grade
+from offdrift.errors import BadValueError
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped, largest_of, log_sums
+from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped, largest_of, log_sums, totals, vector_of
 from offdrift.ratios import stopped_log_ratio
 from offdrift.segments import Segments
 from offdrift.stats.alphas import PAIRS, reweighted_tv, tv_bins
@@ -79,6 +80,9 @@ class Tails:
 
 
 Named = dict[str, Tensor]
+
+REFUSED = "refused/"
+"""Begins the names of counts of values that no policy can produce, which reading the sums refuses."""
 
 SECOND = {"mismatch": "old", "full": "current"}
 """The policy that each ratio compares the rollout policy with."""
@@ -144,15 +148,13 @@ class DriftStats:
             logs: Named = {}
             segments = logprobs.segments
             sums["n"], sums["b"] = segments.cu_seqlens[-1], (segments.lengths > 0).sum()
-            nll = -segments.mean(logprobs.logp_rollout)
-            _perplexity("rollout", nll, segments, sums)
+            nll = {"rollout": -segments.mean(logprobs.logp_rollout.double())}
             has_current, has_old = logprobs.logp is not None, logprobs.logp_old is not None
             available = {"mismatch": has_old, "staleness": has_current and has_old, "full": has_current}
-            for on in available:
-                if available[on]:
-                    mean = _pair(on, logprobs, sums, maxima, logs)
-                    if on in SECOND:  # mean log second = mean log rollout + mean log-ratio
-                        _perplexity(SECOND[on], nll - mean, segments, sums)
+            means = _ratios([on for on in available if available[on]], logprobs, sums, maxima, logs)
+            # mean log second = mean log rollout + mean log-ratio
+            nll |= {SECOND[on]: nll["rollout"] - means[on] for on in SECOND if on in means}
+            sums.update(_perplexities(nll, segments))
             if available["staleness"]:
                 ratios = (stopped_log_ratio(logprobs, on=on) for on in ("mismatch", "staleness"))
                 sums["staleness/tv_reweighted"] = reweighted_tv(*ratios)
@@ -163,15 +165,15 @@ class DriftStats:
             if clipped is not None:
                 sums["objective/clipped"] = clipped.count_nonzero()
             by_position = _divergences(logprobs, divergences or {}, sums, maxima)
+            sums = dict(sorted(sums.items(), key=lambda item: str(item[1].dtype)))  # see `vector_of`
         grades = [str(d.grade) for d in (divergences or {}).values()]
-        none = logprobs.logp_rollout.new_zeros(0).double()
         return DriftStats(
             tuple(sums),
-            torch.stack([x.double() for x in sums.values()]),
+            vector_of(sums.values(), logprobs.logp_rollout),
             tuple(maxima),
-            _extended(none, maxima.values()),
+            vector_of(maxima.values(), logprobs.logp_rollout),
             tuple(logs),
-            _extended(none, logs.values()),
+            vector_of(logs.values(), logprobs.logp_rollout),
             by_position,
             str(Grade.weakest(grades)) if grades else "sampled",
         )
@@ -204,9 +206,9 @@ class DriftStats:
         return replace(
             self,
             sum_names=(*self.sum_names, *sums),
-            sums=_extended(self.sums, sums.values()),
+            sums=torch.cat([self.sums, vector_of(sums.values(), self.sums)]),
             max_names=(*self.max_names, *largest),
-            maxima=_extended(self.maxima, largest.values()),
+            maxima=torch.cat([self.maxima, vector_of(largest.values(), self.maxima)]),
         )
 
     def only(self, *prefixes: str) -> DriftStats:
@@ -236,16 +238,30 @@ class DriftStats:
         return replace(self, **vectors, by_position=positions)
 
     def to_host(self) -> dict[str, float]:
-        """All sums, extremes and logs of sums by name: the one transfer to the host."""
+        """All sums, extremes and logs of sums by name: the one transfer to the host.
+
+        Raises: `BadValueError` if a batch that was not looked at before (`LogProbs.with_current`) held values that are
+            no log-probs, or advantages that are not finite.
+        """
         values = torch.cat([self.sums, self.maxima, self.logs]).tolist()
-        return dict(zip((*self.sum_names, *self.max_names, *self.log_names), values))
+        numbers = dict(zip((*self.sum_names, *self.max_names, *self.log_names), values))
+        refused = {k.removeprefix(REFUSED): int(x) for k, x in numbers.items() if k.startswith(REFUSED) and x > 0}
+        if refused:
+            what = ", ".join(f"{name}: {n}" for name, n in refused.items())
+            raise BadValueError(
+                f"values that are no log-probs (NaN, or above 0) or not finite, by field: {what}. They are in the "
+                "gradient: do not take the step, but zero_grad(); LogProbs.pack(..., logp=...) in place of "
+                "with_current says which they are"
+            )
+        return numbers
 
 
-def _perplexity(policy: str, nll: Tensor, segments: Segments, sums: Named) -> None:
-    """Mean negative log-likelihood of each sequence, and its exponential."""
-    limited = nll.clamp(max=LOG_RATIO_LIMIT)
-    sums[f"{policy}/nll"] = nll.sum()
-    sums[f"{policy}/ppl"] = limited.exp().where(segments.lengths > 0, 0.0).sum()
+def _perplexities(nll: Mapping[str, Float[Tensor, " b"]], segments: Segments) -> Named:
+    """Sums over sequences of each policy's mean negative log-likelihood, and of its exponential."""
+    rows = torch.stack(list(nll.values()))
+    ppl = rows.clamp(max=LOG_RATIO_LIMIT).exp().where(segments.lengths > 0, 0.0)
+    both = torch.stack([rows, ppl], -1).sum(1)
+    return {f"{name}/{kind}": both[i, j] for i, name in enumerate(nll) for j, kind in enumerate(("nll", "ppl"))}
 
 
 TOKEN_SUMS = ("l", "l_limited", "l2", "abs", "k3", "excess_abs", "w", "w2", "p", "p2", "d", "d2", "pd", "d_abs")
@@ -253,51 +269,70 @@ TOKEN_MAXIMA = ("l_max", "-l_min", "d_abs_max")
 TOKEN_LOGS = ("log_w", "log_w2")
 
 
-def _pair(on: str, logprobs: LogProbs, sums: Named, maxima: Named, logs: Named) -> Float[Tensor, " b"]:
-    """Statistics of one ratio, by token and by sequence; returns each sequence's mean log-ratio."""
-    raw = stopped_log_ratio(logprobs, on=on)  # type: ignore[arg-type]
-    first = logprobs.old if on == "staleness" else logprobs.logp_rollout
+def _ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Named, logs: Named) -> dict[str, Tensor]:
+    """Statistics of the ratios, by token and by sequence; returns each sequence's mean log-ratio.
+
+    An accelerator takes all ratios at once, since it waits for launches more than for data; a CPU one after the other,
+    in blocks that fit a core's cache.
+    """
+    segments = logprobs.segments
+    raw = [stopped_log_ratio(logprobs, on=on) for on in names]  # type: ignore[arg-type]
+    first = [logprobs.old if on == "staleness" else logprobs.logp_rollout for on in names]
+    if not names:
+        return {}
+    if raw[0].is_cpu:
+        tables = [_joined_blocks(*pair) for pair in zip(first, raw, strict=True)]
+        added, largest, in_logs = (torch.stack(x) for x in zip(*tables, strict=True))
+    else:
+        added, largest, in_logs = _token_pass(torch.stack(first), torch.stack(raw))
+    total = torch.stack([segments.sum(x.double()) for x in raw])  # float32 would round a sum of 10^4 nats by 10^-3
+    filled, nothing = segments.lengths > 0, -torch.inf
+    mean = total / segments.lengths.clamp(min=1)
+    of_sequences = torch.stack([mean, mean.abs(), clamped(-mean).exp().where(filled, 0.0)]).sum(-1)
+    ends = torch.stack([mean, -mean]).where(filled, nothing).amax(-1)
+    products = log_sums(total.where(filled, nothing))
+    n, b = segments.cu_seqlens[-1], filled.sum()
+    for i, on in enumerate(names):
+        sums[f"{on}/n"], sums[f"{on}/b"] = n, b
+        for kind, columns, row in (
+            (sums, TOKEN_SUMS, added[i]),
+            (maxima, TOKEN_MAXIMA, largest[i]),
+            (logs, TOKEN_LOGS, in_logs[i]),
+            (sums, ("mean", "mean_abs", "ppl_ratio"), of_sequences[:, i]),
+            (logs, ("log_product", "log_product2"), products[i]),
+            (maxima, ("mean_max", "-mean_min"), ends[:, i]),
+        ):
+            kind.update({f"{on}/{name}": x for name, x in zip(columns, row.unbind(), strict=True)})
+    return dict(zip(names, mean.unbind(), strict=True))
+
+
+def _joined_blocks(first: Float[Tensor, " n"], raw: Float[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor]:
     parts = zip(*(_token_pass(*block) for block in blocks(first, raw)), strict=True)
     added, largest, in_logs = (torch.stack(x) for x in parts)
-    totals, extremes, joined = added.sum(0), largest.amax(0), in_logs.logsumexp(0)
-    sums[f"{on}/n"] = logprobs.segments.cu_seqlens[-1]
-    sums.update({f"{on}/{name}": x for name, x in zip(TOKEN_SUMS, totals, strict=True)})
-    maxima.update({f"{on}/{name}": x for name, x in zip(TOKEN_MAXIMA, extremes, strict=True)})
-    logs.update({f"{on}/{name}": x for name, x in zip(TOKEN_LOGS, joined, strict=True)})
-    segments = logprobs.segments
-    filled, nothing = segments.lengths > 0, -torch.inf
-    total = segments.sum(raw.double())  # float32 would round a sum of 10^4 nats by 10^-3
-    mean = total / segments.lengths.clamp(min=1)
-    sums[f"{on}/b"] = filled.sum()
-    sums[f"{on}/mean"] = mean.sum()
-    sums[f"{on}/mean_abs"] = mean.abs().sum()
-    sums[f"{on}/ppl_ratio"] = clamped(-mean).exp().where(filled, 0.0).sum()
-    logs[f"{on}/log_product"], logs[f"{on}/log_product2"] = log_sums(total.where(filled, nothing))
-    maxima[f"{on}/mean_max"] = mean.where(filled, nothing).max()
-    maxima[f"{on}/-mean_min"] = (-mean).where(filled, nothing).max()
-    return mean
+    return added.sum(0), largest.amax(0), in_logs.logsumexp(0)
 
 
 def _token_pass(
-    first: Float[Tensor, " k"], raw: Float[Tensor, " k"]
-) -> tuple[Float[Tensor, " sums"], Float[Tensor, " maxima"], Float[Tensor, " logs"]]:
+    first: Float[Tensor, "*ratios k"], raw: Float[Tensor, "*ratios k"]
+) -> tuple[Float[Tensor, "*ratios sums"], Float[Tensor, "*ratios maxima"], Float[Tensor, "*ratios logs"]]:
     """`TOKEN_SUMS`, `TOKEN_MAXIMA` and `TOKEN_LOGS` of a block; three exponentials per token."""
     limited = clamped(raw)
     excess = limited.expm1()  # ratio - 1, exact for small log-ratios
-    more, more2 = excess.sum(), torch.dot(excess, excess)
-    # Sums of w = 1 + excess and of w^2, shown by themselves; what is divided comes from log_sums.
-    w, w2 = len(raw) + more, len(raw) + 2 * more + more2
     p = first.exp()
     d = p * excess  # second - first, as probabilities; the clamp would hide a token's whole rise
     d = d.where(raw <= LOG_RATIO_LIMIT, (first + raw).exp() - p)
     d_abs = d.abs()
-    added = [
-        raw.sum(), limited.sum(), torch.dot(limited, limited), raw.abs().sum(),
-        (excess - limited).sum(), excess.abs().sum(), w, w2,
-        p.sum(), torch.dot(p, p), d.sum(), torch.dot(d, d), torch.dot(p, d), d_abs.sum(),
-    ]  # fmt: skip
-    largest = torch.stack([largest_of(raw), largest_of(-raw), largest_of(d_abs)])
-    return torch.stack(added).double(), largest.double(), log_sums(raw)
+    added = totals(
+        raw, limited, (limited, limited), raw.abs(),
+        excess - limited, excess.abs(), excess, (excess, excess),
+        p, (p, p), d, (d, d), (p, d), d_abs,
+    )  # fmt: skip
+    # Sums of w = 1 + excess and of w^2, shown by themselves; what is divided comes from log_sums.
+    more, more2 = added[..., 6], added[..., 7]
+    added[..., 7] = raw.shape[-1] + 2 * more + more2
+    added[..., 6] = raw.shape[-1] + more
+    largest = torch.stack([largest_of(raw), largest_of(-raw), largest_of(d_abs)], -1)
+    return added, largest.double(), log_sums(raw)
 
 
 def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Named, logs: Named) -> None:
@@ -362,9 +397,3 @@ def _joined(names_a, a, names_b, b, combine):
     merged = {**left, **right}
     merged.update({k: combine(left[k], right[k]) for k in left.keys() & right.keys()})
     return tuple(merged), torch.stack(list(merged.values()))
-
-
-def _extended(vector: Tensor, values: Iterable[Tensor | float]) -> Tensor:
-    """The vector with more entries at its end, on its device, in float64."""
-    more = [torch.as_tensor(x, dtype=torch.float64).to(vector.device) for x in values]
-    return torch.cat([vector, torch.stack(more)]) if more else vector
