@@ -1,9 +1,10 @@
 """Everything that only a GPU can tell, in one command of at most nine minutes on a bare machine.
 
-    python benchmarks/gpu.py [--only exact,step] [--minutes 9] [--json PATH]
+    python benchmarks/gpu.py [--only exact,step] [--minutes 9] [--json PATH] [--wheels FOLDER]
 
 Needs torch and Triton; `transformers` for `step`, pytest for `tests`, verl for its column of `correction`, what
-`pip install offdrift[train]` installs for `train`. A part that lacks something says so and is left out. Parts, in this
+`pip install offdrift[train]` installs for `train`. On a machine without a network what is missing can be carried as
+wheels, which --wheels unpacks for this run alone. A part that lacks something says so and is left out. Parts, in this
 order, each stored as soon as it is done:
 
     ceilings    device copy and bfloat16 products: what everything is compared with
@@ -24,11 +25,13 @@ the CPU, for errors.
 """
 
 import argparse
+import atexit
 import contextlib
 import importlib
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -36,6 +39,7 @@ import tempfile
 import time
 import traceback
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -64,6 +68,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--vocab", type=int, nargs="*", default=VOCABULARIES, help="of `exact`")
     parser.add_argument("--tiny", action="store_true", help="small sizes, on a CPU in Triton's interpreter, for errors")
+    parser.add_argument("--wheels", type=Path, help="a folder of wheels to import from, where nothing can be installed")
     parser.add_argument("--json", type=Path, help="write the numbers here too; parts that are not run again stay")
     args = parser.parse_args(argv)
     chosen = args.only.split(",") if args.only else list(PARTS)
@@ -71,6 +76,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         parser.error(f"--only names {', '.join(unknown)}; parts are {', '.join(PARTS)}")
     if not torch.cuda.is_available() and not (args.tiny and os.environ.get("TRITON_INTERPRET") == "1"):
         sys.exit("no GPU here: nothing to time. TRITON_INTERPRET=1 with --tiny runs some parts for errors")
+    if args.wheels is not None:
+        import_from(args.wheels)
+    import_verl_without_ray()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU: Triton's interpreter"
     results = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
@@ -101,7 +109,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 def medians(arms: Arms, device: torch.device, *, repeats: int) -> dict[str, dict[str, float]]:
-    """Median seconds of each arm by the device's own events, arms in turn, and peak MiB beyond what was held."""
+    """Median seconds of each arm by the device's own events, arms in turn, and peak MiB beyond what was held.
+
+    `times_first` is the median over rounds of an arm's time by that of the first arm in the same round.
+    """
     table: dict[str, dict[str, float]] = {}
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for name, run in arms.items():
@@ -117,9 +128,13 @@ def medians(arms: Arms, device: torch.device, *, repeats: int) -> dict[str, dict
         for name, run in arms.items():
             run()
             seconds[name].append(once(run, device))
+    first = next(iter(seconds.values()))
     for name, row in table.items():
         low, high = min(seconds[name]), max(seconds[name])
+        # Round by round, so that a machine that slows down for all arms changes no ratio.
+        ratios = [x / y for x, y in zip(seconds[name], first, strict=True)]
         row |= {"seconds": statistics.median(seconds[name]), "fastest": low, "slowest": high}
+        row |= {"times_first": statistics.median(ratios), "times_first_by_round": [round(x, 4) for x in ratios]}
     return table
 
 
@@ -567,9 +582,10 @@ def step(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     }
     table = medians(arms, device, repeats=args.repeats)
     for row in table.values():
-        row["times_plain"] = row["seconds"] / table["plain PPO"]["seconds"]
+        row["times_plain"] = row["times_first"]
+        row["fastest_times_plain"] = row["fastest"] / table["plain PPO"]["fastest"]
     title = f"{parameters / 1e6:.0f}M parameters, {sequences} x {length} tokens, {method_name}"
-    show(title, table, ("seconds", "fastest", "slowest", "times_plain", "peak_mib"))
+    show(title, table, ("seconds", "fastest", "times_plain", "fastest_times_plain", "peak_mib"))
     return {"parameters": parameters, "sequences": sequences, "length": length, "method": method_name, **table}
 
 
@@ -632,6 +648,20 @@ def run_offdrift(command: list[str], environment: dict[str, str]) -> dict[str, A
 STAND_IN = "_stand_in_for_ray"
 
 
+def import_from(wheels: Path) -> None:
+    """Unpack wheels where this process and its children look for modules, until it ends."""
+    files = sorted(wheels.glob("*.whl"))
+    if not files:
+        sys.exit(f"--wheels {wheels}: no .whl file there; `pip download --no-deps -d {wheels} NAME` gets them")
+    folder = tempfile.mkdtemp(prefix="wheels-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for file in files:
+        with zipfile.ZipFile(file) as wheel:
+            wheel.extractall(folder)
+    sys.path.append(folder)  # behind what is installed
+    importlib.invalidate_caches()
+
+
 def import_verl_without_ray() -> None:
     """verl imports Ray wherever one starts; its correction helper does not use it."""
     if importlib.util.find_spec("ray") is None and importlib.util.find_spec("verl") is not None:
@@ -665,5 +695,4 @@ PARTS: dict[str, Callable[[argparse.Namespace, torch.device], dict[str, Any]]] =
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT / "src"))
-    import_verl_without_ray()
     main()

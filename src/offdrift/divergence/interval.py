@@ -72,8 +72,8 @@ KL, TV = "kl_rollout_current", "tv_rollout_current"
 CHUNK = {"cpu": 2**20}
 """Entries of `logits` worked on at a time: 8 MiB per temporary."""
 
-CHUNK_ELSEWHERE = 2**24
-"""The same on accelerators."""
+CHUNK_ELSEWHERE = 2**26
+"""The same on accelerators, 512 MiB per temporary: there a chunk costs some 350 launches whatever its size."""
 
 ROUNDING = 128
 """Machine epsilons of float32 (of float64 for float64 records) by which a recorded log-prob may be off
