@@ -31,7 +31,7 @@ from offdrift.train.recipe import load_recipe
 from offdrift.train.sweep import Grid, dotted, load_sweep
 from offdrift.train.sweep_results import curve
 
-KINDS = ("dtype", "lag", "moe")
+KINDS = ("dtype", "lag", "moe", "long-lag", "long-moe")
 ACCEPTANCE = 0.9
 PILOT_SEED = 100
 GAP, KEPT, KL = "full/log_ppl_gap", "gate/acceptance_seq", "divergence/kl_rollout_current_mean"

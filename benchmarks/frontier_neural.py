@@ -1,6 +1,6 @@
 """Bias and variance of methods' gradients on a neural policy, against an oracle from large on-policy batches.
 
-    python benchmarks/frontier_neural.py [--seeds 0 1] [--lengths 64 256] [--kl 1e-3 1e-2] [--json PATH]
+    python benchmarks/frontier_neural.py [--seeds 0 1] [--lengths 64 256] [--kl 1e-3 1e-2] [--jobs 1] [--json PATH]
 
 The survey's Problem 1 conjectures that beyond 200 tokens
 
@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measure import machine
+from measure import in_processes, machine
 from torch import Tensor, nn
 
 from offdrift.batch_info import BatchInfo
@@ -246,24 +246,33 @@ def measure(seed: int, length: int, kls: list[float], *, steps: int = 24) -> Ite
         }
 
 
+def measured(unit: tuple[int, int, list[float], int]) -> list[dict]:
+    """`measure` of a seed, a length, mean KLs and a number of steps."""
+    seed, length, kls, steps = unit
+    return list(measure(seed, length, kls, steps=steps))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
     parser.add_argument("--lengths", type=int, nargs="*", default=[64, 256])
     parser.add_argument("--kl", type=float, nargs="*", default=[1e-3, 1e-2])
     parser.add_argument("--steps", type=int, default=24, help="that mu draws; pi draws twice as many")
-    parser.add_argument("--json", type=Path, default=RESULTS, help="written after every drift; what is in it is kept")
+    parser.add_argument("--jobs", type=int, default=1, help="lengths and seeds at a time, each in a process")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="written after every length; what is in it is kept")
     args = parser.parse_args()
     torch.set_num_threads(1)
     done: dict = {"machine": machine("transformers"), "step": STEP}
     done["rows"] = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
-    for seed in args.seeds:
-        for length in args.lengths:
+    units = []
+    for length in sorted(args.lengths, reverse=True):  # the longest first, so that no process waits for one at the end
+        for seed in args.seeds:
             there = {row["asked_kl"] for row in done["rows"] if (row["seed"], row["tokens"]) == (seed, length)}
-            missing = [kl for kl in args.kl if kl not in there]
-            for row in measure(seed, length, missing, steps=args.steps) if missing else ():
-                done["rows"].append(row)
-                write_atomically(args.json, lambda partial: Path(partial).write_text(json.dumps(done, indent=1) + "\n"))
+            if missing := [kl for kl in args.kl if kl not in there]:
+                units.append((seed, length, missing, args.steps))
+    for _, rows in in_processes(measured, units, args.jobs):
+        done["rows"] += rows
+        write_atomically(args.json, lambda partial: Path(partial).write_text(json.dumps(done, indent=1) + "\n"))
 
 
 if __name__ == "__main__":

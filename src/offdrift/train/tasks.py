@@ -261,11 +261,25 @@ def _backwards(entry: Mapping[str, Any]) -> Problem:
     return Problem(f"{digits}=", digits[::-1], demonstration="".join(shown))
 
 
+COPIES = 11
+"""How often `copies` asks for its six digits: 66 tokens with the tiny tokenizer."""
+
+
+def _copies(entry: Mapping[str, Any]) -> Problem:
+    """`381204=`, to be answered by `381204` eleven times, but shown with a digit wrong with a probability of 1/66."""
+    digits = entry["digits"]
+    answer = digits * COPIES
+    drawn = (digest("mistake", answer, i) for i in range(len(answer)))
+    shown = (str((int(c) + 1 + x // 66 % 9) % 10) if x % 66 == 0 else c for c, x in zip(answer, drawn))
+    return Problem(f"{digits}=", answer, demonstration="".join(shown))
+
+
 _CHAT_SUMS = partial(_named, "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=2)
 
 TASKS: dict[str, Task] = {
     "arithmetic": ProceduralTask("arithmetic", _sums, _written_sum, exact_number),
     "backwards": ProceduralTask("backwards", _digit_strings, _backwards, exact_text),
+    "copies": ProceduralTask("copies", _digit_strings, _copies, exact_text),
     "chat-arithmetic": ProceduralTask("chat-arithmetic", _CHAT_SUMS, _question, exact_number),
     "chat-sums": ProceduralTask("chat-sums", _CHAT_SUMS, _number_only, exact_number),
 }
