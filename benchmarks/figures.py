@@ -44,8 +44,12 @@ FIGURES = {
     "masks and none": tuple((arm, "token_is") for arm in ("trm_max", "trm_avg", "loose_max", "max_90", "avg_90")),
 }
 """What is compared with what; the comparisons of one line are decided together."""
+LONG = FIGURES | {"figure 3 and none": tuple((arm, "token_is") for arm in ("loose_max", "loose_avg", "loose_both"))}
 README = {"README": tuple((arm, "none") for arm in ("token_tis", "trm_max", "ppo_clip"))}
-SWEEPS = {**{f"figures-{kind}": FIGURES for kind in KINDS}, "backwards-seeds": README}
+SWEEPS = {
+    **{f"figures-{kind}": LONG if kind.startswith("long") else FIGURES for kind in KINDS},
+    "backwards-seeds": README,
+}
 """Sweeps, and what of them is compared."""
 THIRD = 8
 """Updates over which curves are averaged."""

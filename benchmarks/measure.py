@@ -87,9 +87,7 @@ def peak_mib(run: Callable[[], object]) -> float:
         LIBC.mallopt(M_TRIM_THRESHOLD, 2**26)
 
 
-def in_processes(
-    work: Callable[[Unit], Result], units: Iterable[Unit], jobs: int
-) -> Iterator[tuple[Unit, Result]]:
+def in_processes(work: Callable[[Unit], Result], units: Iterable[Unit], jobs: int) -> Iterator[tuple[Unit, Result]]:
     """Every unit of work with its result, as they end: so many at a time, each in a process of one thread.
 
     With one job in this process, in order. `work` is a function of a module; what it raises ends the iteration.

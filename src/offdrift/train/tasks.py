@@ -253,25 +253,27 @@ def _digit_strings(seed: int, size: int) -> list[dict[str, str]]:
     return [{"digits": "".join(rng.choices("0123456789", k=6))} for _ in range(size)]
 
 
+def _mistaken(answer: str, digits: str, odds: int) -> str:
+    """An answer with every digit wrong with a probability of 1/odds, decided by the question's digits."""
+    drawn = (digest("mistake", digits, i) for i in range(len(answer)))
+    return "".join(str((int(c) + 1 + x // odds % 9) % 10) if x % odds == 0 else c for c, x in zip(answer, drawn))
+
+
 def _backwards(entry: Mapping[str, Any]) -> Problem:
     """`381204=`, to be answered by `402183`, but shown with every digit wrong with a probability of 1/6."""
     digits = entry["digits"]
-    drawn = [digest("mistake", digits, i) for i in range(len(digits))]
-    shown = (str((int(c) + 1 + x // 6 % 9) % 10) if x % 6 == 0 else c for c, x in zip(reversed(digits), drawn))
-    return Problem(f"{digits}=", digits[::-1], demonstration="".join(shown))
+    return Problem(f"{digits}=", digits[::-1], demonstration=_mistaken(digits[::-1], digits, 6))
 
 
-COPIES = 11
-"""How often `copies` asks for its six digits: 66 tokens with the tiny tokenizer."""
+_COPIES = 22
+"""132 tokens with the tiny tokenizer: long enough that masks by the mean and by the largest token KL differ."""
 
 
 def _copies(entry: Mapping[str, Any]) -> Problem:
-    """`381204=`, to be answered by `381204` eleven times, but shown with a digit wrong with a probability of 1/66."""
+    """`381204=`, to be answered by `381204` 22 times, but shown with a digit wrong with a probability of 1/132."""
     digits = entry["digits"]
-    answer = digits * COPIES
-    drawn = (digest("mistake", answer, i) for i in range(len(answer)))
-    shown = (str((int(c) + 1 + x // 66 % 9) % 10) if x % 66 == 0 else c for c, x in zip(answer, drawn))
-    return Problem(f"{digits}=", answer, demonstration="".join(shown))
+    answer = digits * _COPIES
+    return Problem(f"{digits}=", answer, demonstration=_mistaken(answer, digits, len(answer)))
 
 
 _CHAT_SUMS = partial(_named, "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=2)
@@ -283,6 +285,7 @@ TASKS: dict[str, Task] = {
     "chat-arithmetic": ProceduralTask("chat-arithmetic", _CHAT_SUMS, _question, exact_number),
     "chat-sums": ProceduralTask("chat-sums", _CHAT_SUMS, _number_only, exact_number),
 }
-"""Tasks by name. `arithmetic` and `backwards` are sized for the tiny models, the others for a chat model; `chat-sums`
-asks for the number only. The demonstrations of `backwards` have mistakes, so that a model which has learned them by
-heart is right in (5/6)^6 = 0.33 of its answers, and reinforcement learning has something to repair."""
+"""Tasks by name. `arithmetic`, `backwards` and `copies` are sized for the tiny models, the others for a chat model;
+`chat-sums` asks for the number only. The demonstrations of `backwards` and `copies` have mistakes, so that a model that
+has learned them by heart is right in (5/6)^6 = 0.33 or (131/132)^132 = 0.37 of its answers, and reinforcement learning
+has something to repair."""
