@@ -256,7 +256,8 @@ def _digit_strings(seed: int, size: int) -> list[dict[str, str]]:
 def _mistaken(answer: str, digits: str, odds: int) -> str:
     """An answer with every digit wrong with a probability of 1/odds, decided by the question's digits."""
     drawn = (digest("mistake", digits, i) for i in range(len(answer)))
-    return "".join(str((int(c) + 1 + x // odds % 9) % 10) if x % odds == 0 else c for c, x in zip(answer, drawn))
+    pairs = zip(answer, drawn)
+    return "".join(str((int(c) + 1 + x // odds % 9) % 10) if c.isdigit() and x % odds == 0 else c for c, x in pairs)
 
 
 def _backwards(entry: Mapping[str, Any]) -> Problem:
@@ -265,15 +266,16 @@ def _backwards(entry: Mapping[str, Any]) -> Problem:
     return Problem(f"{digits}=", digits[::-1], demonstration=_mistaken(digits[::-1], digits, 6))
 
 
-_COPIES = 22
-"""132 tokens with the tiny tokenizer: long enough that masks by the mean and by the largest token KL differ."""
+_COPIES = "bcdefghijklmnopqrst"
+    """`a381204`, to be continued by `b381204c381204` and so on to `t`, but shown with one digit of 114 wrong."""
+tell where to end: a model of one layer cannot count."""
 
 
 def _copies(entry: Mapping[str, Any]) -> Problem:
-    """`381204=`, to be answered by `381204` 22 times, but shown with a digit wrong with a probability of 1/132."""
+    """`a381204`, to be continued by `b381204c381204` and so on to `t`, but shown with a digit in 114 wrong."""
     digits = entry["digits"]
-    answer = digits * _COPIES
-    return Problem(f"{digits}=", answer, demonstration=_mistaken(answer, digits, len(answer)))
+    answer = "".join(letter + digits for letter in _COPIES)
+    return Problem(f"a{digits}", answer, demonstration=_mistaken(answer, digits, len(_COPIES) * len(digits)))
 
 
 _CHAT_SUMS = partial(_named, "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=2)
@@ -287,5 +289,5 @@ TASKS: dict[str, Task] = {
 }
 """Tasks by name. `arithmetic`, `backwards` and `copies` are sized for the tiny models, the others for a chat model;
 `chat-sums` asks for the number only. The demonstrations of `backwards` and `copies` have mistakes, so that a model that
-has learned them by heart is right in (5/6)^6 = 0.33 or (131/132)^132 = 0.37 of its answers, and reinforcement learning
+has learned them by heart is right in (5/6)^6 = 0.33 or (113/114)^114 = 0.37 of its answers, and reinforcement learning
 has something to repair."""
