@@ -1,6 +1,6 @@
 """How often does a certificate speak on real training runs, which route wins, and how much does it leave out?
 
-    python benchmarks/certificates_at_work.py [--worlds sums digits-8] [--seeds 0 1] [--lags] [--json PATH]
+    python benchmarks/certificates_at_work.py [--worlds sums digits-8] [--seeds 0 1] [--lags] [--jobs 1] [--json PATH]
 
 A tiny Qwen3 trains by `offdrift train`, never stale. Of two versions of its weights the earlier, mu, draws one answer
 to each of several thousand fresh prompts, recording its whole distribution; the later, pi, is certified
@@ -8,8 +8,8 @@ by `offdrift.certificate.certify` from samples of 32 to 2048 of these prompts, c
 is J(pi) - J(mu) on further prompts, answered by both: with its interval of 95 %, paired by prompt.
 
 Worlds: sums of three numbers after a warm start (14 tokens, rewards 0 and 1, lr 1e-4), and the share of digits in an
-answer, learned from scratch (8, 32 and 128 tokens, rewards between, lr 3e-4). Lags of 1 to 16 updates. One process,
-one thread, about three CPU minutes a seed; goes on where PATH ends. With --lags, only this: the mean and the largest
+answer, learned from scratch (8, 32 and 128 tokens, rewards between, lr 3e-4). Lags of 1 to 16 updates. One
+thread a run, about three CPU minutes a seed; goes on where PATH ends. With --lags, only this: the mean and the largest
 KL(mu || pi) of a token between the weights after 8 updates and those 1 to 64 updates later (sums; 512 answers).
 """
 
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measure import machine
+from measure import in_processes, machine
 from torch import Tensor, nn
 
 from offdrift.certificate import TrustRegion
@@ -249,6 +249,11 @@ def measure(name: str, seed: int) -> list[dict]:
     return rows
 
 
+def measured(unit: tuple[str, int]) -> list[dict]:
+    """`measure` of a world and a seed."""
+    return measure(*unit)
+
+
 def lags(seed: int) -> list[dict]:
     """Drift between weights that are some updates apart, of one run."""
     world, rows = replace(WORLDS["sums"], prompts=16, samples=4), []
@@ -321,6 +326,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worlds", nargs="*", default=list(WORLDS), choices=list(WORLDS))
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in a process")
     parser.add_argument("--json", type=Path, default=RESULTS, help="written after every run; runs in it are kept")
     parser.add_argument("--lags", action="store_true", help="only the drift by lag")
     parser.add_argument("--render", action="store_true", help="only print the table again")
@@ -338,18 +344,18 @@ def main() -> None:
     def store() -> None:
         write_atomically(args.json, lambda partial: Path(partial).write_text(json.dumps(done, indent=1) + "\n"))
 
-    for seed in args.seeds:
-        if args.lags:
-            if not any(row["seed"] == seed for row in done["lags"]):
-                done["lags"] += lags(seed)
-                store()
-            continue
-        for name in args.worlds:
-            if not any((row["world"], row["seed"]) == (name, seed) for row in done["rows"]):
-                done["rows"] += measure(name, seed)
-                store()
-    if not args.lags:
-        print(table(done["rows"]))
+    if args.lags:
+        missing = [seed for seed in args.seeds if not any(row["seed"] == seed for row in done["lags"])]
+        for _, rows in in_processes(lags, missing, args.jobs):
+            done["lags"] += rows
+            store()
+        return
+    there = {(row["world"], row["seed"]) for row in done["rows"]}
+    units = [(name, seed) for seed in args.seeds for name in args.worlds if (name, seed) not in there]
+    for _, rows in in_processes(measured, units, args.jobs):
+        done["rows"] += rows
+        store()
+    print(table(done["rows"]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Do four rolling features predict a collapse, and what do signals of the stack add? (The survey's problem 2.)
 
-    python -m benchmarks.collapse_predictor --runs 60 --seed 0 [--also runs/out_of_sample] [--folder runs/collapse]
+    python -m benchmarks.collapse_predictor --runs 60 --seed 0 [--jobs 2] [--also runs/out_of_sample]
 
 Tiny runs with random learning rate, lag and quantization (`--runs`; what is done is not done again), and whatever runs
 lie beneath the folders of `--also`, healthy and spoiled. Every scale is a twentieth of the conjecture's: a collapse is
@@ -17,11 +17,12 @@ import random
 import shutil
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.measure import machine
+from benchmarks.measure import in_processes, machine
 from benchmarks.out_of_sample import unchecked
 from tests.judge import planted_real as planted
 
@@ -36,8 +37,10 @@ SMOOTHED = 4
 """Updates over whose mean rewards a fall is looked for: single batches scatter by a tenth."""
 RECORDED = ("raw_logprobs", "misaligned", "one_sided_filter")
 """Faults of what is logged and not of what is trained, as far as the method reads none of it."""
-BATCHES = 16
+BATCHES = 24
 """Of two updates each."""
+LR = (-5.3, -3.3)
+"""Powers of ten between which learning rates are drawn: from those where no run collapses to those where all do."""
 
 
 def main() -> None:
@@ -46,6 +49,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the settings; another seed is another sample")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "collapse", help="where the sweep's runs are")
     parser.add_argument("--also", type=Path, nargs="*", default=[], help="folders of further runs")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in a process")
     parser.add_argument("--json", type=Path, default=RESULTS, help="the file that is written")
     parser.add_argument("--summarize", action="store_true", help="only judge the runs that are there")
     args = parser.parse_args()
@@ -53,7 +57,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     if not args.summarize:
-        sweep(args.runs, args.seed, args.folder)
+        sweep(args.runs, args.seed, args.folder, args.jobs)
     content = {"machine": machine("transformers"), "seed": args.seed, **judged([args.folder, *args.also])}
     rows = ",\n".join(json.dumps(row) for row in content.pop("runs"))
     args.json.write_text(f'{json.dumps(content)[:-1]},\n"runs": [\n{rows}\n]}}\n', encoding="utf-8")
@@ -61,35 +65,44 @@ def main() -> None:
         print(name, json.dumps(content[name]))
 
 
-def sweep(runs: int, seed: int, root: Path) -> None:
+def sweep(runs: int, seed: int, root: Path, jobs: int) -> None:
     """Train the runs that are not there yet."""
     left = [i for i in range(runs) if not (root / f"{seed}-{i:03d}" / "done.json").is_file()]
-    started = time.perf_counter()
-    for n, i in enumerate(left, 1):
-        folder = root / f"{seed}-{i:03d}"
-        shutil.rmtree(folder, ignore_errors=True)
-        settings, start = drawn(i, seed)
-        recipe = planted.recipe_of(planted.Case("", None, settings), seed=5000 + 500 * seed + i // 3, batches=BATCHES)
-        with unchecked():
-            arm = planted.train_spoiled(recipe, {}, folder, start_seed=start)
-        for name in ("log", "rollouts", "model", "checkpoints"):
-            shutil.rmtree(arm / name, ignore_errors=True)
-        (folder / "done.json").write_text(json.dumps({"settings": settings, "start": start}), encoding="utf-8")
-        fell = smoothed_collapse(ArmFolder(arm).rows("metrics"), smooth=SMOOTHED, recovery=RECOVERY)
-        each = (time.perf_counter() - started) / n
-        print(
-            f"{n:3d}/{len(left)} lr {settings['optim.lr']:.1e} lag {settings['lag.sync_every']} "
-            f"{settings['rollout.quantization']:6s} {'collapses at ' + str(fell.step) if fell.how else 'does not':16s} "
-            f"| {each * (len(left) - n) / 60:.0f} min left",
-            flush=True,
-        )
+    started, over = time.perf_counter(), 0
+    # One run of each warm start first: it makes what the others take from the cache.
+    first = [i for n, i in enumerate(left) if drawn(i, seed)[1] not in {drawn(j, seed)[1] for j in left[:n]}]
+    for part in (first, [i for i in left if i not in first]):
+        for _, line in in_processes(partial(trained, seed, root), part, min(jobs, max(1, len(part)))):
+            over += 1
+            minutes = (time.perf_counter() - started) / over * (len(left) - over) / 60
+            print(f"{over:3d}/{len(left)} {line} | {minutes:.0f} min left", flush=True)
+
+
+def trained(seed: int, root: Path, number: int) -> str:
+    """Train a run of the sweep; returns what became of it, in a line."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    folder = root / f"{seed}-{number:03d}"
+    shutil.rmtree(folder, ignore_errors=True)
+    settings, start = drawn(number, seed)
+    recipe = planted.recipe_of(planted.Case("", None, settings), seed=5000 + 500 * seed + number // 3, batches=BATCHES)
+    with unchecked():
+        arm = planted.train_spoiled(recipe, {}, folder, start_seed=start)
+    for name in ("log", "rollouts", "model", "checkpoints"):
+        shutil.rmtree(arm / name, ignore_errors=True)
+    (folder / "done.json").write_text(json.dumps({"settings": settings, "start": start}), encoding="utf-8")
+    fell = smoothed_collapse(ArmFolder(arm).rows("metrics"), smooth=SMOOTHED, recovery=RECOVERY)
+    return (
+        f"lr {settings['optim.lr']:.1e} lag {settings['lag.sync_every']} {settings['rollout.quantization']:6s} "
+        f"{'collapses at ' + str(fell.step) if fell.how else 'does not':16s}"
+    )
 
 
 def drawn(number: int, seed: int) -> tuple[dict[str, Any], int]:
     """Settings of a run of the sweep, and the seed of its warm start."""
     rng = random.Random(f"collapse {seed} {number}")
     settings = {
-        "optim.lr": 10 ** rng.uniform(-4, -2.2),
+        "optim.lr": 10 ** rng.uniform(*LR),
         "lag.sync_every": rng.choice((1, 2, 4, 8)),
         "rollout.quantization": rng.choice(("none", "int8", "nvfp4")),
         "rollout.prompts": 8,

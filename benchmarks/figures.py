@@ -31,7 +31,7 @@ from offdrift.train.recipe import load_recipe
 from offdrift.train.sweep import Grid, dotted, load_sweep
 from offdrift.train.sweep_results import curve
 
-KINDS = ("dtype", "lag", "moe")
+KINDS = ("dtype", "lag", "moe", "long-lag", "long-moe")
 ACCEPTANCE = 0.9
 PILOT_SEED = 100
 GAP, KEPT, KL = "full/log_ppl_gap", "gate/acceptance_seq", "divergence/kl_rollout_current_mean"
@@ -44,8 +44,12 @@ FIGURES = {
     "masks and none": tuple((arm, "token_is") for arm in ("trm_max", "trm_avg", "loose_max", "max_90", "avg_90")),
 }
 """What is compared with what; the comparisons of one line are decided together."""
+LONG = FIGURES | {"figure 3 and none": tuple((arm, "token_is") for arm in ("loose_max", "loose_avg", "loose_both"))}
 README = {"README": tuple((arm, "none") for arm in ("token_tis", "trm_max", "ppo_clip"))}
-SWEEPS = {**{f"figures-{kind}": FIGURES for kind in KINDS}, "backwards-seeds": README}
+SWEEPS = {
+    **{f"figures-{kind}": LONG if kind.startswith("long") else FIGURES for kind in KINDS},
+    "backwards-seeds": README,
+}
 """Sweeps, and what of them is compared."""
 THIRD = 8
 """Updates over which curves are averaged."""

@@ -1,6 +1,6 @@
 """Bias and variance of methods' gradients on a neural policy, against an oracle from large on-policy batches.
 
-    python benchmarks/frontier_neural.py [--seeds 0 1] [--lengths 64 256] [--kl 1e-3 1e-2] [--json PATH]
+    python benchmarks/frontier_neural.py [--seeds 0 1] [--lengths 64 256] [--kl 1e-3 1e-2] [--jobs 1] [--json PATH]
 
 The survey's Problem 1 conjectures that beyond 200 tokens
 
@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measure import machine
+from measure import in_processes, machine
 from torch import Tensor, nn
 
 from offdrift.batch_info import BatchInfo
@@ -45,6 +45,7 @@ from offdrift.records.atomic import write_atomically
 from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import Rollouts
 from offdrift.segments import Segments
+from offdrift.stats import Mean, compare_all
 from offdrift.train.models import load_model
 from offdrift.train.source import rollout
 from offdrift.train.tasks import find_task
@@ -246,24 +247,71 @@ def measure(seed: int, length: int, kls: list[float], *, steps: int = 24) -> Ite
         }
 
 
+def measured(unit: tuple[int, int, list[float], int]) -> list[dict]:
+    """`measure` of a seed, a length, mean KLs and a number of steps."""
+    seed, length, kls, steps = unit
+    return list(measure(seed, length, kls, steps=steps))
+
+
+def pooled(rows: list[dict]) -> list[dict]:
+    """Of every length, drift and method: P over that of `token_is`, the geometric mean over seeds with its interval.
+
+    Student's of the logarithms; a method is compared with the token's ratio in every length and drift at once, and
+    decided by Holm's procedure over all of them.
+    """
+    logs: dict[tuple[int, float, str], dict[int, float]] = {}
+    for row in rows:
+        for m in row["methods"]:
+            key = (row["tokens"], row["asked_kl"], m["method"])
+            logs.setdefault(key, {})[row["seed"]] = math.log(max(m["over_token"][0], 1e-9))
+    keys = [key for key in logs if key[2] not in ("token_is", "trm_max")]  # the mask rejects nothing at these drifts
+    decided = compare_all([(logs[key], dict.fromkeys(logs[key], 0.0)) for key in keys], larger="better")
+    return [
+        {
+            "tokens": length,
+            "kl": kl,
+            "method": name,
+            "seeds": c.difference.n,
+            "over_token": [math.exp(x) if math.isfinite(x) else None for x in interval_of(c.difference)],
+            "p_holm": c.p_adjusted,
+            "verdict": c.verdict,
+        }
+        for (length, kl, name), c in zip(keys, decided, strict=True)
+    ]
+
+
+def interval_of(mean: Mean) -> tuple[float, float, float]:
+    """Mean and ends, none of them beyond what `exp` takes."""
+    return mean.mean, max(mean.low, -700.0), min(mean.high, 700.0) if math.isfinite(mean.high) else math.inf
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
     parser.add_argument("--lengths", type=int, nargs="*", default=[64, 256])
     parser.add_argument("--kl", type=float, nargs="*", default=[1e-3, 1e-2])
     parser.add_argument("--steps", type=int, default=24, help="that mu draws; pi draws twice as many")
-    parser.add_argument("--json", type=Path, default=RESULTS, help="written after every drift; what is in it is kept")
+    parser.add_argument("--jobs", type=int, default=1, help="lengths and seeds at a time, each in a process")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="written after every length; what is in it is kept")
     args = parser.parse_args()
     torch.set_num_threads(1)
     done: dict = {"machine": machine("transformers"), "step": STEP}
     done["rows"] = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
-    for seed in args.seeds:
-        for length in args.lengths:
+    units = []
+    for length in sorted(args.lengths, reverse=True):  # the longest first, so that no process waits for one at the end
+        for seed in args.seeds:
             there = {row["asked_kl"] for row in done["rows"] if (row["seed"], row["tokens"]) == (seed, length)}
-            missing = [kl for kl in args.kl if kl not in there]
-            for row in measure(seed, length, missing, steps=args.steps) if missing else ():
-                done["rows"].append(row)
-                write_atomically(args.json, lambda partial: Path(partial).write_text(json.dumps(done, indent=1) + "\n"))
+            if missing := [kl for kl in args.kl if kl not in there]:
+                units.append((seed, length, missing, args.steps))
+    for _, rows in in_processes(measured, units, args.jobs):
+        done["rows"] += rows
+        done["pooled"] = pooled(done["rows"])
+        write_atomically(args.json, lambda partial: Path(partial).write_text(json.dumps(done, indent=1) + "\n"))
+    for row in pooled(done["rows"]):
+        ends = ", ".join("-" if x is None else f"{x:.3f}" for x in row["over_token"])
+        print(
+            f"T = {row['tokens']}, KL {row['kl']:g}, {row['method']:12} {ends} ({row['seeds']} seeds) {row['verdict']}"
+        )
 
 
 if __name__ == "__main__":

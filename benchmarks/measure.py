@@ -1,17 +1,21 @@
 """How the benchmarks here measure: time side by side, memory of the process, and on what machine."""
 
 import ctypes
+import multiprocessing
 import os
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
+Unit, Result = TypeVar("Unit"), TypeVar("Result")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Parameters of glibc's `mallopt`."""
 IS_MAPPED = 2
@@ -81,6 +85,25 @@ def peak_mib(run: Callable[[], object]) -> float:
         # What glibc arrives at by itself once large blocks were freed.
         LIBC.mallopt(M_MMAP_THRESHOLD, 2**25)
         LIBC.mallopt(M_TRIM_THRESHOLD, 2**26)
+
+
+def in_processes(work: Callable[[Unit], Result], units: Iterable[Unit], jobs: int) -> Iterator[tuple[Unit, Result]]:
+    """Every unit of work with its result, as they end: so many at a time, each in a process of one thread.
+
+    With one job in this process, in order. `work` is a function of a module; what it raises ends the iteration.
+    """
+    if jobs == 1:
+        for unit in units:
+            yield unit, work(unit)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        waiting = {pool.submit(work, unit): unit for unit in units}
+        try:
+            for done in as_completed(waiting):
+                yield waiting[done], done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def machine(*packages: str) -> dict[str, str | int]:

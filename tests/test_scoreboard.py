@@ -1,6 +1,9 @@
 """The benchmarks behind claims about certificates, gradients and the mismatch budget compute what they say."""
 
 import importlib
+import json
+import math
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,3 +135,93 @@ def test_certificates_are_of_disjoint_samples_and_wrong_ones_are_counted(neural,
 )
 def test_the_budget_is_judged_by_the_interval(factorial, values, expected):
     assert factorial.verdict(factorial.interval(values)).split(":")[0] == expected
+
+
+def test_a_frontier_is_pooled_over_seeds_by_the_mean_of_logarithms(neural):
+    def row(seed, ratio):
+        methods = [
+            {"method": "token_is", "over_token": [1.0, 1.0, 1.0]},
+            {"method": "none", "over_token": [ratio, 0, 9]},
+        ]
+        return {"seed": seed, "tokens": 256, "asked_kl": 0.01, "methods": methods}
+
+    (pooled,) = neural.pooled([row(s, r) for s, r in enumerate((0.4, 0.5, 0.625, 0.5))])
+    mean, low, high = pooled["over_token"]
+    assert mean == pytest.approx(0.5)
+    # Student's, 3 degrees of freedom: ln(.8), 0, -ln(.8), 0 have a standard deviation of .223 sqrt(2/3)
+    half = 3.182 * np.log(1.25) * (2 / 3) ** 0.5 / 2
+    assert (low, high) == pytest.approx((0.5 * np.exp(-half), 0.5 * np.exp(half)), rel=1e-3)
+    assert (pooled["seeds"], pooled["verdict"]) == (4, "worse")
+
+
+# -- how sweeps end --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sweep_folder(tmp_path):
+    """A sweep of two arms whose held-out rewards, of 400 responses, are written here."""
+
+    def make(**rewards):
+        rows, settings = [], []
+        for arm, by_seed in rewards.items():
+            settings.append({"name": arm, "arm": arm, "values": {}, "baseline": None if arm == "none" else "none"})
+            for seed, values in enumerate(by_seed):
+                folder = f"runs/{arm}/recipe/seed-{seed}"
+                files = tmp_path / folder / "arms" / arm
+                files.mkdir(parents=True)
+                evals = [{"update": 8 * i, "reward": v, "prompts": 100, "samples": 4} for i, v in enumerate(values)]
+                updates = [
+                    {
+                        "update": i,
+                        "version_lag/max": i % 8,
+                        "full/ess_seq_frac": round(1 - 0.1 * (i % 8), 3),
+                        "optim/grad_norm": 1.5,
+                    }
+                    for i in range(16)
+                ]
+                (files / "eval.jsonl").write_text("".join(json.dumps(x) + "\n" for x in evals))
+                (files / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in updates))
+                rows.append({"arm": arm, "values": {}, "seed": seed, "folder": folder, "status": "finished"})
+        content = {"name": "made", "changes": [], "versions": [], "settings": settings, "runs": rows}
+        (tmp_path / "sweep.json").write_text(json.dumps(content))
+        return tmp_path
+
+    return make
+
+
+def test_rises_falls_and_overtakings_are_those_beyond_three_standard_errors(sweep_folder):
+    staleness = imported("staleness")
+    # At .3 of 400 responses three standard errors of a difference are .097, of an end (twice as many) .069.
+    folder = sweep_folder(
+        none=[(0.3, 0.5, 0.1, 0.1), (0.3, 0.38, 0.1, 0.1), (0.3, 0.5, 0.3, 0.3)],
+        ppo_clip=[(0.3, 0.3, 0.3, 0.3), (0.3, 0.3, 0.3, 0.3), (0.3, 0.3, 0.3, 0.3)],
+    )
+    content = staleness.of_sweep(folder)
+    by_arm = {row["arm"]: row for row in content["settings"]}
+    counts = {arm: [row[k] for k in ("rises", "falls", "prospers", "overtakes")] for arm, row in by_arm.items()}
+    assert counts == {"none": [2, 2, 1, 1], "ppo_clip": [0, 0, 0, 0]}
+    assert by_arm["none"]["end"]["mean"] == pytest.approx(0.5 / 3)
+    assert by_arm["none"]["ess"] == pytest.approx([0.35] * 3)  # lags of 6 and 7 are 75 % of the largest
+    assert by_arm["ppo_clip"]["less_baseline"]["mean"] == pytest.approx(0.4 / 3)
+
+
+def test_an_archive_of_a_sweep_says_what_its_folder_says(sweep_folder, tmp_path, monkeypatch, capsys):
+    pack, staleness = imported("pack"), imported("staleness")
+    folder = sweep_folder(none=[(0.3, 0.5, 0.1)], token_tis=[(0.3, 0.4, 0.5)])
+    before = staleness.of_sweep(folder)
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setattr("sys.argv", ["pack", folder.name, "--to", "all.tar.xz"])
+    pack.main()
+    assert "2 runs" in capsys.readouterr().out
+    (tmp_path.parent / "elsewhere").mkdir()
+    with tarfile.open("all.tar.xz") as archive:
+        archive.extractall(tmp_path.parent / "elsewhere", filter="data")
+    assert staleness.of_sweep(tmp_path.parent / "elsewhere" / folder.name) == before
+
+
+def test_processes_return_every_unit_with_its_own_result():
+    measure = imported("measure")
+    units = [9.0, 4.0, 1.0]
+    assert dict(measure.in_processes(math.sqrt, units, 2)) == dict(measure.in_processes(math.sqrt, units, 1))
+    with pytest.raises(ValueError, match="domain"):
+        list(measure.in_processes(math.sqrt, [4.0, -1.0], 2))

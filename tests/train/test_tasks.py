@@ -95,6 +95,20 @@ def test_backwards_is_shown_with_a_digit_in_six_wrong() -> None:
     assert all(abs(off.count(k) - len(off) / 9) < 50 for k in range(1, 10))
 
 
+def test_copies_are_shown_with_a_digit_in_114_wrong() -> None:
+    """Mistakes fall on each of 114,000 digits with probability 1/114 (1000 +- 32), and a third of the demonstrations
+    has none: (113/114)^114 = 0.366 (366 +- 15 of 1000)."""
+    task = find_task("copies")
+    problems = task.sample(1000, seed=0)
+    assert all(p.answer == "".join(c + p.prompt[1:] for c in "bcdefghijklmnopqrst") for p in problems)
+    off = [sum(a != b for a, b in zip(p.demonstration or "", p.answer, strict=True)) for p in problems]
+    assert abs(sum(off) - 1000) < 150
+    assert abs(off.count(0) - 366) < 75
+    assert all(a.isdigit() == b.isdigit() for p in problems for a, b in zip(p.demonstration or "", p.answer))
+    assert [task.reward(p.answer, p) for p in problems[:50]] == [1.0] * 50
+    assert [task.reward(p.answer[:-1], p) for p in problems[:50]] == [0.0] * 50
+
+
 ANSWER_51 = Problem("12+34+5=", "51")
 RIGHT = ("46+5=51\n", "51", "so it is 51.", "051", "51.0", "60-51", "(60)-51")
 WRONG = (

@@ -90,7 +90,7 @@ class Recipe(Part):
     model: str
     """tiny-qwen3, tiny-qwen3-moe, smollm2-135m, or any path or hub id of a causal LM."""
     task: str = "arithmetic"
-    """Task: arithmetic, backwards, chat-arithmetic, chat-sums, reasoning_gym:NAME, or a file, NAME.jsonl:
+    """Task: arithmetic, backwards, chat-arithmetic, chat-sums, copies, reasoning_gym:NAME, or a file, NAME.jsonl:
     {"prompt": ..., "answer": ...} a line; or an environment of several turns: calculator, guess, adventure, or a
     class of yours, "game.py:Game" or "module:Class" (docs/tasks.md)."""
     reward: str | None = None

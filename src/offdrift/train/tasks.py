@@ -253,12 +253,29 @@ def _digit_strings(seed: int, size: int) -> list[dict[str, str]]:
     return [{"digits": "".join(rng.choices("0123456789", k=6))} for _ in range(size)]
 
 
+def _mistaken(answer: str, digits: str, odds: int) -> str:
+    """An answer with every digit wrong with a probability of 1/odds, decided by the question's digits."""
+    drawn = (digest("mistake", digits, i) for i in range(len(answer)))
+    pairs = zip(answer, drawn)
+    return "".join(str((int(c) + 1 + x // odds % 9) % 10) if c.isdigit() and x % odds == 0 else c for c, x in pairs)
+
+
 def _backwards(entry: Mapping[str, Any]) -> Problem:
     """`381204=`, to be answered by `402183`, but shown with every digit wrong with a probability of 1/6."""
     digits = entry["digits"]
-    drawn = [digest("mistake", digits, i) for i in range(len(digits))]
-    shown = (str((int(c) + 1 + x // 6 % 9) % 10) if x % 6 == 0 else c for c, x in zip(reversed(digits), drawn))
-    return Problem(f"{digits}=", digits[::-1], demonstration="".join(shown))
+    return Problem(f"{digits}=", digits[::-1], demonstration=_mistaken(digits[::-1], digits, 6))
+
+
+_COPIES = "bcdefghijklmnopqrst"
+"""133 tokens with the tiny tokenizer: long enough that masks by the mean and by the largest token KL differ. Letters
+tell where to end: a model of one layer cannot count."""
+
+
+def _copies(entry: Mapping[str, Any]) -> Problem:
+    """`a381204`, to be continued by `b381204c381204` and so on to `t`, but shown with a digit in 114 wrong."""
+    digits = entry["digits"]
+    answer = "".join(letter + digits for letter in _COPIES)
+    return Problem(f"a{digits}", answer, demonstration=_mistaken(answer, digits, len(_COPIES) * len(digits)))
 
 
 _CHAT_SUMS = partial(_named, "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=2)
@@ -266,9 +283,11 @@ _CHAT_SUMS = partial(_named, "chain_sum", min_terms=2, max_terms=2, min_digits=1
 TASKS: dict[str, Task] = {
     "arithmetic": ProceduralTask("arithmetic", _sums, _written_sum, exact_number),
     "backwards": ProceduralTask("backwards", _digit_strings, _backwards, exact_text),
+    "copies": ProceduralTask("copies", _digit_strings, _copies, exact_text),
     "chat-arithmetic": ProceduralTask("chat-arithmetic", _CHAT_SUMS, _question, exact_number),
     "chat-sums": ProceduralTask("chat-sums", _CHAT_SUMS, _number_only, exact_number),
 }
-"""Tasks by name. `arithmetic` and `backwards` are sized for the tiny models, the others for a chat model; `chat-sums`
-asks for the number only. The demonstrations of `backwards` have mistakes, so that a model which has learned them by
-heart is right in (5/6)^6 = 0.33 of its answers, and reinforcement learning has something to repair."""
+"""Tasks by name. `arithmetic`, `backwards` and `copies` are sized for the tiny models, the others for a chat model;
+`chat-sums` asks for the number only. The demonstrations of `backwards` and `copies` have mistakes, so that a model that
+has learned them by heart is right in (5/6)^6 = 0.33 or (113/114)^114 = 0.37 of its answers, and reinforcement learning
+has something to repair."""

@@ -1,0 +1,151 @@
+"""How runs of sweeps end, and how many of them rise before they fall: prosperity before collapse (arXiv:2510.01161).
+
+    offdrift sweep recipes/epochs.toml --jobs 2
+    python benchmarks/staleness.py runs/epochs runs/staleness-400 --json benchmarks/results/staleness_grids.json
+
+Of each run the held-out reward at the start, at its highest evaluation, and at the end, the mean of the last two
+evaluations. Written down before any run was looked at:
+
+    rises      an evaluation is above the start by three standard errors of their difference (of single responses,
+               unpaired: two would be passed by chance in one of eight runs with ten evaluations)
+    falls      the end is below 70 % of the start
+    prospers   it rises and then falls
+    overtakes  an evaluation is above that of PPO's clip at the same update, seed and values by three standard errors,
+               and the end is below that of PPO's clip by three: what the paper describes
+
+Then by arm and values: means over seeds with Student intervals of 95 %, and the change less the baseline's, paired by
+seed, decided by Holm's procedure within a sweep. ESS is of sequences, the median over updates at 75 to 100 % of the
+largest lag. Reads finished runs; seconds.
+"""
+
+import argparse
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+from measure import machine
+
+from offdrift.records.atomic import plain
+from offdrift.show.json_access import number, read_lines
+from offdrift.stats import compare_all, over_seeds
+
+ERRORS, KEPT, LAST, STRETCH = 3.0, 0.7, 2, 0.75
+CLIPS = ("ppo_clip", "ppo_bypass")
+"""Arms that are PPO's clip on all of the lag."""
+
+
+def standard_error(p: float, q: float, n: int) -> float:
+    """Of the difference of two rates over n responses each."""
+    return math.sqrt((p * (1 - p) + q * (1 - q)) / n)
+
+
+def summary(folder: Path, row: dict) -> dict | None:
+    """What a run of a sweep's folder did, without comparing it; None if it is not finished."""
+    files = folder / row["folder"] / "arms" / row["arm"]
+    rows, updates = read_lines(files / "eval.jsonl")[0], read_lines(files / "metrics.jsonl")[0]
+    if row["status"] != "finished":
+        return None
+    held_out = {int(r["update"]): float(r["reward"]) for r in rows}
+    responses = int(rows[0]["prompts"]) * int(rows[0]["samples"])
+    values = list(held_out.values())
+    first, last = values[0], values[-LAST:]
+    end = math.fsum(last) / len(last)
+    lags = [x if (x := number(r.get("version_lag/max"))) is not None else 0.0 for r in updates]
+    pairs = zip(lags, (number(r.get("full/ess_seq_frac")) for r in updates), strict=True)
+    ess = [x for lag, x in pairs if lag >= STRETCH * max(lags) and x is not None]
+    return {
+        "arm": row["arm"],
+        "values": row["values"],
+        "seed": row["seed"],
+        "updates": len(updates),
+        "lag": max(lags),
+        "ess": median(ess) if ess else None,
+        "start": first,
+        "highest": max(values[1:]),
+        "end": end,
+        "rises": any(v - first > ERRORS * standard_error(v, first, responses) for v in values[1:]),
+        "falls": end < KEPT * first,
+        "held_out": held_out,
+        "responses": responses,
+    }
+
+
+def overtakes(run: dict, clip: dict) -> bool:
+    """Whether a run stands above PPO's clip somewhere and below it at the end, both beyond noise."""
+    n = run["responses"]
+    pairs = [(v, clip["held_out"][at]) for at, v in run["held_out"].items() if at in clip["held_out"]]
+    above = any(a - b > ERRORS * standard_error(a, b, n) for a, b in pairs)
+    return above and clip["end"] - run["end"] > ERRORS * standard_error(clip["end"], run["end"], LAST * n)
+
+
+def of_sweep(folder: Path) -> dict:
+    """The runs of a sweep that are finished, and its settings over seeds."""
+    content = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+    runs = [run for row in content["runs"] if (run := summary(folder, row)) is not None]
+    by_setting: dict[str, dict[int, dict]] = {}
+    for run in runs:
+        by_setting.setdefault(named(run["arm"], run["values"]), {})[run["seed"]] = run
+    for run in runs:
+        rows = [by_setting.get(named(clip, run["values"]), {}).get(run["seed"]) for clip in CLIPS]
+        run["overtakes"] = [overtakes(run, clip) for clip in rows if clip is not None and clip is not run]
+    names = {s["name"]: named(s["arm"], s["values"]) for s in content["settings"]}
+    against = {names[s["name"]]: names[s["baseline"]] for s in content["settings"] if s["baseline"] in names}
+    against = {s: b for s, b in against.items() if s in by_setting and b in by_setting}
+    change = {s: {seed: r["end"] - r["start"] for seed, r in rows.items()} for s, rows in by_setting.items()}
+    decided = dict(zip(against, compare_all([(change[s], change[b]) for s, b in against.items()], larger="better")))
+    settings = []
+    for name, rows in by_setting.items():
+        first = next(iter(rows.values()))
+        row = {"setting": name, "arm": first["arm"], "values": first["values"], "seeds": sorted(rows)}
+        row |= {k: asdict(over_seeds([r[k] for r in rows.values()])) for k in ("start", "end")}
+        row |= {"change": asdict(over_seeds(list(change[name].values())))}
+        row |= {"ess": sorted(r["ess"] for r in rows.values() if r["ess"] is not None)}
+        row |= {k: sum(bool(r[k]) for r in rows.values()) for k in ("rises", "falls")}
+        row["prospers"] = sum(r["rises"] and r["falls"] for r in rows.values())
+        row["overtakes"] = sum(any(r["overtakes"]) for r in rows.values())
+        if name in decided:
+            c = decided[name]
+            row["less_baseline"] = asdict(c.difference) | {"p_holm": c.p_adjusted, "verdict": c.verdict}
+        settings.append(row)
+    facts = {"name": content["name"], "changes": content["changes"], "versions": content["versions"]}
+    return facts | {"of": len(content["runs"]), "settings": settings, "runs": runs}
+
+
+def named(arm: str, values: dict) -> str:
+    """A setting in words."""
+    words = ", ".join(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in values.items())
+    return f"{arm} ({words})" if words else arm
+
+
+def show(content: dict) -> None:
+    """The table of a sweep."""
+    print(f"\n{content['name']}: {len(content['runs'])} of {content['of']} runs\n")
+    print("| setting | seeds | end less start | less the baseline | ESS | rise | fall | both | overtake |")
+    for row in content["settings"]:
+        change, less = row["change"], row.get("less_baseline")
+        cells = [
+            row["setting"],
+            str(len(row["seeds"])),
+            f"{change['mean']:+.3f} ({change['low']:+.3f} to {change['high']:+.3f})",
+        ]
+        cells += [f"{less['mean']:+.3f} ({less['low']:+.3f} to {less['high']:+.3f}) {less['verdict']}" if less else ""]
+        cells += [f"{row['ess'][0]:.2g} to {row['ess'][-1]:.2g}" if row["ess"] else ""]
+        print("|", " | ".join([*cells, *(str(row[k]) for k in ("rises", "falls", "prospers", "overtakes"))]), "|")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path, help="of sweeps")
+    parser.add_argument("--json", type=Path, help="the file that is written")
+    args = parser.parse_args()
+    sweeps = [of_sweep(folder) for folder in args.folders]
+    for content in sweeps:
+        show(content)
+    if args.json:
+        args.json.write_text(json.dumps(plain({"machine": machine("transformers"), "sweeps": sweeps}), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
