@@ -128,6 +128,21 @@ def lag_at_arrival(view: View) -> Measured | None:
     return None if since is None else Measured(since - (inside or 0.0), "version_lag/mean")
 
 
+@LAG.reading("nat")
+def kl_reuse(view: View) -> Measured | None:
+    """k3 that further epochs on a batch add: `reuse/k3`, else `staleness/k3` (`full/k3` without an old policy) at the
+    last of several `batch/epoch` less that at the first, medians over the last `window_trend` steps."""
+    if (logged := view.first("reuse/k3")) is not None:
+        return logged
+    rows = [row for row in list(view.window.rows)[-view.size("window_trend") :] if "batch/epoch" in row]
+    last = max((row["batch/epoch"] for row in rows), default=0.0)
+    for name in ("staleness/k3", "full/k3") if last else ():
+        first, later = (_middle([row for row in rows if row["batch/epoch"] == e], name) for e in (0.0, last))
+        if first is not None and later is not None:
+            return Measured(max(later - first, 0.0), f"{name}, last epoch less the first")
+    return None
+
+
 @LAG.reading()
 def kl_same_growth(view: View) -> Measured | None:
     """`{on}/k3` at lag 0 lately, over that of the first steps at lag 0: medians of five, of fewer in a short
