@@ -121,6 +121,14 @@ def kl_over_same(view: View) -> Measured | None:
 
 
 @LAG.reading("update")
+def lag_before_batch(view: View) -> Measured | None:
+    """Updates from the weights that drew the tokens to those that a batch's first update found: mean version lag less
+    `batch/updates_before`, the updates on the batch itself."""
+    lag, inside = view.level("version_lag/mean"), view.level("batch/updates_before")
+    return None if lag is None or inside is None else Measured(max(lag - inside, 0.0), "version_lag/mean")
+
+
+@LAG.reading("update")
 def lag_at_arrival(view: View) -> Measured | None:
     """Updates from the weights of the old policy to those that a batch's first update found: mean version lag,
     less that of the old policy and the updates on the batch itself."""
