@@ -61,7 +61,7 @@ def reversed_responses(batch):
 def test_log_probs_of_other_responses_are_misaligned():
     (case,) = [c for c in planted.CASES if c.name == "float32"]
     told = audited([reversed_responses(b) for b in planted.run(case, seed=3)], DENSE)
-    assert [f.rule for f in told.findings][0] == "misaligned"
+    assert told.findings[0].rule == "misaligned"
     assert "raw_logprobs" not in told.causes
 
 
@@ -94,7 +94,7 @@ def test_epochs_are_seen_live_by_the_steps_of_the_last_one():
         return {"batch/epoch": epoch, "batch/updates_before": epoch, "staleness/k3": 0.006 * epoch**2}
 
     told = diagnose(altered(epochs), context=DENSE)
-    assert [f.rule for f in told][0] == "trained_again"
+    assert told[0].rule == "trained_again"
     (evidence,) = told[0].evidence
     assert evidence.value == pytest.approx(0.054)
     one = altered(lambda i, row: {**epochs(i, row), "batch/epoch": 0.0})
@@ -118,7 +118,9 @@ def test_drift_of_a_batch_s_own_updates_is_not_the_engine_s_age(before, rule):
         size, lag = (0.06, 1.0) if i % 2 else (0.0005, 0.0)
         return {**drift(size), "batch/updates_before": before * lag, "version_lag/mean": lag, "version_lag/max": lag}
 
-    told = named(altered(second), replace(DENSE, overall=OVERALL | {"batch/updates_before": 0.5 * before}, facets=FACETS))
+    told = named(
+        altered(second), replace(DENSE, overall=OVERALL | {"batch/updates_before": 0.5 * before}, facets=FACETS)
+    )
     assert told[0] == rule
 
 
