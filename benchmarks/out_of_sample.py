@@ -126,8 +126,8 @@ def chosen(cases: Sequence[Job], only: str | None) -> list[Job]:
         return left
     if skipped := sum(of_vllm(case) for case, _ in left):
         print(
-            f"{skipped} runs are left out: vLLM draws their responses, and is not installed here. "
-            "The same command with --only vllm runs them where it is."
+            f"left out: {skipped}, whose responses vLLM draws, which is not installed here; the same command with "
+            "--only vllm runs them where it is"
         )
     return [(case, folder) for case, folder in left if not of_vllm(case)]
 
