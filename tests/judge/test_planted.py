@@ -18,8 +18,8 @@ from tests.judge.reported import CAUSES, CLEAN, audited, logged
 from tests.train.conftest import Digits
 
 CONFUSED = frozenset[str]()
-"""Cases whose cause does not stand first; "learning rate, clip saturated" was one until causes stood before what follows
-from them."""
+"""Cases whose cause does not stand first; "learning rate, clip saturated" was one before causes stood before what
+follows from them."""
 
 
 FIRST = {case.cause: case.name for case in reversed(planted.CASES)}.values()
