@@ -133,5 +133,8 @@ def _processor() -> str:
 
 def _commit() -> str:
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(git, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, check=False)
+    except OSError:  # no git
+        return "unknown"
     return done.stdout.strip() or "unknown"

@@ -1,11 +1,14 @@
 """The diagnosis out of sample: runs with faults that its rules were not made with, and what the proposed fixes do.
 
-    python -m benchmarks.out_of_sample --runs 100 --seed 0 [--vllm 6] [--folder runs/out_of_sample]
+    python -m benchmarks.out_of_sample --runs 100 --seed 1 [--vllm 6] [--jobs 16] [--folder runs/out_of_sample]
 
 Each run of the trainer on a tiny model has no fault, one or two (`out_of_sample_cases`), random in kind and size. Its
 log is audited as `offdrift audit` does. Then the first finding's fix is applied, the run is repeated with the same
-seed, and both are compared. A run that is done is not done again: the same command goes on after an interruption.
-Writes `results/out_of_sample.json`.
+seed, and both are compared. A run that is done is not done again: the same command goes on after an interruption, or
+on another machine that has the folder. Writes `results/out_of_sample.json` after every run.
+
+`--jobs N` runs N at a time, each on one thread of the CPU (a GPU is not used: its arithmetic would be another). vLLM's
+runs come after the others, one at a time, and wait for a machine that has vLLM: `--only vllm` runs them alone.
 
 Applied means: the finding's snippet for this trainer is put into the recipe (`offdrift.judge.apply`), and where the
 fix's sentence asks for a repair outside the recipe (code that records log-probs, the synchronization, kernels), faults
@@ -18,12 +21,16 @@ import argparse
 import json
 import logging
 import math
+import multiprocessing
+import os
 import shutil
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -51,27 +58,50 @@ CURVES = ("reward/mean", "optim/grad_norm")
 Row = dict[str, Any]
 
 
+Job = tuple[RandomCase, Path]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=100, help="runs of the transformers engine")
     parser.add_argument("--vllm", type=int, default=0, help="further runs whose responses vLLM draws")
     parser.add_argument("--seed", type=int, default=0, help="of the faults; another seed is another sample")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each a process of one thread")
+    parser.add_argument("--only", choices=("transformers", "vllm"), help="run those of one engine; the others stay")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "out_of_sample", help="where runs are kept")
     parser.add_argument("--json", type=Path, default=RESULTS, help="the file that is written")
     parser.add_argument("--summarize", action="store_true", help="only write the file, from the runs that are there")
     args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs} must be at least 1: that many runs go on at a time")
+    prepare()
+    cases = [(draw(i, args.seed), args.folder / f"{args.seed}-{i:03d}") for i in range(args.runs)]
+    cases += [(draw(i, args.seed, "vllm"), args.folder / f"{args.seed}-vllm-{i:03d}") for i in range(args.vllm)]
+    head = {"machine": machine("transformers"), "seed": args.seed, "batches": BATCHES, "asked_for": len(cases)}
+    if not args.summarize:
+        for _ in run_all(chosen(cases, args.only), args.seed, args.jobs):
+            store(args.json, head, cases)
+    there = store(args.json, head, cases)
+    print(f"{there} of {len(cases)} runs in {args.json}")
+
+
+def prepare() -> None:
+    """One thread of the CPU for each process, and no warnings of engines that are spoiled on purpose."""
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("accelerate").setLevel(logging.ERROR)
-    cases = [(draw(i, args.seed), args.folder / f"{args.seed}-{i:03d}") for i in range(args.runs)]
-    cases += [(draw(i, args.seed, "vllm"), args.folder / f"{args.seed}-vllm-{i:03d}") for i in range(args.vllm)]
-    if not args.summarize:
-        run_all(cases, args.seed)
+
+
+def store(file: Path, head: Row, cases: Sequence[Job]) -> int:
+    """Write the rows that are there, in the order of the cases, whole or not at all; returns how many."""
     rows = [json.loads(f.read_text()) for _, folder in cases if (f := folder / "row.json").is_file()]
-    head = {"machine": machine("transformers"), "seed": args.seed, "batches": BATCHES, "asked_for": len(cases)}
     lines = ",\n".join(json.dumps(plain(small(row))) for row in rows)
-    args.json.write_text(f'{json.dumps(head)[:-1]},\n"runs": [\n{lines}\n]}}\n', encoding="utf-8")
-    print(f"{len(rows)} of {len(cases)} runs in {args.json}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text(f'{json.dumps(head)[:-1]},\n"runs": [\n{lines}\n]}}\n', encoding="utf-8")
+    part.replace(file)
+    return len(rows)
 
 
 def small(row: Row) -> Row:
@@ -80,14 +110,32 @@ def small(row: Row) -> Row:
     return row | kept
 
 
-def run_all(cases: Sequence[tuple[RandomCase, Path]], seed: int) -> None:
-    """Run what is not there yet, and say after each how it went."""
+def of_vllm(case: RandomCase) -> bool:
+    """Whether vLLM draws the case's responses."""
+    return case.recipe.get("rollout.engine") == "vllm"
+
+
+def chosen(cases: Sequence[Job], only: str | None) -> list[Job]:
+    """The runs of that engine (all, if None) that are left, and that can run here."""
+    left = [
+        (case, folder)
+        for case, folder in cases
+        if only in (None, "vllm" if of_vllm(case) else "transformers") and not (folder / "row.json").is_file()
+    ]
+    if find_spec("vllm") is not None:
+        return left
+    if skipped := sum(of_vllm(case) for case, _ in left):
+        print(
+            f"left out: {skipped}, whose responses vLLM draws, which is not installed here; the same command with "
+            "--only vllm runs them where it is"
+        )
+    return [(case, folder) for case, folder in left if not of_vllm(case)]
+
+
+def run_all(left: Sequence[Job], seed: int, jobs: int) -> Iterator[Row]:
+    """Run what is left, and say after each how it went."""
     started = time.perf_counter()
-    left = [(case, folder) for case, folder in cases if not (folder / "row.json").is_file()]
-    for n, (case, folder) in enumerate(left, 1):
-        with one_vllm_engine() if "rollout.engine" in case.recipe else nullcontext():
-            row = run_and_repair(case, folder, 1000 + 200 * seed + case.number)
-        write_json(folder / "row.json", row)
+    for n, (case, row) in enumerate(in_turn(left, seed) if jobs == 1 else at_once(left, seed, jobs), 1):
         fixed = row["fixed"]
         after = "" if fixed is None else f" -> {row['fix']} ({row['applied']}) k3 {fixed['k3']:.2g}"
         each = (time.perf_counter() - started) / n
@@ -96,6 +144,41 @@ def run_all(cases: Sequence[tuple[RandomCase, Path]], seed: int) -> None:
             f"| k3 {row['first']['k3']:.2g}{after} | {each * (len(left) - n) / 60:.0f} min left",
             flush=True,
         )
+        yield row
+
+
+def in_turn(left: Sequence[Job], seed: int) -> Iterator[tuple[RandomCase, Row]]:
+    """One run after the other, in this process."""
+    for case, folder in left:
+        with one_vllm_engine() if of_vllm(case) else nullcontext():
+            yield case, run(case, folder, seed)
+
+
+def at_once(left: Sequence[Job], seed: int, jobs: int) -> Iterator[tuple[RandomCase, Row]]:
+    """So many runs at a time, in the order in which they end; those of vLLM last, one by one.
+
+    The first run of each start makes it, and the others find it: they wait until it is there.
+    """
+    parallel = [job for job in left if not of_vllm(job[0])]
+    starts = {(case.recipe.get("model"), case.start): (case, folder) for case, folder in reversed(parallel)}
+    waves = [list(starts.values()), [job for job in parallel if job not in starts.values()]]
+    spawned = multiprocessing.get_context("spawn")  # a fork of a process that has computed hangs in its threads
+    with ProcessPoolExecutor(jobs, mp_context=spawned, initializer=prepare) as pool:
+        for wave in waves:
+            futures = {pool.submit(run, case, folder, seed): case for case, folder in wave}
+            for future in as_completed(futures):
+                if (error := future.exception()) is None:
+                    yield futures[future], future.result()
+                else:  # the others go on, and the same command tries this one again
+                    print(f"run {futures[future].number} failed: {error!r}", flush=True)
+    yield from in_turn([job for job in left if of_vllm(job[0])], seed)
+
+
+def run(case: RandomCase, folder: Path, seed: int) -> Row:
+    """A case's row, stored."""
+    row = run_and_repair(case, folder, 1000 + 200 * seed + case.number)
+    write_json(folder / "row.json", row)
+    return row
 
 
 def run_and_repair(case: RandomCase, folder: Path, seed: int) -> Row:

@@ -173,6 +173,7 @@ FIRES: dict[str, Example] = {
         altered(lambda i, row: {"staleness/k3": 0.07, "old/exact_frac": 1.0, "version_lag/mean": 3.0, "version_lag/max": 6.0})
     ),
     "old_policy_stale": Example(altered({"old/stale_frac": 0.5, "old/exact_frac": 0.5, "old/version_lag": 3.0})),
+    "trained_again": Example(altered({"reuse/k3": 0.13})),
     "batch_reused": Example(altered({"staleness/k3": 0.07})),
     "token_drift": Example(altered(both(chi2_token=0.4, ess_frac=0.7))),
     "clip_saturation": Example(altered(lambda i, row: {"objective/clip_frac_active": rising(i, 0.5)})),
@@ -185,6 +186,14 @@ FIRES: dict[str, Example] = {
         altered(lambda i, row: {"response/length_mean": rising(i, 400.0, 200.0), "optim/lr": 1e-6 if i < 30 else 5e-7})
     ),
     "update_too_large": Example(altered({"staleness/k3": 0.3})),
+    "updates_drift": Example(
+        altered(
+            lambda i, row: {
+                **drift(0.0005 if i % 2 == 0 else 0.045),
+                "batch/updates_before": float(i % 2), "version_lag/max": float(i % 2), "version_lag/mean": float(i % 2),
+            }
+        )
+    ),
     "grad_spike": Example(altered(lambda i, row: {"optim/grad_norm": 6.0} if i == 40 else {})),
     "reward_collapse": Example(altered(lambda i, row: {"reward/mean": 0.6 if i < 35 else 0.2})),
     "systems_fix": Example(altered({"gate/drop_frac_seq": 0.4})),

@@ -1,7 +1,10 @@
 """Random faults of the out-of-sample benchmark: reproducible, acceptable to the trainer, gone where they are repaired."""
 
+import json
+
 import pytest
 import torch
+from benchmarks import out_of_sample
 from benchmarks.out_of_sample import recipe_of, repair
 from benchmarks.out_of_sample_cases import (
     KINDS,
@@ -116,3 +119,37 @@ def test_the_tables_count_what_they_say():
     assert effect["loss averted"] == share(1, 2)
     assert effect["loss brought about"] == share(1, 1)
     assert "| **precision** |" in render({"seed": 0, "runs": rows})
+    beside = render({"seed": 1, "runs": rows}, {"seed": 0, "runs": rows[:1]})
+    assert f"| one cause, first | {share(1, 2)} | {share(1, 1)} |" in beside
+    assert f"| all fixes: KL at most half | {share(2, 3)} | {share(1, 1)} |" in beside
+
+
+@pytest.fixture
+def few(tmp_path):
+    """One run of each of two starts, a third of the first start, and one of vLLM."""
+    cases = [RandomCase(i, "quantized", "none", start, {}) for i, start in enumerate((0, 1, 0))]
+    cases.append(RandomCase(3, "quantized", "none", 0, {"rollout.engine": "vllm"}))
+    return [(case, tmp_path / str(case.number)) for case in cases]
+
+
+def test_what_is_done_is_not_done_again_and_vllm_waits_for_a_machine_that_has_it(few, monkeypatch, capsys):
+    few[1][1].mkdir()
+    (few[1][1] / "row.json").write_text("{}")
+    monkeypatch.setattr(out_of_sample, "find_spec", lambda name: None)
+    assert [case.number for case, _ in out_of_sample.chosen(few, None)] == [0, 2]
+    assert "left out: 1, whose responses vLLM draws" in capsys.readouterr().out
+    monkeypatch.setattr(out_of_sample, "find_spec", lambda name: name)
+    assert [case.number for case, _ in out_of_sample.chosen(few, None)] == [0, 2, 3]
+    assert [case.number for case, _ in out_of_sample.chosen(few, "vllm")] == [3]
+    assert [case.number for case, _ in out_of_sample.chosen(few, "transformers")] == [0, 2]
+
+
+def test_the_file_holds_the_rows_that_are_there_in_the_order_of_the_cases(few, tmp_path):
+    for number in (2, 0):
+        few[number][1].mkdir()
+        content = {"case": {"number": number}, "first": {"k3": 0.1, "reward/mean": [1.0]}, "fixed": None}
+        (few[number][1] / "row.json").write_text(json.dumps(content))
+    assert out_of_sample.store(tmp_path / "new" / "out.json", {"seed": 1}, few) == 2
+    content = json.loads((tmp_path / "new" / "out.json").read_text())
+    assert [row["case"]["number"] for row in content["runs"]] == [0, 2]
+    assert content["runs"][0]["first"] == {"k3": 0.1}

@@ -251,7 +251,14 @@ def test_every_reading_can_be_made_and_is_documented():
         facets={"length": [{"low": 0, "gate/acceptance_seq": 0.9}, {"low": 9, "gate/acceptance_seq": 0.8}], **workers()},
     )  # fmt: skip
     data = ("batch/unscored_frac", "data/unread_frac", "data/cuts", "data/partly_frac", "data/probability", "data/negated", "data/ahead_frac", "data/lacking_frac/rewards")  # fmt: skip
-    data += ("old/version_lag", "old/stale_frac", "pipeline/lost_workers", "pipeline/worker_idle")
+    data += (
+        "reuse/k3",
+        "batch/updates_before",
+        "old/version_lag",
+        "old/stale_frac",
+        "pipeline/lost_workers",
+        "pipeline/worker_idle",
+    )
     rows = altered(
         {"router/delta_router": 0.01, "fusion/alpha_mean": 0.1, "gate/drop_frac_seq": 0.1, **dict.fromkeys(data, 0.0)}
     )

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from offdrift.advantages import advantages
+from offdrift.audit.tally import Tally
 from offdrift.engines.score import score
+from offdrift.logprobs import LogProbs
 from offdrift.records.batch import Logged
 from offdrift.records.store import read as read_rollouts
 from offdrift.segments import Segments
@@ -66,6 +68,7 @@ def test_the_log_probs_are_those_before_the_update(tmp_path):
     drawn = read_rollouts(tmp_path / "run" / "arms" / ARM / "rollouts" / "batch-000000.parquet")
     with torch.no_grad():
         expected = score(model.eval(), drawn).logp
+    assert log.logp_last is None, "one epoch"
     assert len(expected) > 50
     torch.testing.assert_close(log.logp, expected, rtol=1e-4, atol=1e-5)
 
@@ -92,6 +95,19 @@ def test_minibatches_and_epochs_log_each_sequence_at_its_first_use(tmp_path):
         expected = advantages(log.rewards, Segments(log.cu_seqlens, group_ids=groups), how="grpo")
         torch.testing.assert_close(log.advantages, expected, rtol=1e-4, atol=1e-6)
         assert metrics[first]["staleness/k3"] > 1e-6, "the second minibatch sees a moved policy"
+        # The second epoch: other minibatches of the same tokens.
+        assert log.updates_before.tolist() == (log.step - first).tolist()
+        again = metrics[first + 1 : first + 3]
+        assert [row["batch/epoch"] for row in again] == [1, 1]
+        seen = sum(row["full/k3"] * row["batch/tokens"] for row in again) / log.num_tokens
+        last = DriftStats.of(LogProbs.pack(log.logp_rollout, log.logp_last, segments=log.segments))
+        assert summarize(last)["full/k3"] == pytest.approx(seen, rel=1e-3)
+        moved = (log.logp_last - log.logp).double()
+        told = Tally.of(log).as_dict()["overall"]
+        assert told["reuse/k3"] == pytest.approx(float((moved.expm1() - moved).mean()), rel=1e-6)
+        assert told["batch/updates_before"] == pytest.approx(
+            float((log.step == first + 1)[log.segments.seq_ids].double().mean())
+        )
 
 
 def test_the_switch_leaves_no_log_and_changes_nothing_else(tmp_path):

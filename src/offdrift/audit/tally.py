@@ -270,6 +270,12 @@ def _facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor |
         maxima["version_lag_max"] = batch.lag.max()
         maxima["-version_lag_min"] = -batch.lag.min()
         maxima |= {"version_max": batch.version.max(), "-version_min": -batch.version.min()}
+    if batch.updates_before is not None and n:
+        before = batch.updates_before.double() * batch.segments.lengths
+        sums |= {"updates_before": before.sum(), "updates_before/n": float(n)}
+    if batch.logp_last is not None and batch.logp is not None and n:
+        moved = clamped(at_least_float32(batch.logp_last) - at_least_float32(batch.logp)).double()
+        sums |= {"reuse/k3": (moved.expm1() - moved).sum(), "reuse/k3/n": float(n)}
     if batch.rollout_version is not None and n:
         drawn_by, filled = batch.rollout_version.double(), batch.segments.lengths > 0
         several = batch.segments.max(drawn_by, empty=0.0) > batch.segments.min(drawn_by, empty=0.0)

@@ -147,12 +147,17 @@ class Rule:
     source: str = ""
     suppressed_by: tuple[str, ...] = ()
     """Rules that explain the same numbers better."""
+    follows: tuple[str, ...] = ()
+    """Rules that name causes of what this one sees: it stands behind those of them that fired, however urgent it is."""
     raised_by: tuple[Condition, ...] = ()
     """Each that holds raises the confidence by one level."""
     transient: bool = False
     """Whether a single occurrence counts: a spike is over before it becomes typical."""
     whole: bool = False
     """Whether it is about the whole log: told without a step, and only if it held at every one."""
+    lasting: bool = False
+    """Whether what it is about does not come and go: of a whole run it is told if that shows it, or half of the steps
+    do, and not for a few steps by which a heavy tail may pass for it."""
     data: bool = False
     """Whether it is about what the log lacks: told before what was concluded from the rest."""
     enabled: bool = True
@@ -232,8 +237,9 @@ def _parse(tables: Mapping[str, Any], file: str) -> Rules:
     fixes = {n: _fix(f"{file}: [fixes.{n}]", row) for n, row in tables["fixes"].items()}
     rules = {n: _rule(f"{file}: [rules.{n}]", row, thresholds, fixes) for n, row in tables["rules"].items()}
     for name, rule in rules.items():
-        for other in rule.suppressed_by:
-            _in_table(f"{file}: [rules.{name}] suppressed_by", other, sorted(rules))
+        for key in ("suppressed_by", "follows"):
+            for other in getattr(rule, key):
+                _in_table(f"{file}: [rules.{name}] {key}", other, sorted(rules))
     order = {n: (not r.data, LETTERS.index(r.letter), i) for i, (n, r) in enumerate(rules.items())}
     ordered = {n: rules[n] for n in sorted(order, key=order.__getitem__) if rules[n].enabled}
     return Rules(MappingProxyType(thresholds), MappingProxyType(ordered), MappingProxyType(fixes))
@@ -274,12 +280,12 @@ def _rule(where: str, row: Any, limits: Mapping[str, Threshold], fixes: Mapping[
     for key, choices in words.items():
         if key in row and row[key] not in choices:
             raise RecipeError(f"{where} {key} = {row[key]!r} must be one of {', '.join(map(repr, choices))}")
-    suppressed = _of_kind(f"{where} suppressed_by", row.pop("suppressed_by", []), list)
+    others = {key: _of_kind(f"{where} {key}", row.pop(key, []), list) for key in ("suppressed_by", "follows")}
     raised = _of_kind(f"{where} raised_by", row.pop("raised_by", []), list)
     return Rule(
         **row,
         when=when,
-        suppressed_by=tuple(_of_kind(f"{where} suppressed_by", s, str) for s in suppressed),
+        **{key: tuple(_of_kind(f"{where} {key}", s, str) for s in names) for key, names in others.items()},
         raised_by=tuple(_condition(f"{where} raised_by", c, limits) for c in raised),
     )
 

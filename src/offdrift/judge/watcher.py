@@ -51,7 +51,27 @@ def judge(reading: Mapping[str, float], rules: Rules, context: Context = UNKNOWN
                 method=fix.method,
             )
         )
-    return findings
+    return causes_first(findings, rules)
+
+
+def causes_first(findings: Sequence[Finding], rules: Rules) -> list[Finding]:
+    """The findings in their order, but that each stands behind those that name a cause of it (`Rule.follows`).
+
+    Weights of too much variance are told after the stale engine that makes them so: who repairs the first finding
+    repairs the cause.
+    """
+    fired, placed = {f.rule: f for f in findings}, dict[str, Finding]()
+
+    def place(finding: Finding) -> None:
+        if finding.rule not in placed:
+            for cause in rules.rules[finding.rule].follows:
+                if cause in fired:
+                    place(fired[cause])
+            placed[finding.rule] = finding
+
+    for finding in findings:
+        place(finding)
+    return list(placed.values())
 
 
 def diagnose(history: Sequence[Row], *, context: Context = UNKNOWN, rules: Rules | None = None) -> list[Finding]:
@@ -142,7 +162,7 @@ class Watcher:
         findings, now = [], self._window.steps
         for name, rule in self.rules.rules.items():
             firing = self._firings.get(name)
-            if (firing is None and name not in whole) or self._explained(rule, firing, whole):
+            if not self._stands(name, whole) or self._explained(rule, firing, whole):
                 continue
             if firing is None:
                 findings.append(whole[name])
@@ -156,12 +176,21 @@ class Watcher:
                     finding = replace(finding, severity="watch")
                 findings.append(finding)
         # What can wait stands behind what cannot; within both, the order of repair.
-        return sorted(findings, key=lambda f: f.severity in ("watch", "info"))
+        urgent_first = sorted(findings, key=lambda f: f.severity in ("watch", "info"))
+        return causes_first(urgent_first, self.rules)
+
+    def _stands(self, name: str, whole: Mapping[str, Finding]) -> bool:
+        """Whether a rule fired, and often enough where it is about what does not come and go."""
+        firing = self._firings.get(name)
+        if firing is None or name in whole:
+            return name in whole
+        passed = bool(self.context.overall) and 2 * firing.steps < self._window.steps
+        return not (self.rules.rules[name].lasting and passed)
 
     def _explained(self, rule: Rule, firing: _Firing | None, whole: Mapping[str, Finding]) -> bool:
         """Whether a better explanation held for the whole run, or at half as many steps as this."""
         steps = 1 if firing is None else max(firing.steps, 1)
         return any(
-            other in whole or ((better := self._firings.get(other)) is not None and 2 * better.steps >= steps)
+            other in whole or (self._stands(other, whole) and 2 * self._firings[other].steps >= steps)
             for other in rule.suppressed_by
         )

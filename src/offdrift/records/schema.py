@@ -117,6 +117,13 @@ class LogValues:
         spellings=("old_log_probs", "old_logprobs"),
     )
     logp: Float[Tensor, " n"] | None = _row("token", "float32", "log pi: of the policy being trained")
+    logp_last: Float[Tensor, " n"] | None = _row(
+        "token",
+        "float32",
+        "log pi just before the last update that trains on the token, where several do (epochs): less `logp`, how far "
+        "the policy moved while the batch was used again",
+        default="each token is trained on once",
+    )
     logp_ref: Float[Tensor, " n"] | None = _row(
         "token",
         "float32",
@@ -148,6 +155,14 @@ class LogValues:
         "sequence",
         "int64",
         "version of the weights being trained: optimizer steps taken so far",
+        one_for_all=True,
+        repeats=True,
+    )
+    updates_before: Int[Tensor, " b"] | None = _row(
+        "sequence",
+        "int64",
+        "optimizer steps on the sequence's batch before this one (earlier minibatches)",
+        default="unknown: the version lag counts them",
         one_for_all=True,
         repeats=True,
     )
@@ -285,7 +300,7 @@ DIVERGENCES: tuple[LogField, ...] = tuple(
 
 POLICIES = ("logp_rollout", "logp_old", "logp")
 """The policies that an audit compares."""
-LOGPS = (*POLICIES, "logp_ref")
+LOGPS = (*POLICIES, "logp_last", "logp_ref")
 
 BY_TOKEN = tuple(f for f in FIELDS if f.by_token)
 BY_SEQUENCE = tuple(f for f in FIELDS if not f.by_token)

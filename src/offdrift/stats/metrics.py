@@ -363,6 +363,11 @@ _ROWS = [
            "share of tokens whose PPO clip at 0.2 acts: e^l > 1.2 and A > 0, or e^l < 0.8 and A < 0; either side "
            "where A was not logged",
            "worse", mean("staleness/clipped")),
+    Metric("reuse/k3", "nat",
+           "k3 of pi at the last update that trains on a token against pi at the first: what further epochs move",
+           "worse", mean("reuse/k3")),
+    Metric("batch/updates_before", "1", "earlier updates on the same batch, mean over tokens", "neither",
+           mean("updates_before")),
     *drift("full", "pi", "mu"),
     *shape("full", "pi"),
     *_policy("rollout", "b"),

@@ -108,12 +108,14 @@ def train_batches(arm: Arm, source: Source) -> dict[str, Any]:
             steps = minibatches(recipe, index, batch.units(whole_prompts=arm.method.whole_prompts))
         # Optimizer steps.
         views: list[tuple[Tensor, TokenView, int]] = []
+        again: list[tuple[Tensor, TokenView]] = []  # the last of several epochs
         for epoch, sequences in steps:
             minibatch = batch if isinstance(batch, Parts) or sequences is None else batch.select(sequences)
             version, learning_rate = arm.version, arm.learning_rate
             sampled, logged = version % log.samples_every == 0, log.tokens and epoch == 0
+            last = log.tokens and 0 < epoch == recipe.optim.epochs - 1
             before = arm.survival()
-            update = take_step(arm, minibatch, learning_rate=learning_rate, view=sampled or logged)
+            update = take_step(arm, minibatch, learning_rate=learning_rate, view=sampled or logged or last)
             if before is not None:
                 update = replace(update, stats=update.stats.plus(before.sums(arm.weights())))
             if arm.published_sigma is not None:
@@ -132,12 +134,15 @@ def train_batches(arm: Arm, source: Source) -> dict[str, Any]:
             # Record: metrics, certificate, findings, samples; for the audit, every token.
             if logged and update.tokens is not None:
                 views.append((sequences, update.tokens, version))
+            if last and update.tokens is not None:
+                again.append((sequences, update.tokens))
             metrics = record_update(
                 arm,
                 minibatch.rollouts,
                 update,
                 batch=index,
                 updates_before=version - first_version,
+                epoch=epoch,
                 independent=batch.picked.independent,
                 learning_rate=learning_rate,
                 sampled=sampled,
@@ -148,7 +153,8 @@ def train_batches(arm: Arm, source: Source) -> dict[str, Any]:
                 source.buffer.learn(metrics)
         if log.tokens:
             assert isinstance(batch, Batch)
-            token_log = TokenLog(batch, arm.logs_old_divergences, arm.replay.replayed(batch.rollouts), views)
+            replayed = arm.replay.replayed(batch.rollouts)
+            token_log = TokenLog(batch, arm.logs_old_divergences, replayed, views, again)
             token_log.write(arm.files.path / "log" / run.shard.file_name(index))
         arm.trim(source)
         # Publish: engines take new weights as often as the lag, or the schedule, says. A checkpoint is taken only

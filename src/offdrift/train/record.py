@@ -53,6 +53,7 @@ def record_update(
     *,
     batch: int,
     updates_before: int,
+    epoch: int,
     independent: bool,
     learning_rate: float,
     sampled: bool,
@@ -64,6 +65,7 @@ def record_update(
         rollouts: what the step trained on.
         batch: index of the rollout batch.
         updates_before: earlier updates on the same batch.
+        epoch: earlier passes over the same batch.
         independent: whether the policy knew nothing of the batch when it arrived; it does where a buffer gave it again.
         learning_rate: of the step, before the method's own scale.
         sampled: whether some sequences go to the report.
@@ -93,6 +95,7 @@ def record_update(
         "update": arm.version,
         "batch": batch,
         "batch/updates_before": updates_before,
+        "batch/epoch": epoch,
         "divergence/grade": update.stats.grade,
         **metrics,
         "optim/lr": learning_rate * metrics["optim/lr_scale"],
@@ -170,7 +173,8 @@ class TokenLog:
     """Tokens of a batch as the trainer first used them, in the schema that `offdrift audit` reads.
 
     Each sequence is logged once, with the update that first trained on it and the log-probs that the
-    policy gave it just before. Everything was computed by the steps anyway: no forward pass is made for it.
+    policy gave it just before; of several epochs, with those that it gave it before the last one, too. Everything was
+    computed by the steps anyway: no forward pass is made for it.
     """
 
     batch: Batch
@@ -180,6 +184,8 @@ class TokenLog:
     """See `Provenance.replayed`."""
     steps: list[tuple[Tensor, TokenView, int]] = field(default_factory=list)
     """Of each step: its sequences, their tokens, and the version of the weights that it was taken from."""
+    again: list[tuple[Tensor, TokenView]] = field(default_factory=list)
+    """Of each step of the last epoch, if there are several: its sequences and their tokens."""
 
     def write(self, file: Path) -> None:
         """Write the batch's file, sequences in the order in which they were used.
@@ -207,7 +213,9 @@ class TokenLog:
             advantages=batch.advantages[rows],
             rewards=used.rewards,
             rollout_version=used.rollout_version,
+            logp_last=self._last(rows),
             version=version,
+            updates_before=version - min(versions),
             entropy=torch.cat([v.entropy for v in views]),
             divergences={name: torch.cat([v.lower[name] for v in views]) for name in names},
             old_status=worst_status,
@@ -216,6 +224,16 @@ class TokenLog:
             completions=used.completions,
         )
         write_log(log, file)
+
+    def _last(self, rows: Tensor) -> Tensor | None:
+        """The log-probs of the last epoch, at the given tokens of the batch; None if there was one epoch."""
+        if not self.again:
+            return None
+        sequences, views = zip(*self.again, strict=True)
+        logp = torch.cat([v.logp for v in views])
+        of_batch = torch.empty_like(logp)
+        of_batch[self.batch.rollouts.segments.rows(torch.cat(sequences))] = logp
+        return of_batch[rows]
 
 
 def summarize_arm(

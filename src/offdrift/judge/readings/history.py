@@ -121,11 +121,34 @@ def kl_over_same(view: View) -> Measured | None:
 
 
 @LAG.reading("update")
+def lag_before_batch(view: View) -> Measured | None:
+    """Updates from the weights that drew the tokens to those that a batch's first update found: mean version lag less
+    `batch/updates_before`, the updates on the batch itself."""
+    lag, inside = view.level("version_lag/mean"), view.level("batch/updates_before")
+    return None if lag is None or inside is None else Measured(max(lag - inside, 0.0), "version_lag/mean")
+
+
+@LAG.reading("update")
 def lag_at_arrival(view: View) -> Measured | None:
     """Updates from the weights of the old policy to those that a batch's first update found: mean version lag,
     less that of the old policy and the updates on the batch itself."""
     since, inside = _updates_since_old(view), view.level("batch/updates_before")
     return None if since is None else Measured(since - (inside or 0.0), "version_lag/mean")
+
+
+@LAG.reading("nat")
+def kl_reuse(view: View) -> Measured | None:
+    """k3 that further epochs on a batch add: `reuse/k3`, else `staleness/k3` (`full/k3` without an old policy) at the
+    last of several `batch/epoch` less that at the first, medians over the last `window_trend` steps."""
+    if (logged := view.first("reuse/k3")) is not None:
+        return logged
+    rows = [row for row in list(view.window.rows)[-view.size("window_trend") :] if "batch/epoch" in row]
+    last = max((row["batch/epoch"] for row in rows), default=0.0)
+    for name in ("staleness/k3", "full/k3") if last else ():
+        first, later = (_middle([row for row in rows if row["batch/epoch"] == e], name) for e in (0.0, last))
+        if first is not None and later is not None:
+            return Measured(max(later - first, 0.0), f"{name}, last epoch less the first")
+    return None
 
 
 @LAG.reading()

@@ -342,6 +342,12 @@ def ratio_mean_z(view: View, on: str | None = None) -> Measured | None:
 
 
 @LEVELS.reading()
+def same_token_corr(view: View) -> Measured | None:
+    """Correlation of the rollout's log-probs with the second policy's, of the same token: `{on}/shift_corr`."""
+    return view.first("{on}/shift_corr")
+
+
+@LEVELS.reading()
 def shift_gain(view: View) -> Measured | None:
     """Best correlation of the rollout's log-probs with the second policy's one token before or after, minus that
     at the same token."""
