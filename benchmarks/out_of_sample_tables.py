@@ -155,9 +155,9 @@ def render(content: Row, before: Row | None = None) -> str:
     columns = {f"{len(rows)} runs, seed {content['seed']}": numbers}
     if before is not None and before["seed"] != content["seed"]:
         columns[f"before: {len(before['runs'])} runs, seed {before['seed']}"] = summary(before["runs"])
-    told = {name: headline(x) for name, x in columns.items()}
+    shown = {name: headline(x) for name, x in columns.items()}
     parts.append(table([
-        ["", *told], ["---"] * (1 + len(told)), *([k, *(x[k] for x in told.values())] for k in headline(numbers)),
+        ["", *shown], ["---"] * (1 + len(shown)), *([k, *(x[k] for x in shown.values())] for k in headline(numbers)),
     ]))  # fmt: skip
     parts.append("One cause planted, and what stands first:\n\n" + matrix(rows))
     causes = sorted({c for r in rows for c in planted_of(r)})
