@@ -217,12 +217,10 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def main() -> None:
     content, before = (json.loads(file.read_text(encoding="utf-8")) for file in (RESULTS, BEFORE))
-    page = PAGE.read_text(encoding="utf-8")
-    before, rest = page.split(BEGIN)
-    PAGE.write_text(
-        before + BEGIN + "\n\n" + render(content, before) + "\n\n" + END + rest.split(END)[1], encoding="utf-8"
-    )
-    print(render(content, before))
+    tables = render(content, before)
+    above, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    PAGE.write_text(f"{above}{BEGIN}\n\n{tables}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    print(tables)
 
 
 if __name__ == "__main__":
