@@ -258,6 +258,17 @@ def settings_page() -> str:
     return REFERENCE["settings_page"](cell)
 
 
+def faq_page() -> str:
+    """docs/faq.md with the table of measured drifts renewed."""
+    page = (HERE / "faq.md").read_text(encoding="utf-8")
+    before, rest = page.split(DRIFTS_BEGIN)
+    after = rest.split(DRIFTS_END)[1]
+    return "\n".join([before + DRIFTS_BEGIN, "", *FIGURES["measured_table"](), "", DRIFTS_END]) + after
+
+
+DRIFTS_BEGIN = "<!-- The table of measured drifts, written by `make docs`. -->"
+DRIFTS_END = "<!-- End of the table of measured drifts. -->"
+FIGURES = runpy.run_path(str(HERE / "figures.py"))
 REFERENCE = runpy.run_path(str(HERE / "reference_pages.py"))
 
 
@@ -400,6 +411,8 @@ PAGES = {
     "certificates.md": certificates_page,
     "commands.md": commands_page,
     "settings.md": settings_page,
+    "faq.md": faq_page,
+    "figures/measured.svg": FIGURES["measured_figure"],
     "methods.md": methods_page,
     "metrics.md": metrics_page,
     "rules.md": rules_page,

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import posixpath
 import re
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
+
+from offdrift import _HOME as HOME
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -70,10 +74,10 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(File.generated(config, path, content=text))
 
     listed = json.loads((DOCS / "api.json").read_text("utf-8"))
+    homes: dict[str, str] = {}
     for name, about in API_PAGES.items():
-        add(_page(name), _api_page(name, about, listed[name]))
+        add(_page(name), _api_page(name, about, listed[name], homes))
     for notebook in sorted(DOCS.glob("*.ipynb")):
-        files.remove(files.get_file_from_path(notebook.name))
         add(f"{notebook.stem}.md", NOTEBOOK["page"](notebook))
     add("assets/methods.js", f"window.OFFDRIFT_METHODS = {METHODS.read_text('utf-8')};\n")
     wanted, done = {"CHANGELOG.md", "CONTRIBUTING.md"}, set()
@@ -107,9 +111,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Nothing is loaded from another machine; wide tables can be scrolled by keyboard."""
-    output = WORKER.sub(posixpath.relpath("assets/iframe-worker.js", posixpath.dirname(page.file.dest_uri) or "."), output)
-    return output
+    """Nothing is loaded from another machine."""
+    own = posixpath.relpath("assets/iframe-worker.js", posixpath.dirname(page.file.dest_uri) or ".")
+    return WORKER.sub(own, output)
 
 
 def on_post_template(output_content: str, template_name: str, config: Any) -> str:
@@ -128,12 +132,35 @@ def _page(name: str) -> str:
     return f"api/{_title(name).lower().replace(' ', '-')}.md"
 
 
-def _api_page(name: str, about: str, members: list[str]) -> str:
-    """A directive for each public name, functions and classes in the order of the alphabet."""
-    names = sorted({member.partition("(")[0] for member in members})
-    prefix = "" if " " in name else f"{name}."
-    lines = [f"# {_title(name)}", "", about, ""]
-    return "\n".join([*lines, *(f"::: {prefix}{member}\n" for member in names)])
+def _api_page(name: str, about: str, members: list[str], homes: dict[str, str]) -> str:
+    """A directive for each public name; one that an earlier page has is a link to it.
+
+    A name of the package may be a module, too (`offdrift.aggregate`), so directives name what is meant by where it is
+    defined; an anchor has the name that users write.
+
+    Args:
+        homes: address by place of definition; what this page documents is added.
+    """
+    links, parts = [], []
+    for member in sorted({member.partition("(")[0] for member in members}, key=str.casefold):
+        path = member if " " in name else f"{name}.{member}"
+        defined = _defined(*path.rsplit(".", 1))
+        if defined in homes:
+            links.append(f"[`{path}`]({homes[defined]})")
+        else:
+            homes[defined] = f"{posixpath.basename(_page(name))}#{path}"
+            parts += [f'<a id="{path}"></a>', "", f"::: {defined}", ""]
+    also = [f"On other pages: {', '.join(links)}.", ""] if links else []
+    return "\n".join([f"# {_title(name)}", "", about, "", *also, *parts])
+
+
+def _defined(room: str, name: str) -> str:
+    """Where a public name is defined, as a path."""
+    room = HOME[name] if room == "offdrift" else room
+    value = vars(importlib.import_module(room)).get(name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    return f"{room}.{name}"  # a module, or a table, which has no module written on it
 
 
 def _source_page(path: str, text: str) -> str:
