@@ -15,6 +15,7 @@ import json
 import posixpath
 import re
 import runpy
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ METHODS = ROOT / "src" / "offdrift" / "show" / "methods.json"
 """What `docs/generate.py` writes of every method and system."""
 OUTSIDE = "repository"
 """Folder of the site for files of the repository that pages link to."""
+WIDE = {"find-a-method.md", "methods.md", "evidence.md", "metrics.md", "settings.md"}
+"""Pages whose tables need the room that the list of their headings would take."""
 FENCE = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
-WORKER = re.compile(r'https://unpkg\.com/iframe-worker/shim')
+WORKER = re.compile(r"https://unpkg\.com/iframe-worker/shim")
 KINDS = {".py": "python", ".toml": "toml", ".json": "json", ".jsonl": "json", ".yaml": "yaml", ".yml": "yaml"}
 
 API_PAGES = {
@@ -96,6 +99,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Links to files of the repository, and figures of ours."""
     place = page.file.src_uri
+    if place in WIDE:
+        page.meta["hide"] = ["toc"]
     origin = place.removeprefix(f"{OUTSIDE}/") if place.startswith(f"{OUTSIDE}/") else f"docs/{place}"
 
     def moved(match: re.Match[str]) -> str:
@@ -108,6 +113,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return f"{relative}#{anchor}" if anchor else relative
 
     return _figures(_outside_code(markdown, lambda text: LINK.sub(moved, text)), place)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Columns of long text are given room: on a telephone a table then scrolls instead of standing a word a line."""
+    return re.sub(r"<table>.*?</table>", lambda table: _with_room(table[0]), html, flags=re.DOTALL)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
@@ -211,6 +221,23 @@ def _figures(markdown: str, place: str) -> str:
 
     return re.sub(r"!\[(?P<alt>[^\]]*)\]\((?P<path>[^)]*figures/[^)]+\.svg)\)", inline, markdown)
 
+
+def _with_room(table: str) -> str:
+    """A table whose head says how narrow each column may become, by its longest cell."""
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in table.split("</tr>")]
+    longest = [max(map(len, (re.sub(r"<[^>]+>", "", cell) for cell in column))) for column in zip_longest(*rows, fillvalue="")]
+    widths = iter([next((em for n, em in ROOM if length > n), 0) for length in longest])
+
+    def head(match: re.Match[str]) -> str:
+        em = next(widths, 0)
+        before = match["style"] or ""
+        return f'<th style="{before} min-width: {em}em">' if em else match[0]
+
+    return re.sub(r'<th(?: style="(?P<style>[^"]*)")?>', head, table)
+
+
+ROOM = ((120, 19), (50, 13), (20, 8))
+"""From how many characters of its longest cell a column is at least how wide, in letters."""
 
 # -- navigation ---------------------------------------------------------------------------------------
 

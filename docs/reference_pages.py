@@ -56,7 +56,8 @@ def _command(command: Any, title: str, level: int, cell: Callable[[str], str]) -
     for parameter in command.params:
         record = parameter.get_help_record(command.make_context(title, [], resilient_parsing=True))
         if record and "--help" not in record[0]:
-            rows.append(f"| `{record[0].strip()}` | {prose(record[1], cell)} |".replace("`<", "`<"))
+            name = parameter.name.upper() if parameter.param_type_name == "argument" else record[0].strip()
+            rows.append(f"| `{name}` | {prose(record[1], cell)} |")
     return [*lines, "", "| argument or option | means |", "|---|---|", *rows] if rows else lines
 
 
