@@ -57,7 +57,8 @@ def _command(command: Any, title: str, level: int, cell: Callable[[str], str]) -
         record = parameter.get_help_record(command.make_context(title, [], resilient_parsing=True))
         if record and "--help" not in record[0]:
             name = parameter.name.upper() if parameter.param_type_name == "argument" else record[0].strip()
-            rows.append(f"| `{name}` | {prose(record[1], cell)} |")
+            means = re.sub(r"\bx>=([\d.]+)", r"at least \1", record[1])
+            rows.append(f"| `{name.replace(' range>', '>')}` | {prose(means, cell)} |")
     return [*lines, "", "| argument or option | means |", "|---|---|", *rows] if rows else lines
 
 
