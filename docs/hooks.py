@@ -112,7 +112,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         relative = posixpath.relpath(site, posixpath.dirname(place) or ".")
         return f"{relative}#{anchor}" if anchor else relative
 
-    return _figures(_outside_code(markdown, lambda text: LINK.sub(moved, text)), place)
+    return _figures(_outside_code(markdown, lambda text: _bars(LINK.sub(moved, text))), place)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
@@ -212,6 +212,12 @@ def _outside_code(markdown: str, change: Any) -> str:
     return "".join([*parts, change(markdown[at:])])
 
 
+def _bars(markdown: str) -> str:
+    """Tables with plain bars in their code: GitHub needs them escaped, and Python-Markdown would show the escape."""
+    row = re.compile(r"^\|.*$", re.MULTILINE)
+    return row.sub(lambda line: re.sub(r"`[^`\n]*`", lambda code: code[0].replace("\\|", "|"), line[0]), markdown)
+
+
 def _figures(markdown: str, place: str) -> str:
     """Pictures from figures/ as part of the page: colours then follow its mode."""
 
@@ -225,7 +231,9 @@ def _figures(markdown: str, place: str) -> str:
 def _with_room(table: str) -> str:
     """A table whose head says how narrow each column may become, by its longest cell."""
     rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in table.split("</tr>")]
-    longest = [max(map(len, (re.sub(r"<[^>]+>", "", cell) for cell in column))) for column in zip_longest(*rows, fillvalue="")]
+    longest = [
+        max(map(len, (re.sub(r"<[^>]+>", "", cell) for cell in column))) for column in zip_longest(*rows, fillvalue="")
+    ]
     widths = iter([next((em for n, em in ROOM if length > n), 0) for length in longest])
 
     def head(match: re.Match[str]) -> str:

@@ -18,6 +18,9 @@ from offdrift.cli import COMMANDS, application
 from offdrift.train.recipe import Recipe
 from offdrift.train.sweep import Sweep
 
+BAR = "\\|"
+"""What a bar is inside a table, even in code."""
+
 # -- commands -------------------------------------------------------------------------------------
 
 
@@ -58,7 +61,7 @@ def _command(command: Any, title: str, level: int, cell: Callable[[str], str]) -
         if record and "--help" not in record[0]:
             name = parameter.name.upper() if parameter.param_type_name == "argument" else record[0].strip()
             means = re.sub(r"\bx>=([\d.]+)", r"at least \1", record[1])
-            rows.append(f"| `{name.replace(' range>', '>')}` | {prose(means, cell)} |")
+            rows.append(f"| `{name.replace(' range>', '>').replace('|', BAR)}` | {prose(means, cell)} |")
     return [*lines, "", "| argument or option | means |", "|---|---|", *rows] if rows else lines
 
 
@@ -115,7 +118,11 @@ def documented(model: type) -> dict[str, str]:
         if cls.__module__.startswith("offdrift"):
             body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
             for field, text in zip(body, body[1:]):
-                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                if (
+                    isinstance(field, ast.AnnAssign)
+                    and isinstance(text, ast.Expr)
+                    and isinstance(text.value, ast.Constant)
+                ):
                     words[field.target.id] = str(text.value.value)
     return words
 

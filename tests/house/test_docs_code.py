@@ -63,7 +63,9 @@ def blocks(text: str, page: str) -> Iterator[Block]:
         yield Block(page, text[: match.start()].count("\n") + 1, match[1], match[2])
     unfenced = re.sub(r"^```.*?^```[ \t]*$", lambda m: "\n" * m[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
     for match in re.finditer(r"(?<=\n\n)((?:    [^\n]*\n)+)", unfenced):
-        yield Block(page, unfenced[: match.start()].count("\n") + 1, "", re.sub(r"^    ", "", match[1], flags=re.MULTILINE))
+        yield Block(
+            page, unfenced[: match.start()].count("\n") + 1, "", re.sub(r"^    ", "", match[1], flags=re.MULTILINE)
+        )
 
 
 BLOCKS = [b for path in PAGES for b in blocks(path.read_text("utf-8"), path.relative_to(ROOT).as_posix())]
@@ -108,7 +110,11 @@ def test_a_command_can_be_read(place, line, monkeypatch):
     monkeypatch.chdir(ROOT)
     line = re.split(r"   +| && |[|;]", line.split(" #")[0])[0]
     words = [word for word in shlex.split(line, comments=True)[1:] if word != "..."]
-    if words and words[0].isupper() or words[:1] in (["--help"], ["--install-completion"]) or words[-1:] == ["--help"]:
+    if (
+        (words and words[0].isupper())
+        or words[:1] in (["--help"], ["--install-completion"])
+        or words[-1:] == ["--help"]
+    ):
         return
     if place.startswith(("docs/commands.md", "docs/command-line.md")):
         words = list(takewhile(lambda word: not word.startswith("("), words))
@@ -130,7 +136,10 @@ def test_python_is_python_and_what_it_imports_of_ours_exists(block):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("offdrift"):
             room = importlib.import_module(node.module)
             for alias in node.names:
-                lazy = alias.name in getattr(room, "__all__", ()) or f'name != "{alias.name}"' in Path(room.__file__).read_text()
+                lazy = (
+                    alias.name in getattr(room, "__all__", ())
+                    or f'name != "{alias.name}"' in Path(room.__file__).read_text()
+                )
                 assert lazy or hasattr(room, alias.name) or importlib.import_module(f"{node.module}.{alias.name}")
 
 
@@ -163,7 +172,9 @@ def test_toml_is_toml_and_a_recipe_has_these_settings(block):
     api = json.loads((ROOT / "docs" / "api.json").read_text("utf-8"))
     known = {*api["recipe settings"], *api["sweep settings"], "method", "override"}  # the last two: a recipe of one arm
     whole = {key for key in known if not any(other.startswith(f"{key}.") for other in known)}  # no part has settings
-    patterns = [re.compile(key.replace(".", r"\.").replace("NAME", r"[\w-]+") + r"(\..+)?" * (key in whole)) for key in known]
+    patterns = [
+        re.compile(key.replace(".", r"\.").replace("NAME", r"[\w-]+") + r"(\..+)?" * (key in whole)) for key in known
+    ]
     unknown = [key for key in flat(settings) if not any(p.fullmatch(key) for p in patterns)]
     assert unknown == []
 
@@ -225,15 +236,19 @@ def test_the_notebook_runs_and_prints_what_it_says(tmp_path, monkeypatch):
 )
 def test_a_block_that_is_wrong_is_noticed(text, problem, tmp_path, monkeypatch):
     (block,) = blocks(text, "page.md")
-    with pytest.raises((AssertionError, ValueError, SyntaxError, ModuleNotFoundError)):
+
+    def check() -> None:
         if problem == "language":
             assert block.language in LANGUAGES
         elif problem == "command":
-            ((place, line),) = [("page.md", line) for line in commands(block)]
-            test_a_command_can_be_read(place, line, monkeypatch)
+            (line,) = commands(block)
+            test_a_command_can_be_read("page.md", line, monkeypatch)
         elif problem == "setting":
             test_toml_is_toml_and_a_recipe_has_these_settings(block)
         elif problem == "import":
             test_python_is_python_and_what_it_imports_of_ours_exists(block)
         else:
             test_python_runs(block, tmp_path)
+
+    with pytest.raises((AssertionError, ValueError, SyntaxError, ModuleNotFoundError)):
+        check()

@@ -49,7 +49,13 @@ class Page(HTMLParser):
             self.links.append(given["href"])
         if tag in ("script", "img", "iframe", "source", "video") and "src" in given:
             self.loads.append(given["src"])
-        if tag == "link" and {*given.get("rel", "").split()} & {"stylesheet", "icon", "preload", "prefetch", "preconnect"}:
+        if tag == "link" and {*given.get("rel", "").split()} & {
+            "stylesheet",
+            "icon",
+            "preload",
+            "prefetch",
+            "preconnect",
+        }:
             self.loads.append(given["href"])
 
     def handle_data(self, data: str) -> None:
@@ -130,7 +136,10 @@ def test_every_page_is_in_the_navigation(site):
 @pytest.mark.parametrize("kind", PLACES)
 def test_every_public_name_is_on_its_page(site, kind):
     words = " ".join(pages_of(site)[PLACES[kind]].words)
-    names = {name.split()[-1] if kind == "commands" else name.split()[0] if kind == "exit statuses" else name for name in API[kind]}
+    names = {
+        name.split()[-1] if kind == "commands" else name.split()[0] if kind == "exit statuses" else name
+        for name in API[kind]
+    }
     assert [name for name in names if name.removeprefix("arms.NAME.") not in words] == []
 
 
@@ -192,4 +201,6 @@ def test_a_new_page_is_not_lost_and_a_file_of_the_repository_is_shown(tmp_path):
     ]
     text = "see [a](x.md)\n\n```\n[b](y.md)\n```\n"
     assert hooks["_outside_code"](text, str.upper) == "SEE [A](X.MD)\n\n```\n[b](y.md)\n```\n"
-    assert re.search("min-width: 13em", hooks["_with_room"](f"<table><tr><th>a</th></tr><tr><td>{'x ' * 30}</td></tr></table>"))
+    assert re.search(
+        "min-width: 13em", hooks["_with_room"](f"<table><tr><th>a</th></tr><tr><td>{'x ' * 30}</td></tr></table>")
+    )
