@@ -8,6 +8,7 @@ import re
 import textwrap
 import types
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -117,7 +118,7 @@ def documented(model: type) -> dict[str, str]:
     for cls in reversed(model.__mro__):
         if cls.__module__.startswith("offdrift"):
             body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
-            for field, text in zip(body, body[1:]):
+            for field, text in pairwise(body):
                 if (
                     isinstance(field, ast.AnnAssign)
                     and isinstance(text, ast.Expr)

@@ -8,7 +8,6 @@ import re
 import runpy
 import shlex
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from itertools import takewhile
@@ -16,7 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
+from offdrift.errors import OffdriftError
 from tests.house.test_evidence import parsed
 
 ROOT = Path(__file__).parents[2]
@@ -147,13 +148,14 @@ RUN = [b for b in of("python") if b.page not in {*RUN_ELSEWHERE, *FRAGMENTS, "do
 
 
 @pytest.mark.parametrize("block", RUN, ids=name)
-def test_python_runs(block, tmp_path):
+def test_python_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     if block.text.startswith(">>>"):
         test = doctest.DocTestParser().get_doctest(block.text, {}, name(block), None, 0)
         assert doctest.DocTestRunner().run(test).failed == 0
         return
-    done = subprocess.run([sys.executable, "-c", block.text], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    with torch.random.fork_rng():
+        exec(compile(block.text, name(block), "exec"), {"__name__": "__main__"})
 
 
 def test_blocks_that_this_test_does_not_run_are_run_by_another_or_have_a_reason():
@@ -248,7 +250,7 @@ def test_a_block_that_is_wrong_is_noticed(text, problem, tmp_path, monkeypatch):
         elif problem == "import":
             test_python_is_python_and_what_it_imports_of_ours_exists(block)
         else:
-            test_python_runs(block, tmp_path)
+            test_python_runs(block, tmp_path, monkeypatch)
 
-    with pytest.raises((AssertionError, ValueError, SyntaxError, ModuleNotFoundError)):
+    with pytest.raises((AssertionError, ValueError, SyntaxError, ModuleNotFoundError, OffdriftError)):
         check()
