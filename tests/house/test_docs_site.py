@@ -19,16 +19,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 API = json.loads((ROOT / "docs" / "api.json").read_text("utf-8"))
 PLACES = {
-    "commands": "commands.html",
-    "exit statuses": "command-line.html",
-    "methods": "methods.html",
-    "schedules": "schedules.html",
-    "metrics": "metrics.html",
-    "rules": "rules.html",
-    "log columns": "logs.html",
-    "record arguments": "logs.html",
-    "recipe settings": "settings.html",
-    "sweep settings": "settings.html",
+    "exit statuses": "command-line.md",
+    "methods": "methods.md",
+    "schedules": "schedules.md",
+    "metrics": "metrics.md",
+    "rules": "rules.md",
+    "log columns": "logs.md",
+    "record arguments": "logs.md",
+    "recipe settings": "settings.md",
+    "sweep settings": "settings.md",
 }
 """Where the names of a kind are documented that are not Python's."""
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -132,15 +131,31 @@ def test_every_page_is_in_the_navigation(site):
     assert {page.replace("README.html", "index.html") for page in made} - listed == set()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", PLACES)
-def test_every_public_name_is_on_its_page(site, kind):
-    words = " ".join(pages_of(site)[PLACES[kind]].words)
-    names = {
-        name.split()[-1] if kind == "commands" else name.split()[0] if kind == "exit statuses" else name
-        for name in API[kind]
+def test_every_public_name_is_on_its_page(kind):
+    text = (ROOT / "docs" / PLACES[kind]).read_text("utf-8")
+    setting = r"(`|^#+ ){name}(`|$)"
+    forms = {
+        "exit statuses": r"^\| {first} \|",
+        "record arguments": r"`{name}=?`",
+        "recipe settings": r"(`|^#+ ){name}(`|$)",
     }
-    assert [name for name in names if name.removeprefix("arms.NAME.") not in words] == []
+    form = forms.get(kind, r"`{name}`")
+    missing = []
+    for name in API[kind]:
+        pattern = form.format(name=re.escape(name), first=re.escape(name.split()[0]))
+        if not re.search(pattern, text, re.MULTILINE):
+            missing.append(name)
+    assert missing == []
+
+
+def test_every_option_of_every_command_is_in_the_table_of_its_command():
+    text = (ROOT / "docs" / "commands.md").read_text("utf-8")
+    tables = {part.partition("\n")[0]: part for part in re.split(r"^#+ ", text, flags=re.MULTILINE)}
+    for name in API["commands"]:
+        *command, option = name.split()
+        head = rf"^\| `([^`]*[ /])?{re.escape(option)}[ `,]"
+        assert re.search(head, tables[f"offdrift {' '.join(command)}"], re.MULTILINE), name
 
 
 @pytest.mark.slow
