@@ -134,11 +134,11 @@ def test_every_page_is_in_the_navigation(site):
 @pytest.mark.parametrize("kind", PLACES)
 def test_every_public_name_is_on_its_page(kind):
     text = (ROOT / "docs" / PLACES[kind]).read_text("utf-8")
-    setting = r"(`|^#+ ){name}(`|$)"
     forms = {
         "exit statuses": r"^\| {first} \|",
         "record arguments": r"`{name}=?`",
         "recipe settings": r"(`|^#+ ){name}(`|$)",
+        "sweep settings": r"(`|^#+ ){name}(`|$)",
     }
     form = forms.get(kind, r"`{name}`")
     missing = []
