@@ -1,6 +1,7 @@
 """The documentation site: it builds without a warning, every link and anchor of it leads somewhere on this disk, nothing
 is loaded from another machine, and every public name has its place."""
 
+import doctest
 import json
 import os
 import posixpath
@@ -219,3 +220,16 @@ def test_a_new_page_is_not_lost_and_a_file_of_the_repository_is_shown(tmp_path):
     assert re.search(
         "min-width: 13em", hooks["_with_room"](f"<table><tr><th>a</th></tr><tr><td>{'x ' * 30}</td></tr></table>")
     )
+
+
+@pytest.mark.parametrize("module", ["anchors", "docstrings", "reference_pages"])
+def test_what_makes_pages_does_what_its_examples_say(module):
+    if module == "docstrings":
+        pytest.importorskip("griffe", reason="make install-test brings it")
+    names = runpy.run_path(str(ROOT / "docs" / f"{module}.py"))
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
+    for name in {"anchor", "for_page", "prose"} & {*names}:
+        for test in finder.find(names[name], name, module=False, globs=names):
+            runner.run(test)
+    assert runner.summarize() == (0, runner.tries)
+    assert runner.tries >= 1
