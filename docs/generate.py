@@ -1,5 +1,5 @@
-"""Write docs/methods.md, metrics.md, rules.md, evidence.md and the tables of logs.md, plan.md and certificates.md: `make
-docs`.
+"""Write docs/methods.md, metrics.md, rules.md, evidence.md, commands.md, settings.md and the tables of logs.md, plan.md
+and certificates.md: `make docs`.
 
 Nobody edits those; a test fails when they differ from what this prints.
 """
@@ -27,6 +27,7 @@ from offdrift.show.method_table import ABOUT, RATIOS, shown
 from offdrift.stats import METRICS
 
 HERE = Path(__file__).parent
+anchor = runpy.run_path(str(HERE / "anchors.py"))["anchor"]
 TABLE = HERE.parent / "src" / "offdrift" / "show" / "methods.json"
 """What `offdrift methods` shows."""
 
@@ -247,6 +248,30 @@ def rules_page() -> str:
     return runpy.run_path(str(HERE / "rules_page.py"))["rules_page"]()
 
 
+def commands_page() -> str:
+    """Every command, its options and examples."""
+    return REFERENCE["commands_page"](cell)
+
+
+def settings_page() -> str:
+    """Every setting of a recipe and of a sweep."""
+    return REFERENCE["settings_page"](cell)
+
+
+def faq_page() -> str:
+    """docs/faq.md with the table of measured drifts renewed."""
+    page = (HERE / "faq.md").read_text(encoding="utf-8")
+    before, rest = page.split(DRIFTS_BEGIN)
+    after = rest.split(DRIFTS_END)[1]
+    return "\n".join([before + DRIFTS_BEGIN, "", *FIGURES["measured_table"](), "", DRIFTS_END]) + after
+
+
+DRIFTS_BEGIN = "<!-- The table of measured drifts, written by `make docs`. -->"
+DRIFTS_END = "<!-- End of the table of measured drifts. -->"
+FIGURES = runpy.run_path(str(HERE / "figures.py"))
+REFERENCE = runpy.run_path(str(HERE / "reference_pages.py"))
+
+
 def logs_page() -> str:
     """docs/logs.md with the table of fields renewed."""
     page = (HERE / "logs.md").read_text(encoding="utf-8")
@@ -381,19 +406,13 @@ def evidence_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def anchor(heading: str) -> str:
-    """The address of a heading within its page, as GitHub makes it.
-
-    Example:
-        >>> anchor("2026-11-24: each text is read once")
-        '2026-11-24-each-text-is-read-once'
-    """
-    return "".join(c for c in heading.lower().replace(" ", "-") if c.isalnum() or c in "-_")
-
-
 PAGES = {
     "evidence.md": evidence_page,
     "certificates.md": certificates_page,
+    "commands.md": commands_page,
+    "settings.md": settings_page,
+    "faq.md": faq_page,
+    "figures/measured.svg": FIGURES["measured_figure"],
     "methods.md": methods_page,
     "metrics.md": metrics_page,
     "rules.md": rules_page,

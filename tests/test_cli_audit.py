@@ -282,3 +282,15 @@ def test_a_rules_file_moves_headline_findings_suggestion_status_and_json_togethe
     assert [value for ((value, _),) in lines] == [0.05, 200]
     flagged = [{key for m in tried(x) for key in m.values if m.flagged(key)} for x in (a, b)]
     assert flagged == [{"ess_frac", "kept_length_ratio"}, set()]
+
+
+def test_fixes_are_written_in_the_configuration_that_is_asked_for(run, tmp_path):
+    for seed in range(2):
+        write_log(asynchronous(seed, **PLANTED["log-probs off"]), tmp_path / "log" / f"batch-{seed}.parquet")
+    run("audit", "log", "--out", "own", "--quiet")
+    done = run("audit", "log", "--out", "slime", "--framework", "slime", "--quiet")
+    told = [json.loads((tmp_path / name / "audit.json").read_text()) for name in ("own", "slime")]
+    assert [audit["source"]["framework"] for audit in told] == ["offdrift", "slime"]
+    snippets = [f["snippets"] for f in told[1]["findings"]]
+    assert any("slime" in s for s in snippets)
+    assert "─ slime ─" in done.stdout

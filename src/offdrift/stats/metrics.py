@@ -595,3 +595,4 @@ _ROWS = [
            mean("objective/clipped")),
 ]  # fmt: skip
 METRICS: dict[str, Metric] = {row.name: row for row in _ROWS}
+"""Every metric by its name (docs/metrics.md): unit, formula, and whether larger is better or worse."""

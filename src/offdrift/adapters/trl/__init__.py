@@ -289,6 +289,12 @@ class OffdriftMixin(Base):
         self.offdrift.log.warning("%s", text)
 
 
+if TYPE_CHECKING:
+
+    class OffdriftGRPOTrainer(OffdriftMixin):
+        """`GRPOTrainer` with a method in it; see `OffdriftMixin`."""
+
+
 def __getattr__(name: str) -> Any:
     """`OffdriftGRPOTrainer`, made when it is first asked for: this module imports without TRL."""
     if name != "OffdriftGRPOTrainer":

@@ -13,3 +13,4 @@ from offdrift.judge.readings.levels import LEVELS
 from offdrift.judge.readings.view import Definition
 
 READINGS: dict[str, Definition] = {**LEVELS, **LAG, **TRENDS}
+"""What rules compare with thresholds, by name (docs/rules.md): how each is read off a history of metrics."""
