@@ -15,6 +15,7 @@ import pytest
 from offdrift.cli.train import _run_folder
 from offdrift.errors import CheckpointError, RecordError
 from offdrift.train import context
+from offdrift.train.places import base_recipe, own_recipes, recipe_file
 from offdrift.train.run_folder import RunFolder, plain
 from tests.train.conftest import small_recipe
 
@@ -156,3 +157,22 @@ def test_a_run_of_a_changed_recipe_is_passed_over_where_one_of_this_recipe_is_th
     with pytest.raises(CheckpointError, match=r"started with another recipe \(batches differ\)"):
         context.begin(small_recipe(batches=10), RunFolder(other), resume=True)
     assert _run_folder(three, None, resume=False) == Path("runs/small-5"), "a new run takes a folder of its own"
+
+
+def test_the_recipes_of_the_package_are_there_by_name_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = own_recipes()
+    names = sorted(file.name for file in own.glob("*.toml"))
+    assert len(names) > 20
+    for name in names:
+        for path in (name, name.removesuffix(".toml"), f"recipes/{name}"):
+            assert recipe_file(Path(path)) == own / name
+    for path in ("nowhere", "mine/tiny.toml", str(tmp_path / "tiny.toml"), "../tiny.toml"):
+        assert recipe_file(Path(path)) == Path(path)
+    Path("recipes").mkdir()
+    Path("recipes/tiny.toml").write_text("")
+    assert recipe_file(Path("recipes/tiny.toml")) == Path("recipes/tiny.toml"), "a file that is there is meant"
+    assert base_recipe("tiny", Path("mine/sweep.toml"))[0] == Path("recipes/tiny.toml")
+    Path("recipes/tiny.toml").unlink()
+    assert base_recipe("tiny", Path("mine/sweep.toml"))[0] == own / "tiny.toml"
+    assert base_recipe("nowhere", Path("mine/sweep.toml"))[0] is None

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 @app.command(rich_help_panel=DURING)
 def train(
     screen: Screen,
-    recipe: Annotated[Path, typer.Argument(help="A recipe (TOML); see recipes/ for examples.")],
+    recipe: Annotated[
+        Path, typer.Argument(help="A recipe: a TOML file, or the name of one that comes with the package, as tiny.")
+    ],
     changes: Annotated[
         list[str] | None,
         typer.Option(
@@ -66,11 +68,15 @@ def train(
         from offdrift.train.loop import Event, agree
         from offdrift.train.loop import train as train_recipe
         from offdrift.train.page import write_report
+        from offdrift.train.places import recipe_file
         from offdrift.train.recipe import load_recipe
         from offdrift.train.stored import read_run
         from offdrift.train.view import LiveProgress, run_summary
 
-    chosen = load_recipe(recipe, changes=changes or [])
+    file = recipe_file(recipe)
+    if file != recipe:
+        screen.note(f"{recipe}: the package's own, {file}")
+    chosen = load_recipe(file, changes=changes or [])
     if arms is not None:
         names = [a.strip() for a in arms.split(",") if a.strip()]
         unknown = [n for n in names if n not in chosen.arms]
