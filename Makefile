@@ -9,6 +9,7 @@
 # make train-smollm2  a real pretrained model learns sums: a quarter of an hour on two cores
 # make dist-test    wheel and sdist, installed and used in fresh environments: core, [audit], [train] (EXTRAS=core for one)
 # make matrix       the core's laws under Python 3.11 to 3.13 and torch 2.6 to the newest, by tox
+# make audit-deps   dependencies: declared, used, explained, pinned, licences; ADVISORIES=1 asks for known vulnerabilities
 # make bench        the benchmarks, each a ratio measured side by side
 # make check        formatter, linter, types
 # make docs         regenerate docs/methods.md, metrics.md, rules.md, evidence.md, the tables of other pages, and api.json
@@ -28,7 +29,7 @@ WIDE_NUMPY = from numpy._core import _multiarray_umath as n; \
 QUICK_FILES := test_loss.py test_logprobs.py test_segments.py test_ratios.py test_bad_input.py engines/test_transformers.py
 NUMERICAL := $(addprefix tests/,laws divergence correction objectives stats records/test_store.py)
 
-.PHONY: train train-vllm train-smollm2 test-quick test test-all test-narrow test-foreign dist-test matrix install install-vllm install-smollm2 install-test install-foreign bench check docs census clean
+.PHONY: train train-vllm train-smollm2 test-quick test test-all test-narrow test-foreign dist-test matrix audit-deps install install-vllm install-smollm2 install-test install-foreign bench check docs census clean
 
 train: install
 	$(BIN)/offdrift train recipes/backwards.toml
@@ -74,6 +75,9 @@ dist-test: install-dev
 
 matrix: install-dev
 	$(BIN)/tox run
+
+audit-deps: install-test
+	$(BIN)/python packaging/audit_deps.py $(if $(ADVISORIES),--advisories)
 
 install: $(VENV)/.train
 install-dev: $(VENV)/.dev

@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CORE = """
-import sys
+import subprocess, sys
 import offdrift as od, torch
 from importlib.metadata import version
 from importlib.resources import files
@@ -42,10 +42,14 @@ except ModuleNotFoundError as e:
     assert "offdrift[audit]" in str(e), e
 else:
     raise AssertionError("pyarrow is there, which the core does not ask for")
+for words in (["--help"], ["train", "tiny"]):
+    done = subprocess.run([sys.executable, "-m", "offdrift", *words], capture_output=True, text=True)
+    assert done.returncode == 1 and "offdrift[train]" in done.stderr and "Traceback" not in done.stderr, done
 print("core", version("offdrift"), "torch", version("torch"), "python", sys.version.split()[0])
 """
 AUDIT = """
 import json, subprocess, sys, torch
+from importlib.metadata import version
 import offdrift as od
 
 g = torch.Generator().manual_seed(0)
@@ -59,6 +63,10 @@ audit = json.loads(run("audit", "log", "--out", "out", "--json").stdout)
 assert audit["counts"]["tokens"] == 4 * 64 * 8, audit["counts"]
 assert (open("out/report.html").read().count("<script") > 1)
 run("report", "out"), run("methods", "gspo"), run("bound", "--help"), run("plan", "--help")
+assert run("--version").stdout.split() == ["offdrift", version("offdrift")]
+for words, extra in ((["train", "tiny"], "train"), (["plan"], "plan")):
+    done = subprocess.run([sys.executable, "-m", "offdrift", *words], capture_output=True, text=True)
+    assert done.returncode == 1 and f"offdrift[{extra}]" in done.stderr and "Traceback" not in done.stderr, done
 print("audit", audit["verdict"]["level"], len(audit["findings"]), "findings")
 """
 TRAIN = """
@@ -81,7 +89,10 @@ run = lambda *words: subprocess.run([sys.executable, "-m", "offdrift", *words], 
 table = json.loads(run("train", "run.toml", "--out", "out", "--json").stdout)["table"]
 assert [row["updates"] for row in table] == [2], table
 run("report", "out"), run("audit", "out/arms/none", "--out", "audit"), run("sweep", "sweep.toml"), run("report", "runs/s")
-run("plan", "--help"), run("check", "--help")
+run("plan", "--help"), run("check", "--help"), run("sweep", "sweep", "--dry-run")
+own = ["train", "recipes/tiny.toml", "--arms", "none", "--set", "warm_start.steps=0", "--set", "batches=1"]
+run(*own, "--set", "rollout.prompts=2", "--set", "rollout.samples=2", "--set", "lag.sync_every=1", "--out", "own")
+assert json.load(open("own/run.json"))["name"] == "tiny"
 print("train", table[0]["arm"], "2 updates, audited and swept")
 """
 SCRIPTS = {"core": CORE, "audit": AUDIT, "train": TRAIN}
@@ -101,11 +112,11 @@ def build(out: Path) -> Path:
     (wheel,), (other,) = out.glob("*.whl"), (out / "here").glob("*.whl")
     names, others = ({i.filename for i in zipfile.ZipFile(w).infolist()} for w in (wheel, other))
     assert names == others, f"sdist and tree build other wheels: {sorted(names ^ others)[:5]}"
-    missing = {
-        str(p.relative_to(ROOT / "src"))
-        for p in (ROOT / "src/offdrift").rglob("*")
-        if p.is_file() and "__pycache__" not in p.parts
-    } - names
+    files = {
+        *(str(p.relative_to(ROOT / "src")) for p in (ROOT / "src/offdrift").rglob("*") if p.is_file()),
+        *(f"offdrift/recipes/{p.name}" for p in (ROOT / "recipes").iterdir() if p.is_file()),
+    }
+    missing = {name for name in files if "__pycache__" not in name} - names
     assert not missing, f"the wheel lacks {sorted(missing)[:5]}"
     assert "offdrift/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
