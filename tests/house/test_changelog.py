@@ -32,9 +32,7 @@ def rows() -> dict[str, str]:
 
 def sweep_of_01(folder: Path) -> None:
     (folder / "sweep.json").write_text(json.dumps({"format": 1, "name": "old"}))
-    with pytest.raises(
-        RecipeError, match=r"version 0\.1 do not; use .offdrift sweep FILE --report --out "
-    ):
+    with pytest.raises(RecipeError, match=r"version 0\.1 do not; use .offdrift sweep FILE --report --out "):
         stored_sweep(folder)
 
 
