@@ -150,10 +150,11 @@ def _no_color(chosen: bool) -> bool:
     return chosen
 
 
-def _version(chosen: bool) -> None:
+def _version(chosen: bool) -> bool:
     if chosen:
         print(f"offdrift {version('offdrift')}")
         raise typer.Exit
+    return chosen
 
 
 @app.callback()
