@@ -1,6 +1,6 @@
 """Build wheel and sdist, install them as users do, and use them: `make dist-test`.
 
-    python packaging/dist_test.py [--extras core,audit,train] [--torch torch==2.13.0] [--keep FOLDER]
+    python packaging/dist_test.py [--extras core,audit,train] [--torch torch==2.13.0] [--keep FOLDER] [--no-isolation]
 
 Every extra gets a fresh environment that has torch and nothing else, then the wheel with that extra, and a script that
 uses what the extra promises. The core must not bring what belongs to an extra. Continuous integration can run the
@@ -98,9 +98,9 @@ print("train", table[0]["arm"], "2 updates, audited and swept")
 SCRIPTS = {"core": CORE, "audit": AUDIT, "train": TRAIN}
 
 
-def build(out: Path) -> Path:
+def build(out: Path, *options: str) -> Path:
     """Wheel and sdist; the sdist builds the same wheel. Returns the wheel."""
-    command = [sys.executable, "-m", "build", "--outdir"]
+    command = [sys.executable, "-m", "build", *options, "--outdir"]
     subprocess.run([*command, str(out), "--sdist", str(ROOT)], check=True, stdout=subprocess.DEVNULL)
     (sdist,) = out.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -148,13 +148,16 @@ def main() -> None:
     parser.add_argument("--extras", default=",".join(SCRIPTS), help=f"of {', '.join(SCRIPTS)}; empty: build only")
     parser.add_argument("--torch", default="torch==2.13.0", help="what pip is asked for first")
     parser.add_argument("--keep", type=Path, help="folder for wheel and sdist")
+    parser.add_argument(
+        "--no-isolation", action="store_true", help="build with the hatchling that is installed here, fetching nothing"
+    )
     options = parser.parse_args()
     extras = [extra for extra in options.extras.split(",") if extra]
     if unknown := {*extras} - {*SCRIPTS}:
         parser.error(f"no extra {', '.join(sorted(unknown))}; there are {', '.join(SCRIPTS)}")
     with tempfile.TemporaryDirectory(prefix="dist-") as temporary:
         folder = Path(temporary)
-        wheel = build(folder / "dist")
+        wheel = build(folder / "dist", *["--no-isolation"] * options.no_isolation)
         for extra in extras:
             use(extra, wheel, options.torch, folder / extra)
         if options.keep is not None:
