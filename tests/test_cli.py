@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,11 @@ def test_what_is_not_installed_is_named_with_the_extra_that_brings_it(folder, ab
     assert done.returncode == ExitCode.ERROR
     assert wanted in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_version_is_printed(monkeypatch, capsys):
+    done = command(monkeypatch, capsys, "--version")
+    assert (done.code, done.stdout) == (ExitCode.FINE, f"offdrift {version('offdrift')}\n")
 
 
 def test_every_command_has_an_extra():
