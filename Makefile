@@ -1,14 +1,16 @@
 # make train        sets everything up and trains a tiny model four times: about two minutes on two quiet cores
 # make test-quick   the laws, the core and one engine: about a minute on two cores
 # make test         every test but the slow ones: what to run before a commit, six minutes on two cores
-# make test-all     that with shapes checked (of a function's first calls in every test), the slow ones, test-narrow and
-#                   test-foreign: what continuous integration runs
+# make test-all     that with shapes checked (of a function's first calls in every test and for every case), the slow ones,
+#                   test-narrow, test-foreign and test-build: what continuous integration runs
 # make test-narrow  the numerical rooms and the laws again, on the vectors of a processor without AVX-512
 # make test-foreign the adapters and readers against other frameworks' own modules, from pinned wheels
+# make test-build   wheel and sdist are built, alike, and whole; nothing is installed
 # make train-vllm   the same with real vLLM drawing the tokens of a tiny mixture of experts
 # make train-smollm2  a real pretrained model learns sums: a quarter of an hour on two cores
 # make dist-test    wheel and sdist, installed and used in fresh environments: core, [audit], [train] (EXTRAS=core for one)
 # make matrix       the core's laws under Python 3.11 to 3.13 and torch 2.6 to the newest, by tox
+# make audit-deps   dependencies: declared, used, explained, pinned, licences; ADVISORIES=1 asks for known vulnerabilities
 # make bench        the benchmarks, each a ratio measured side by side
 # make check        formatter, linter, types
 # make docs         regenerate pages and tables that come from the code, and api.json; build the site into site/, offline
@@ -28,7 +30,7 @@ WIDE_NUMPY = from numpy._core import _multiarray_umath as n; \
 QUICK_FILES := test_loss.py test_logprobs.py test_segments.py test_ratios.py test_bad_input.py engines/test_transformers.py
 NUMERICAL := $(addprefix tests/,laws divergence correction objectives stats records/test_store.py)
 
-.PHONY: train train-vllm train-smollm2 test-quick test test-all test-narrow test-foreign dist-test matrix install install-vllm install-smollm2 install-test install-docs install-foreign bench check docs census clean
+.PHONY: train train-vllm train-smollm2 test-quick test test-all test-narrow test-foreign test-build dist-test matrix audit-deps install install-vllm install-smollm2 install-test install-docs install-foreign bench check docs census clean
 
 train: install
 	$(BIN)/offdrift train recipes/backwards.toml
@@ -53,7 +55,7 @@ test: install-test
 
 test-all: install-test
 	$(PYTEST) tests src
-	$(MAKE) --jobs 2 --output-sync test-narrow test-foreign
+	$(MAKE) --jobs 2 --output-sync test-narrow test-foreign test-build
 
 # The numbers again on the vectors of a processor without AVX-512, which sums in another order. torch with
 # the kernels that it compiles, oneDNN, and numpy (in which Triton's interpreter computes) each have their
@@ -68,12 +70,19 @@ test-foreign: install-test install-foreign
 	$(TEST_ENV) OFFDRIFT_FOREIGN=required PYTHONPATH=$(abspath $(VENV))/foreign $(BIN)/python -m pytest \
 		tests/foreign tests/adapters/test_areal.py
 
+# hatchling comes with the environment, so that nothing is fetched; dist-test builds as pip does.
+test-build: install-test
+	$(BIN)/python packaging/dist_test.py --extras "" --no-isolation
+
 EXTRAS ?= core,audit,train
 dist-test: install-dev
 	$(BIN)/python packaging/dist_test.py --extras "$(EXTRAS)"
 
 matrix: install-dev
 	$(BIN)/tox run
+
+audit-deps: install-test
+	$(BIN)/python packaging/audit_deps.py $(if $(ADVISORIES),--advisories)
 
 install: $(VENV)/.train
 install-dev: $(VENV)/.dev

@@ -1,6 +1,6 @@
 """Build wheel and sdist, install them as users do, and use them: `make dist-test`.
 
-    python packaging/dist_test.py [--extras core,audit,train] [--torch torch==2.13.0] [--keep FOLDER]
+    python packaging/dist_test.py [--extras core,audit,train] [--torch torch==2.13.0] [--keep FOLDER] [--no-isolation]
 
 Every extra gets a fresh environment that has torch and nothing else, then the wheel with that extra, and a script that
 uses what the extra promises. The core must not bring what belongs to an extra. Continuous integration can run the
@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CORE = """
-import sys
+import subprocess, sys
 import offdrift as od, torch
 from importlib.metadata import version
 from importlib.resources import files
@@ -42,10 +42,14 @@ except ModuleNotFoundError as e:
     assert "offdrift[audit]" in str(e), e
 else:
     raise AssertionError("pyarrow is there, which the core does not ask for")
+for words in (["--help"], ["train", "tiny"]):
+    done = subprocess.run([sys.executable, "-m", "offdrift", *words], capture_output=True, text=True)
+    assert done.returncode == 1 and "offdrift[train]" in done.stderr and "Traceback" not in done.stderr, done
 print("core", version("offdrift"), "torch", version("torch"), "python", sys.version.split()[0])
 """
 AUDIT = """
 import json, subprocess, sys, torch
+from importlib.metadata import version
 import offdrift as od
 
 g = torch.Generator().manual_seed(0)
@@ -59,6 +63,10 @@ audit = json.loads(run("audit", "log", "--out", "out", "--json").stdout)
 assert audit["counts"]["tokens"] == 4 * 64 * 8, audit["counts"]
 assert (open("out/report.html").read().count("<script") > 1)
 run("report", "out"), run("methods", "gspo"), run("bound", "--help"), run("plan", "--help")
+assert run("--version").stdout.split() == ["offdrift", version("offdrift")]
+for words, extra in ((["train", "tiny"], "train"), (["plan"], "plan")):
+    done = subprocess.run([sys.executable, "-m", "offdrift", *words], capture_output=True, text=True)
+    assert done.returncode == 1 and f"offdrift[{extra}]" in done.stderr and "Traceback" not in done.stderr, done
 print("audit", audit["verdict"]["level"], len(audit["findings"]), "findings")
 """
 TRAIN = """
@@ -81,15 +89,18 @@ run = lambda *words: subprocess.run([sys.executable, "-m", "offdrift", *words], 
 table = json.loads(run("train", "run.toml", "--out", "out", "--json").stdout)["table"]
 assert [row["updates"] for row in table] == [2], table
 run("report", "out"), run("audit", "out/arms/none", "--out", "audit"), run("sweep", "sweep.toml"), run("report", "runs/s")
-run("plan", "--help"), run("check", "--help")
+run("plan", "--help"), run("check", "--help"), run("sweep", "sweep", "--dry-run")
+own = ["train", "recipes/tiny.toml", "--arms", "none", "--set", "warm_start.steps=0", "--set", "batches=1"]
+run(*own, "--set", "rollout.prompts=2", "--set", "rollout.samples=2", "--set", "lag.sync_every=1", "--out", "own")
+assert json.load(open("own/run.json"))["name"] == "tiny"
 print("train", table[0]["arm"], "2 updates, audited and swept")
 """
 SCRIPTS = {"core": CORE, "audit": AUDIT, "train": TRAIN}
 
 
-def build(out: Path) -> Path:
+def build(out: Path, *options: str) -> Path:
     """Wheel and sdist; the sdist builds the same wheel. Returns the wheel."""
-    command = [sys.executable, "-m", "build", "--outdir"]
+    command = [sys.executable, "-m", "build", *options, "--outdir"]
     subprocess.run([*command, str(out), "--sdist", str(ROOT)], check=True, stdout=subprocess.DEVNULL)
     (sdist,) = out.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -101,11 +112,11 @@ def build(out: Path) -> Path:
     (wheel,), (other,) = out.glob("*.whl"), (out / "here").glob("*.whl")
     names, others = ({i.filename for i in zipfile.ZipFile(w).infolist()} for w in (wheel, other))
     assert names == others, f"sdist and tree build other wheels: {sorted(names ^ others)[:5]}"
-    missing = {
-        str(p.relative_to(ROOT / "src"))
-        for p in (ROOT / "src/offdrift").rglob("*")
-        if p.is_file() and "__pycache__" not in p.parts
-    } - names
+    files = {
+        *(str(p.relative_to(ROOT / "src")) for p in (ROOT / "src/offdrift").rglob("*") if p.is_file()),
+        *(f"offdrift/recipes/{p.name}" for p in (ROOT / "recipes").iterdir() if p.is_file()),
+    }
+    missing = {name for name in files if "__pycache__" not in name} - names
     assert not missing, f"the wheel lacks {sorted(missing)[:5]}"
     assert "offdrift/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -137,13 +148,16 @@ def main() -> None:
     parser.add_argument("--extras", default=",".join(SCRIPTS), help=f"of {', '.join(SCRIPTS)}; empty: build only")
     parser.add_argument("--torch", default="torch==2.13.0", help="what pip is asked for first")
     parser.add_argument("--keep", type=Path, help="folder for wheel and sdist")
+    parser.add_argument(
+        "--no-isolation", action="store_true", help="build with the hatchling that is installed here, fetching nothing"
+    )
     options = parser.parse_args()
     extras = [extra for extra in options.extras.split(",") if extra]
     if unknown := {*extras} - {*SCRIPTS}:
         parser.error(f"no extra {', '.join(sorted(unknown))}; there are {', '.join(SCRIPTS)}")
     with tempfile.TemporaryDirectory(prefix="dist-") as temporary:
         folder = Path(temporary)
-        wheel = build(folder / "dist")
+        wheel = build(folder / "dist", *["--no-isolation"] * options.no_isolation)
         for extra in extras:
             use(extra, wheel, options.torch, folder / extra)
         if options.keep is not None:

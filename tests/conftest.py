@@ -19,5 +19,6 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-def pytest_runtest_setup() -> None:
-    shapes.begin()
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    test, bracket, case = item.nodeid.partition("[")
+    shapes.begin(test, (test.partition("::")[0], case) if bracket else None)

@@ -7,13 +7,14 @@ import shlex
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.main import get_command
 
-from offdrift.cli import application
+from offdrift.cli import COMMANDS, EXTRAS, application
 from offdrift.cli.exit_codes import MEANINGS, ExitCode
 from offdrift.records.recorder import write_log
 from tests.audit.logs import drawn as logged
@@ -264,3 +265,29 @@ def test_help_the_table_of_methods_and_bounds_do_not_wait_for_torch(words):
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
     assert done.stderr.strip().splitlines()[-1] == "set()"
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("absent", "words", "wanted"),
+    [
+        ("typer", "train tiny", "its commands need typer: pip install 'offdrift[cli]' for methods"),
+        ("rich", "--help", "its commands need rich: pip install 'offdrift[cli]' for methods"),
+        ("pyarrow", "audit log", "offdrift audit needs pyarrow: pip install 'offdrift[audit]'"),
+        ("transformers", "train tiny", "offdrift train needs transformers: pip install 'offdrift[train]'"),
+    ],
+)
+def test_what_is_not_installed_is_named_with_the_extra_that_brings_it(folder, absent, words, wanted):
+    code = f"import sys; sys.modules[{absent!r}] = None; sys.argv[1:] = {words.split()!r}\nfrom offdrift.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment(), capture_output=True, text=True, timeout=180)  # fmt: skip
+    assert done.returncode == ExitCode.ERROR
+    assert wanted in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_version_is_printed(monkeypatch, capsys):
+    done = command(monkeypatch, capsys, "--version")
+    assert (done.code, done.stdout) == (ExitCode.FINE, f"offdrift {version('offdrift')}\n")
+
+
+def test_every_command_has_an_extra():
+    assert sorted(EXTRAS) == sorted(COMMANDS)

@@ -4,13 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from offdrift.cli.train import _run_folder
 from offdrift.errors import CheckpointError, RecordError
+from offdrift.train import context
+from offdrift.train.places import base_recipe, own_recipes, recipe_file
 from offdrift.train.run_folder import RunFolder, plain
+from tests.train.conftest import small_recipe
 
 
 def test_numbers_that_json_cannot_say_become_null():
@@ -107,3 +114,65 @@ def test_line_files_are_json_lines(tmp_path):
     arm.append("samples", {"update": 1, "prompt": "a\nb\u2028c"})
     (line,) = (arm.path / "samples.jsonl").read_text().split("\n")[:-1]
     assert json.loads(line)["prompt"] == "a\nb\u2028c"
+
+
+@pytest.fixture
+def three(tmp_path, monkeypatch):
+    """Three runs of one recipe: the second started last, and the dates of their files say the opposite."""
+    monkeypatch.chdir(tmp_path)
+    recipe = small_recipe()
+    for name, hour in [("small", 1), ("small-2", 3), ("small-3", 2)]:
+        folder = RunFolder(Path("runs") / name)
+        monkeypatch.setattr(context, "datetime", SimpleNamespace(now=lambda zone, hour=hour: datetime(2026, 1, 1, hour, tzinfo=zone)))  # fmt: skip
+        context.begin(recipe, folder, resume=False)
+        os.utime(folder.path / "run.json", (1e9 - hour, 1e9 - hour))
+    return recipe
+
+
+def test_of_several_unfinished_runs_none_is_guessed(three):
+    RunFolder(Path("runs/small-3")).arm("trm_max").append("metrics", {"update": 4})
+    with pytest.raises(CheckpointError, match="3 runs of small have not finished") as refusal:
+        _run_folder(three, None, resume=True)
+    assert str(refusal.value).splitlines()[1:] == [
+        "  --out runs/small-2  started 2026-01-01T03:00:00+00:00, trm_max at update 0",
+        "  --out runs/small-3  started 2026-01-01T02:00:00+00:00, trm_max at update 4",
+        "  --out runs/small  started 2026-01-01T01:00:00+00:00, trm_max at update 0",
+    ]
+    assert _run_folder(three, Path("runs/small-3"), resume=True) == Path("runs/small-3")
+
+
+def test_the_run_that_has_not_finished_is_continued_whatever_the_dates_of_files_say(three):
+    for name in ("small", "small-2"):
+        RunFolder(Path("runs") / name).arm("trm_max").finish({"arm": "trm_max"})
+    assert _run_folder(three, None, resume=True) == Path("runs/small-3")
+    RunFolder(Path("runs/small-3")).arm("trm_max").finish({"arm": "trm_max"})
+    assert _run_folder(three, None, resume=True) == Path("runs/small-2"), "all finished: the one that started last"
+
+
+def test_a_run_of_a_changed_recipe_is_passed_over_where_one_of_this_recipe_is_there(three):
+    changed = small_recipe(batches=8)
+    context.begin(changed, RunFolder(Path("runs/small-4")), resume=False)
+    assert _run_folder(changed, None, resume=True) == Path("runs/small-4")
+    other = _run_folder(small_recipe(batches=10), None, resume=True)
+    with pytest.raises(CheckpointError, match=r"started with another recipe \(batches differ\)"):
+        context.begin(small_recipe(batches=10), RunFolder(other), resume=True)
+    assert _run_folder(three, None, resume=False) == Path("runs/small-5"), "a new run takes a folder of its own"
+
+
+def test_the_recipes_of_the_package_are_there_by_name_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = own_recipes()
+    names = sorted(file.name for file in own.glob("*.toml"))
+    assert len(names) > 20
+    for name in names:
+        for path in (name, name.removesuffix(".toml"), f"recipes/{name}"):
+            assert recipe_file(Path(path)) == own / name
+    for path in ("nowhere", "mine/tiny.toml", str(tmp_path / "tiny.toml"), "../tiny.toml"):
+        assert recipe_file(Path(path)) == Path(path)
+    Path("recipes").mkdir()
+    Path("recipes/tiny.toml").write_text("")
+    assert recipe_file(Path("recipes/tiny.toml")) == Path("recipes/tiny.toml"), "a file that is there is meant"
+    assert base_recipe("tiny", Path("mine/sweep.toml"))[0] == Path("recipes/tiny.toml")
+    Path("recipes/tiny.toml").unlink()
+    assert base_recipe("tiny", Path("mine/sweep.toml"))[0] == own / "tiny.toml"
+    assert base_recipe("nowhere", Path("mine/sweep.toml"))[0] is None

@@ -1,7 +1,7 @@
 """The command line: parse, call, print. No mathematics; one file per command.
 
 Commands import what they run when they run, so that help and completion wait for neither torch nor
-pyarrow.
+pyarrow. This file needs the standard library alone: what is not installed is named, with the extra that brings it.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
-
-from rich.console import Console
-from rich.markup import escape
-from typer import Typer
+from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from offdrift.cli.exit_codes import ExitCode
 from offdrift.errors import OffdriftError
+
+if TYPE_CHECKING:
+    from typer import Typer
 
 COMMANDS = (
     "check",
@@ -33,6 +34,13 @@ COMMANDS = (
     "lab",
 )
 """In the order of the help page."""
+EXTRAS = {
+    **dict.fromkeys(("check", "train", "sweep"), "train"),
+    "plan": "plan",
+    **dict.fromkeys(("watch", "audit", "compare", "report", "certify"), "audit"),
+    **dict.fromkeys(("methods", "schedules", "bound", "lab"), "cli"),
+}
+"""What to install for each command: pip install 'offdrift[EXTRA]'. `[train]` brings all of them."""
 PARTS = {"lab": ("lab", "lab_runs")}
 """Modules of a command that has several."""
 
@@ -60,7 +68,29 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "offdrift").split(".")[0] == "offdrift":
             raise
-        kind = "Missing package"
-        text = f"this command needs {error.name}; pip install 'offdrift[train]' brings all of them"
-    Console(stderr=True).print(f"[bold red]{kind}[/]: {escape(text)}", highlight=False, soft_wrap=True)
+        kind, text = "Missing package", missing((error.name or "").split(".")[0], *sys.argv[1:2])
+    try:
+        from rich.console import Console
+        from rich.markup import escape
+    except ModuleNotFoundError:
+        print(f"{kind}: {text}", file=sys.stderr)
+    else:
+        Console(stderr=True).print(f"[bold red]{kind}[/]: {escape(text)}", highlight=False, soft_wrap=True)
     raise SystemExit(ExitCode.ERROR)
+
+
+def missing(package: str, command: str = "") -> str:
+    """What to say where a package is not installed that a command needs.
+
+    Example:
+        >>> missing("transformers", "train")
+        "offdrift train needs transformers: pip install 'offdrift[train]'"
+    """
+    if package in ("typer", "rich"):
+        return (
+            f"offdrift {version('offdrift')} is installed as a library; its commands need {package}: "
+            "pip install 'offdrift[cli]' for methods, schedules, bound and lab, 'offdrift[audit]' for audit, watch, "
+            "compare, report and certify, too, 'offdrift[train]' for all"
+        )
+    extra = EXTRAS.get(command, "train")
+    return f"offdrift {command} needs {package}: pip install 'offdrift[{extra}]'"

@@ -11,6 +11,7 @@ import signal
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -147,6 +148,22 @@ def _no_color(chosen: bool) -> bool:
     if chosen:
         os.environ["NO_COLOR"] = "1"  # read by every console from here on, typer's too
     return chosen
+
+
+def _version(chosen: bool) -> bool:
+    if chosen:
+        print(f"offdrift {version('offdrift')}")
+        raise typer.Exit
+    return chosen
+
+
+@app.callback()
+def root(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of the program itself."""
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]

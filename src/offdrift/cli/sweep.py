@@ -38,7 +38,9 @@ class Interim:
 @app.command(rich_help_panel=DURING)
 def sweep(
     screen: Screen,
-    file: Annotated[Path, typer.Argument(help="A sweep file (TOML); recipes/sweep.toml is an example.")],
+    file: Annotated[
+        Path, typer.Argument(help="A sweep file (TOML), or the name of one that comes with the package, as sweep.")
+    ],
     changes: Annotated[
         list[str] | None,
         typer.Option(
@@ -98,11 +100,15 @@ def sweep(
     offdrift sweep recipes/sweep.toml --ray auto --gpus 1
     offdrift sweep recipes/sweep.toml --report
     """
+    from offdrift.train.places import recipe_file
     from offdrift.train.sweep import Pace, load_sweep, locked
 
     if chart is not None and chart.suffix.lower() not in (".html", ".svg", ".png"):  # not after hours
         raise typer.BadParameter(f"--chart {chart}: a chart is a .html, .svg or .png file")
-    grid = load_sweep(file, out, changes=changes or [])
+    own = recipe_file(file)
+    if own != file:
+        screen.note(f"{file}: the package's own, {own}")
+    grid = load_sweep(own, out, changes=changes or [])
     states = [cell.status for cell in grid.cells]
     kinds = ", ".join(f"{states.count(s)} {s}" for s in ("finished", "begun", "failed", "waiting") if s in states)
     screen.err.print(

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -14,11 +14,16 @@ from rich.markup import escape
 from offdrift.cli.app import DURING, Screen, app, interruptible
 from offdrift.cli.exit_codes import ExitCode
 
+if TYPE_CHECKING:
+    from offdrift.train.recipe import Recipe
+
 
 @app.command(rich_help_panel=DURING)
 def train(
     screen: Screen,
-    recipe: Annotated[Path, typer.Argument(help="A recipe (TOML); see recipes/ for examples.")],
+    recipe: Annotated[
+        Path, typer.Argument(help="A recipe: a TOML file, or the name of one that comes with the package, as tiny.")
+    ],
     changes: Annotated[
         list[str] | None,
         typer.Option(
@@ -35,7 +40,11 @@ def train(
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue the newest run of this recipe (or --out) from its last checkpoint."),
+        typer.Option(
+            "--resume",
+            help="Continue the run of this recipe that has not finished (of several, the one in --out) from its "
+            "last checkpoint.",
+        ),
     ] = False,
 ) -> None:
     """Train each arm of a recipe under real drift, compare them, and write a report.
@@ -59,11 +68,15 @@ def train(
         from offdrift.train.loop import Event, agree
         from offdrift.train.loop import train as train_recipe
         from offdrift.train.page import write_report
+        from offdrift.train.places import recipe_file
         from offdrift.train.recipe import load_recipe
         from offdrift.train.stored import read_run
         from offdrift.train.view import LiveProgress, run_summary
 
-    chosen = load_recipe(recipe, changes=changes or [])
+    file = recipe_file(recipe)
+    if file != recipe:
+        screen.note(f"{recipe}: the package's own, {file}")
+    chosen = load_recipe(file, changes=changes or [])
     if arms is not None:
         names = [a.strip() for a in arms.split(",") if a.strip()]
         unknown = [n for n in names if n not in chosen.arms]
@@ -72,7 +85,7 @@ def train(
                 f"{chosen.name} has the arms {', '.join(chosen.arms)}; not {', '.join(unknown) or 'none'}"
             )
         chosen = chosen.model_copy(update={"arms": {n: chosen.arms[n] for n in names}})
-    folder = agree(_run_folder(out, chosen.name, resume) if main_process else None)
+    folder = agree(_run_folder(chosen, out, resume) if main_process else None)
     screen.err.print(
         f"recipe [bold]{chosen.name}[/]: {len(chosen.arms)} arms of {chosen.updates} updates; "
         f"run folder {escape(str(folder))}",
@@ -106,16 +119,18 @@ def train(
         screen.next(f"offdrift audit {first}", "what drifted in an arm, why, and the smallest fix")
 
 
-def _run_folder(out: Path | None, name: str, resume: bool) -> Path:
-    """The folder to run in: the one asked for, the newest to resume, or the next free one."""
+def _run_folder(recipe: Recipe, out: Path | None, resume: bool) -> Path:
+    """The folder to run in: the one asked for, the run to resume, or the next free one."""
+    from offdrift.train.context import run_to_continue
+
     if out is not None:
         if not resume and (out / "run.json").exists():
             raise typer.BadParameter(f"{out} already holds a run; add --resume to continue it, or choose another --out")
         return out
-    candidates = [Path("runs") / name, *(Path("runs") / f"{name}-{i}" for i in range(2, 10_000))]
-    existing = [p for p in candidates if (p / "run.json").exists()]
+    candidates = [Path("runs") / recipe.name, *(Path("runs") / f"{recipe.name}-{i}" for i in range(2, 10_000))]
     if resume:
+        existing = [p for p in candidates if (p / "run.json").exists()]
         if not existing:
-            raise typer.BadParameter(f"there is no run of {name} under runs/; start it without --resume")
-        return max(existing, key=lambda p: (p / "run.json").stat().st_mtime)
+            raise typer.BadParameter(f"there is no run of {recipe.name} under runs/; start it without --resume")
+        return run_to_continue(recipe, existing)
     return next(p for p in candidates if not p.exists())

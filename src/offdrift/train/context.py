@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -118,7 +118,6 @@ def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
     """
     if make_accelerator().is_main_process:
         folder.clean()
-    settings = recipe.model_dump(mode="json", by_alias=True)
     digest = read_problems(Path(recipe.task)).sha256 if recipe.task.endswith(".jsonl") else None
     if not resume:
         versions = {}
@@ -127,7 +126,7 @@ def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
                 versions[package] = metadata.version(package)
         head = {
             "name": recipe.name,
-            "recipe": settings,
+            "recipe": recipe.model_dump(mode="json", by_alias=True),
             "task_sha256": digest,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": None,
@@ -138,7 +137,7 @@ def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
             folder.create(head)
         return head
     head = folder.head()
-    if changed := sorted(k for k in settings if head["recipe"].get(k) != settings[k]):
+    if changed := changed_settings(recipe, head):
         raise CheckpointError(
             f"the run at {folder.path} was started with another recipe ({', '.join(changed)} differ); resume with the "
             "same one, or start a new run without --resume"
@@ -149,6 +148,40 @@ def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
             "without --resume"
         )
     return {**head, "seconds_before": head.get("seconds") or 0.0}
+
+
+def changed_settings(recipe: Recipe, head: Mapping[str, Any]) -> list[str]:
+    """Settings of `recipe` with which the run that has the head `head` was not started."""
+    settings = recipe.model_dump(mode="json", by_alias=True)
+    return sorted(k for k in settings if head["recipe"].get(k) != settings[k])
+
+
+def run_to_continue(recipe: Recipe, folders: Sequence[Path]) -> Path:
+    """The run that `--resume` continues: of those that this recipe can continue, the one that has not finished.
+
+    Where all have finished, or none is of this recipe, it is the one that started last. What counts is what the runs
+    recorded, never the dates of their files, which a copy or a backup changes.
+
+    Raises: `CheckpointError` if several have not finished, with how far each is and the option that names it.
+    """
+    heads = {path: RunFolder(path).head() for path in folders}
+    fitting = [path for path in folders if not changed_settings(recipe, heads[path])]
+    last_first = sorted(fitting or folders, key=lambda path: str(heads[path].get("started")), reverse=True)
+    unfinished = [
+        path
+        for path in last_first
+        if path in fitting and any(RunFolder(path).arm(name).summary() is None for name in recipe.arms)
+    ]
+    if len(unfinished) > 1:
+        choices = (
+            f"  --out {path}  started {heads[path].get('started')}, {RunFolder(path).progress(recipe.arms)}"
+            for path in unfinished
+        )
+        raise CheckpointError(
+            f"{len(unfinished)} runs of {recipe.name} have not finished; say which one --resume continues:\n"
+            + "\n".join(choices)
+        )
+    return [*unfinished, *last_first][0]
 
 
 def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:

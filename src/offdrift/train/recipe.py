@@ -46,6 +46,7 @@ from offdrift.train.parts import (
     Reference,
     WarmStart,
 )
+from offdrift.train.places import found_beside, own_recipes
 from offdrift.train.quantized import Quantized
 from offdrift.train.rollout_parts import Replay, Rollout
 
@@ -524,7 +525,9 @@ def load_recipe(path: str | Path, *, changes: Sequence[str] = (), arm: str | Non
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
-        raise RecipeError(f"cannot read recipe {path}: {e.strerror}; see recipes/ for examples") from e
+        raise RecipeError(
+            f"cannot read recipe {path}: {e.strerror}; `offdrift train tiny` is an example, of those in {own_recipes()}"
+        ) from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise RecipeError(f"{path} is not valid TOML: {e}") from e
     for change in changes:
@@ -550,19 +553,6 @@ def load_recipe(path: str | Path, *, changes: Sequence[str] = (), arm: str | Non
     for key in ("task", "reward"):
         content[key] = found_beside(path, content[key]) if isinstance(content.get(key), str) else content.get(key)
     return check_recipe({k: x for k, x in content.items() if x is not None}, source=str(path))
-
-
-def found_beside(recipe: Path, value: str, *others: Path) -> str:
-    """A task's or a reward's file as an absolute path: looked for in the working folder, then beside the recipe, then
-    beside other files."""
-    name, colon, function = (value, "", "") if value.endswith(".jsonl") else value.partition(".py:")
-    name += ".py" if colon else ""
-    if not name.endswith((".jsonl", ".py")):
-        return value
-    path = Path(name).expanduser()
-    places = [path.absolute(), *((file.parent / path).absolute() for file in (recipe, *others))]
-    found = next((place for place in places if place.is_file()), places[0])
-    return f"{found}:{function}" if colon else str(found)
 
 
 def check_recipe(content: Mapping[str, Any], *, source: str) -> Recipe:

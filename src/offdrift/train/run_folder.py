@@ -23,7 +23,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -65,6 +65,21 @@ class RunFolder:
             return json.loads((self.path / "run.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as e:
             raise CheckpointError(f"there is no run to resume at {self.path} ({e}); start it without --resume") from e
+
+    def progress(self, arms: Iterable[str]) -> str:
+        """How far a run is, in words: every arm's newest update.
+
+        Example:
+            >>> RunFolder(Path("nowhere")).progress(["none", "gspo"])
+            'none at update 0, gspo at update 0'
+        """
+        words = []
+        for name in arms:
+            arm = self.arm(name)
+            rows = arm.rows("metrics")
+            finished = arm.summary() is not None
+            words.append(f"{name} finished" if finished else f"{name} at update {rows[-1]['update'] if rows else 0}")
+        return ", ".join(words)
 
     def arm(self, name: str) -> ArmFolder:
         """The folder of one arm."""

@@ -37,7 +37,8 @@ from offdrift.show.json_access import mapping
 from offdrift.show.numbers import duration
 from offdrift.stats import METRICS
 from offdrift.train.parts import FolderName, Natural, Part, Positive
-from offdrift.train.recipe import Recipe, found_beside, load_recipe, problems
+from offdrift.train.places import base_recipe, found_beside, own_recipes
+from offdrift.train.recipe import Recipe, load_recipe, problems
 from offdrift.train.run_folder import ArmFolder
 
 RESULTS = "sweep.json"
@@ -274,14 +275,20 @@ def load_sweep(path: Path, folder: Path | None = None, *, changes: Sequence[str]
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
-        raise RecipeError(f"cannot read sweep {path}: {e.strerror}; recipes/sweep.toml is an example") from e
+        raise RecipeError(
+            f"cannot read sweep {path}: {e.strerror}; {own_recipes() / 'sweep.toml'} is an example"
+        ) from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise RecipeError(f"{path} is not valid TOML: {e}") from e
     try:
         sweep = Sweep.model_validate(content)
     except ValidationError as e:
         raise RecipeError(f"{path}: {problems(e, Sweep, 'a sweep')}") from e
-    recipe, folder = _recipe_file(sweep.recipe, path), folder or Path("runs") / sweep.name
+    recipe, places = base_recipe(sweep.recipe, path)
+    if recipe is None:
+        looked = ", ".join(map(str, places))
+        raise RecipeError(f'{path}: recipe = "{sweep.recipe}" is not there; looked for {looked}')
+    folder = folder or Path("runs") / sweep.name
     # Files of problems and rewards may also stand beside the sweep file.
     settings = {
         key: found_beside(path, value, recipe) if key in ("task", "reward") and isinstance(value, str) else value
@@ -319,17 +326,6 @@ def stored_sweep(folder: Path) -> Grid:
             f"{folder} was made from {path}, which is gone; use `offdrift sweep FILE --report --out {folder}`"
         )
     return load_sweep(path, folder, changes=stored["changes"])
-
-
-def _recipe_file(name: str, sweep: Path) -> Path:
-    """The base recipe: in the working folder, beside the sweep file, or in recipes/."""
-    file = Path(name if name.endswith(".toml") else f"{name}.toml").expanduser()
-    places = [file, sweep.parent / file, Path("recipes") / file]
-    existing = next((place for place in places if place.is_file()), None)
-    if existing is None:
-        looked = ", ".join(str(place) for place in dict.fromkeys(places))
-        raise RecipeError(f'{sweep}: recipe = "{name}" is not there; looked for {looked}')
-    return existing
 
 
 def _changes(settings: Any) -> list[str]:

@@ -1,0 +1,122 @@
+"""The way over from 0.1 to 0.2 that the changelog shows is there: a check for every row of its table."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import offdrift as od
+from offdrift.audit import stream
+from offdrift.engines.server.client import Server
+from offdrift.errors import EngineError, RecipeError
+from offdrift.train import sweep, sweep_workers
+from offdrift.train.sweep import stored_sweep
+
+ROOT = Path(__file__).parents[2]
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def rows() -> dict[str, str]:
+    """The table of what to do, by what a user has."""
+    table = CHANGELOG[CHANGELOG.index("### Breaking") : CHANGELOG.index("### Added")]
+    return dict(re.findall(r"^\| (?!you have|---)(.+?) \| (.+) \|$", table, re.M))
+
+
+def sweep_of_01(folder: Path) -> None:
+    (folder / "sweep.json").write_text(json.dumps({"format": 1, "name": "old"}))
+    with pytest.raises(RecipeError, match=r"version 0\.1 do not; use .offdrift sweep FILE --report --out "):
+        stored_sweep(folder)
+
+
+def run_sweep(folder: Path) -> None:
+    assert callable(sweep_workers.run_sweep)
+    assert not hasattr(sweep, "run_sweep")
+
+
+def another_machine(folder: Path) -> None:
+    with pytest.raises(EngineError, match=r"use https://, tunnel to 127\.0\.0\.1, .*rollout\.insecure = true"):
+        Server("http://other-machine/v1")
+    Server("http://other-machine/v1", insecure=True).close()
+    Server("https://other-machine/v1").close()
+
+
+def policy_loss(folder: Path) -> None:
+    lp = od.LogProbs.pack(torch.full((1, 2), -1.0), torch.full((1, 2), -1.1), mask=torch.ones(1, 2))
+    result = od.policy_loss(lp, od.method("none"), torch.ones(2))
+    again = od.PolicyLoss(result.loss, result.corrected, result.observed, summarize=lambda: result.stats)
+    assert again.stats is result.stats
+    with pytest.raises(TypeError):
+        od.PolicyLoss(result.loss, result.corrected, stats=result.stats, observed=result.observed)  # type: ignore[call-arg]
+
+
+def kept_scores(folder: Path) -> None:
+    from offdrift.divergence import hidden
+
+    assert inspect.signature(od.hidden_divergences).parameters["keep_mib"].default is None
+    assert (hidden.KEEP_MIB["cpu"], hidden.KEEP_MIB_ELSEWHERE) == (256, 1024)
+
+
+def no_plotly(folder: Path) -> None:
+    assert "plotly" not in (ROOT / "pyproject.toml").read_text("utf-8")
+    assert [*(ROOT / "src/offdrift/show/assets").glob("plotly*")]
+
+
+def parts_of_an_audit(folder: Path) -> None:
+    key = stream._key.__globals__
+    job = SimpleNamespace(found=SimpleNamespace(columns={}, without=(), limit=1), sample_rate=1.0)
+    piece = stream.Piece(str(folder / "log.jsonl"), 0, 1, "jsonl")
+    (folder / "log.jsonl").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        ours = stream._key(piece, job)
+        patch.setitem(key, "version", lambda name: "0.1.0")
+        assert stream._key(piece, job) != ours
+
+
+def held_by(file: str, name: str) -> Callable[[Path], None]:
+    """A row that a test elsewhere holds."""
+
+    def check(folder: Path) -> None:
+        tree = ast.parse((ROOT / "tests" / file).read_text("utf-8"))
+        assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+    return check
+
+
+CHECKS: dict[str, Callable[[Path], None]] = {
+    "a folder of a sweep from 0.1": sweep_of_01,
+    "`from offdrift.train.sweep import run_sweep`": run_sweep,
+    "a training loop that counted on SIGTERM": held_by(
+        "records/test_recorder.py", "test_sigterm_writes_what_waits_and_then_ends_the_process"
+    ),
+    "`offdrift audit --ray`": held_by(
+        "engines/test_local_ray.py",
+        "test_every_server_of_a_local_ray_listens_on_loopback_and_workers_are_as_nice_as_the_trainer",
+    ),
+    '`rollout.url = "http://OTHER-MACHINE/v1"`': another_machine,
+    "`PolicyLoss(loss, corrected, stats, observed)`": policy_loss,
+    "`hidden_divergences`": kept_scores,
+    "`offdrift train RECIPE --resume`": held_by(
+        "train/test_folder.py", "test_of_several_unfinished_runs_none_is_guessed"
+    ),
+    "a program that has plotly": no_plotly,
+    "parts of an unfinished audit from 0.1": parts_of_an_audit,
+}
+
+
+@pytest.mark.parametrize("row", CHECKS)
+def test_what_the_changelog_tells_users_to_do_is_there(row: str, tmp_path: Path) -> None:
+    assert [start for start in rows() if start.startswith(row)], f"CHANGELOG.md has no row {row}"
+    CHECKS[row](tmp_path)
+
+
+def test_every_row_is_checked() -> None:
+    assert [row for row in rows() if not row.startswith((*CHECKS,))] == []
+    assert len(rows()) >= 10
