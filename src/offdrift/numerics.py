@@ -9,12 +9,13 @@ logarithm (`log_sums`), and such logarithms of parts are joined by `logaddexp`.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
@@ -95,6 +96,10 @@ def log_sums(log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " 2"]:
     return sums.log() + torch.stack([top.double(), 2 * top.double()])
 
 
+NEAR = 4.0
+"""Nats of |l| up to which e^l is 1 plus the excess, which is summed anyway, and no other exponential is taken: float32
+holds the excess to 3e-8 of 1, and so e^l to 2e-6 of itself at l = -4."""
+
 BLOCK = 2**16
 """Tokens per block on a CPU: temporaries of 256 KiB are reused in a core's cache. A temporary of a
 whole batch is fresh memory each time, and touching it costs several times the arithmetic."""
@@ -106,6 +111,22 @@ def blocks(*tensors: Shaped[Tensor, " n"]) -> Iterator[tuple[Tensor, ...]]:
         yield tensors
     else:
         yield from zip(*(x.split(BLOCK) for x in tensors), strict=True)
+
+
+LANES = 4
+"""Copies of a table into which neighboring tokens are counted in turn, and which are added up at the end. Neighbors
+are mostly of one bucket, and one sum at a time would wait for the sum before it: four cost half as much."""
+
+
+@functools.lru_cache(maxsize=8)
+def lanes(size: int, tokens: int) -> Int[Tensor, " tokens"]:
+    """What to add to the buckets (below `size`) of that many tokens, so that each counts in the lane whose turn it is.
+
+    Example:
+        >>> lanes(10, 6)
+        tensor([ 0, 10, 20, 30,  0, 10], dtype=torch.int32)
+    """
+    return torch.arange(tokens, dtype=torch.int32).remainder_(LANES).mul_(size)
 
 
 def blockwise(function: Callable[[Tensor], Tensor], x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:

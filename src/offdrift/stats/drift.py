@@ -20,7 +20,7 @@ from torch import Tensor
 from offdrift.correction import Corrected
 from offdrift.divergence.evidence import Divergence, Grade
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped, largest_of, log_sums
+from offdrift.numerics import LOG_RATIO_LIMIT, NEAR, blocks, clamped, largest_of, log_sums
 from offdrift.ratios import stopped_log_ratio
 from offdrift.segments import Segments
 from offdrift.stats.alphas import PAIRS, reweighted_tv, tv_bins
@@ -144,7 +144,7 @@ class DriftStats:
             logs: Named = {}
             segments = logprobs.segments
             sums["n"], sums["b"] = segments.cu_seqlens[-1], (segments.lengths > 0).sum()
-            nll = -segments.mean(logprobs.logp_rollout)
+            nll = -(segments.total(logprobs.logp_rollout) / segments.lengths.clamp(min=1))
             _perplexity("rollout", nll, segments, sums)
             has_current, has_old = logprobs.logp is not None, logprobs.logp_old is not None
             available = {"mismatch": has_old, "staleness": has_current and has_old, "full": has_current}
@@ -266,7 +266,7 @@ def _pair(on: str, logprobs: LogProbs, sums: Named, maxima: Named, logs: Named) 
     logs.update({f"{on}/{name}": x for name, x in zip(TOKEN_LOGS, joined, strict=True)})
     segments = logprobs.segments
     filled, nothing = segments.lengths > 0, -torch.inf
-    total = segments.sum(raw.double())  # float32 would round a sum of 10^4 nats by 10^-3
+    total = segments.total(raw)  # float32 would round a sum of 10^4 nats by 10^-3
     mean = total / segments.lengths.clamp(min=1)
     sums[f"{on}/b"] = filled.sum()
     sums[f"{on}/mean"] = mean.sum()
@@ -281,23 +281,29 @@ def _pair(on: str, logprobs: LogProbs, sums: Named, maxima: Named, logs: Named) 
 def _token_pass(
     first: Float[Tensor, " k"], raw: Float[Tensor, " k"]
 ) -> tuple[Float[Tensor, " sums"], Float[Tensor, " maxima"], Float[Tensor, " logs"]]:
-    """`TOKEN_SUMS`, `TOKEN_MAXIMA` and `TOKEN_LOGS` of a block; three exponentials per token."""
+    """`TOKEN_SUMS`, `TOKEN_MAXIMA` and `TOKEN_LOGS` of a block.
+
+    Three exponentials per token; on a host, where asking costs nothing, two if no |l| is beyond `NEAR`.
+    """
+    largest = [largest_of(raw), largest_of(-raw)]
+    near = raw.device.type == "cpu" and len(raw) > 0 and all(float(x) <= NEAR for x in largest)
     limited = clamped(raw)
     excess = limited.expm1()  # ratio - 1, exact for small log-ratios
-    more, more2 = excess.sum(), torch.dot(excess, excess)
+    more, more2 = excess.sum().double(), torch.dot(excess, excess).double()
     # Sums of w = 1 + excess and of w^2, shown by themselves; what is divided comes from log_sums.
     w, w2 = len(raw) + more, len(raw) + 2 * more + more2
     p = first.exp()
     d = p * excess  # second - first, as probabilities; the clamp would hide a token's whole rise
-    d = d.where(raw <= LOG_RATIO_LIMIT, (first + raw).exp() - p)
+    if not near:
+        d = d.where(raw <= LOG_RATIO_LIMIT, (first + raw).exp() - p)
     d_abs = d.abs()
     added = [
         raw.sum(), limited.sum(), torch.dot(limited, limited), raw.abs().sum(),
         (excess - limited).sum(), excess.abs().sum(), w, w2,
         p.sum(), torch.dot(p, p), d.sum(), torch.dot(d, d), torch.dot(p, d), d_abs.sum(),
     ]  # fmt: skip
-    largest = torch.stack([largest_of(raw), largest_of(-raw), largest_of(d_abs)])
-    return torch.stack(added).double(), largest.double(), log_sums(raw)
+    in_logs = torch.stack([w, w2]).log() if near else log_sums(raw)
+    return torch.stack([x.double() for x in added]), torch.stack([*largest, largest_of(d_abs)]).double(), in_logs
 
 
 def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Named, logs: Named) -> None:
