@@ -9,13 +9,12 @@ logarithm (`log_sums`), and such logarithms of parts are joined by `logaddexp`.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
@@ -111,22 +110,6 @@ def blocks(*tensors: Shaped[Tensor, " n"]) -> Iterator[tuple[Tensor, ...]]:
         yield tensors
     else:
         yield from zip(*(x.split(BLOCK) for x in tensors), strict=True)
-
-
-LANES = 4
-"""Copies of a table into which neighboring tokens are counted in turn, and which are added up at the end. Neighbors
-are mostly of one bucket, and one sum at a time would wait for the sum before it: four cost half as much."""
-
-
-@functools.lru_cache(maxsize=8)
-def lanes(size: int, tokens: int) -> Int[Tensor, " tokens"]:
-    """What to add to the buckets (below `size`) of that many tokens, so that each counts in the lane whose turn it is.
-
-    Example:
-        >>> lanes(10, 6)
-        tensor([ 0, 10, 20, 30,  0, 10], dtype=torch.int32)
-    """
-    return torch.arange(tokens, dtype=torch.int32).remainder_(LANES).mul_(size)
 
 
 def blockwise(function: Callable[[Tensor], Tensor], x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:

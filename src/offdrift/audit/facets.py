@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from offdrift.errors import BadValueError
-from offdrift.numerics import BLOCK, LANES, NEAR, at_least_float32, clamped, lanes
+from offdrift.numerics import BLOCK, NEAR, at_least_float32, clamped
 from offdrift.records.batch import Logged
 from offdrift.records.provenance import Provenance
 from offdrift.stats import METRICS
@@ -225,6 +225,22 @@ def runs(batch: Logged, width: int) -> Iterator[tuple[int, Logged]]:
     ends = counts.cumsum(0).tolist()
     for key, first, last in zip(keys.tolist(), [0, *ends], ends):
         yield key, batch.cut(first, last)
+
+
+LANES = 4
+"""Copies of a table into which neighboring tokens are counted in turn, and which are added up at the end. Neighbors
+are mostly of one bucket, and one sum at a time would wait for the sum before it: four cost half as much."""
+
+
+@functools.lru_cache(maxsize=4)
+def lanes(size: int, tokens: int) -> Int[Tensor, " tokens"]:
+    """What to add to the buckets (below `size`) of that many tokens, so that each counts in the lane whose turn it is.
+
+    Example:
+        >>> lanes(10, 6)
+        tensor([ 0, 10, 20, 30,  0, 10], dtype=torch.int32)
+    """
+    return torch.arange(tokens, dtype=torch.int32).remainder_(LANES).mul_(size)
 
 
 SUMS = ("excess", "excess_sq", "l_limited", "abs", "excess_abs")
@@ -446,28 +462,27 @@ def _summed(batch: Logged) -> tuple[Tables, Tables, Tables, dict[str, PerSequenc
     near, far = {on: table(len(SUMS), LANES) for on in second}, {on: table(len(SUMS) + 1) for on in second}
     far_logs = {on: LogTable.empty(size, x.dtype) for on, x in second.items()}
     largest = {on: table(1, LANES, x.dtype) for on, x in second.items()}
-    for block in chunks(batch, tokens=2 * BLOCK):  # some sixty calls on each
+    for block in chunks(batch, tokens=4 * BLOCK):  # some sixty calls on each
         assert block.logp_rollout is not None
         own, rollout = cells.of_tokens(block), at_least_float32(block.logp_rollout)
         present += cells.sequences(own, block.cu_seqlens)
-        cell = (own + _lanes(size, block.num_tokens)).long()
+        cell = (own + lanes(size, 1 << (block.num_tokens - 1).bit_length())[: block.num_tokens]).long()
         tokens += torch.bincount(cell, minlength=LANES * size)
         for on, policy in seconds(block).items():
             raw = policy - rollout
             limited, size_of_l = clamped(raw), raw.abs()
             excess = limited.expm1().double()  # the one exponential of a token
-            values = (excess, excess * excess, limited.double(), size_of_l.double(), excess.abs())
             parts[on].append(PerSequence.sums(block.segments, raw, excess, size_of_l))
             largest[on][0].scatter_reduce_(0, cell, size_of_l, "amax")
-            if len(raw) and not float(size_of_l.max()) <= NEAR:
+            if not bool((size_of_l.numpy() <= NEAR).all()):
                 beyond = torch.from_numpy(np.flatnonzero(~(size_of_l.numpy() <= NEAR)))
                 where = own[beyond].long()
-                for row, x in zip(far[on], (*values, torch.ones_like(excess)), strict=True):
-                    row.scatter_add_(0, where, x[beyond])
-                    x[beyond] = 0.0
+                _scatter(far[on], _values(excess[beyond], limited[beyond], size_of_l[beyond]), where)
+                far[on][-1].scatter_add_(0, where, torch.ones_like(excess[beyond]))
                 far_logs[on].add(raw[beyond], where)
-            for row, x in zip(near[on], values, strict=True):
-                row.scatter_add_(0, cell, x)
+                for x in (excess, limited, size_of_l):
+                    x[beyond] = 0.0
+            _scatter(near[on], _values(excess, limited, size_of_l), cell)
         for name, x in block.divergences.items():
             exact[name][0].scatter_add_(0, cell, x.double())
 
@@ -492,9 +507,19 @@ def _summed(batch: Logged) -> tuple[Tables, Tables, Tables, dict[str, PerSequenc
     return sums, maxima, logs, {on: PerSequence.cat(x) for on, x in parts.items()}
 
 
-def _lanes(size: int, n: int) -> Int[Tensor, " n"]:
-    """`lanes` of a block of that many tokens; a sequence longer than two blocks makes a longer one."""
-    return lanes(size, max(4 * BLOCK, 1 << (n - 1).bit_length()))[:n]
+def _values(excess: Tensor, limited: Tensor, size_of_l: Tensor) -> Iterator[Tensor]:
+    """`SUMS` of each token, one after another, so that each is added up while it is in cache."""
+    yield excess
+    yield excess * excess
+    yield limited.double()
+    yield size_of_l.double()
+    yield excess.abs()
+
+
+def _scatter(table: Float[Tensor, "k cells"], values: Iterable[Float[Tensor, " n"]], cell: Int[Tensor, " n"]) -> None:
+    """Add up values by cell, in place."""
+    for row, x in zip(table, values):
+        row.scatter_add_(0, cell, x)
 
 
 def _whole(table: Float[Tensor, "k lanes_cells"]) -> Float[Tensor, "k cells"]:

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from offdrift.numerics import BLOCK, LANES, LOG_RATIO_LIMIT, blocks, lanes
+from offdrift.numerics import LOG_RATIO_LIMIT, blocks
 
 PER_OCTAVE = 4
 QUANTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
@@ -85,15 +85,13 @@ class Histogram:
             >>> h.quantile(0.5), h.quantile(0.0)
             (1.0, 0.0)
         """
-        size = LANES * grid.bins
-        counts = torch.zeros(size, dtype=torch.int64)
-        moments = torch.zeros(2, size, dtype=torch.float64)
+        counts = torch.zeros(grid.bins, dtype=torch.int64)
+        moments = torch.zeros(2, grid.bins, dtype=torch.float64)
         for (block,) in blocks(x) if len(x) else ():
-            index, value = grid.index(block).add_(lanes(grid.bins, BLOCK)[: len(block)]), block.double()
-            counts += torch.bincount(index, minlength=size)
-            moments[0] += torch.bincount(index, value, size)
-            moments[1] += torch.bincount(index, value * value, size)
-        counts, moments = counts.view(LANES, -1).sum(0), moments.view(2, LANES, -1).sum(1)
+            index, value = grid.index(block), block.double()
+            counts += torch.bincount(index, minlength=grid.bins)
+            moments[0] += torch.bincount(index, value, grid.bins)
+            moments[1] += torch.bincount(index, value * value, grid.bins)
         low, high = (float(e) for e in x.aminmax()) if len(x) else (math.inf, -math.inf)
         return Histogram(grid, counts.numpy(), moments.numpy(), low, high)
 
