@@ -105,7 +105,9 @@ def merging(parts: list[bytes]) -> list[dict[str, float]]:
     """Seconds to merge each of many parts, as an audit does at its end, decoding included."""
     rows = []
     for count in (4, 16, 64, 256):
-        stored = [apart(Part.from_bytes(parts[i % len(parts)]), 1024 * (i // len(parts))).to_bytes() for i in range(count)]
+        stored = [
+            apart(Part.from_bytes(parts[i % len(parts)]), 1024 * (i // len(parts))).to_bytes() for i in range(count)
+        ]
         busy = time.process_time()
         whole = reduce(Part.merge, map(Part.from_bytes, stored))
         busy = time.process_time() - busy
@@ -121,7 +123,9 @@ def memory(files: list[Path], tokens: int) -> list[dict[str, float]]:
     while count <= len(files):
         command = [sys.executable, __file__, "--peak", str(tokens), *map(str, files[:count])]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        rows.append({"files": count, "tokens": tokens // len(files) * count, "peak_mib": float(done.stdout.split()[-1])})
+        rows.append(
+            {"files": count, "tokens": tokens // len(files) * count, "peak_mib": float(done.stdout.split()[-1])}
+        )
         count = 2 * count or 1
     return rows
 
@@ -215,7 +219,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         found["memory"] = memory(files, args.tokens)
         keep(found | {"extrapolated": extrapolated(found)}, args.json)
         seconds, one = timed(in_processes(args.workers), job, plan)
-        found["processes"] = {"workers": args.workers, "wall_seconds": seconds, "tokens_per_second": read["tokens"] / seconds}
+        found["processes"] = {
+            "workers": args.workers,
+            "wall_seconds": seconds,
+            "tokens_per_second": read["tokens"] / seconds,
+        }
         if args.ray and importlib.util.find_spec("ray"):
             seconds, ray = timed(on_ray("local"), job, plan)
             found["ray"] = {"wall_seconds": seconds, "tokens_per_second": read["tokens"] / seconds, "same_to_the_last_bit": ray == one}  # fmt: skip
