@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from audit import make_log, resident_peak_kib
 from measure import machine
 
+from audit import make_log, resident_peak_kib
 from offdrift.audit.partial import Job, Part, work
 from offdrift.audit.stream import audit, in_processes, on_ray
 from offdrift.audit.tally import Tally, Timeline

@@ -37,6 +37,7 @@ def bucket(tmp_path, monkeypatch):
         file = write_log(drawn(seed=i), tmp_path / "log" / f"batch-{i}.parquet")
         fs.put(str(file), f"runs/a/batch-{i}.parquet")
     yield fs, tmp_path / "log"
+    fs.rm("runs", recursive=True)  # all servers of a process share what they store
     server.stop()
     s3fs.S3FileSystem.clear_instance_cache()
 

@@ -126,7 +126,7 @@ class Cells:
 
     def _by_position(self, batch: Logged, of_length: Int[Tensor, " b"]) -> Int[Tensor, " n"]:
         """The cell by length and position where no token was left out: of each run that shares it, then repeated."""
-        inside = POSITION_STARTS < batch.cu_seqlens.diff()[:, None]
+        inside = batch.cu_seqlens.diff()[:, None] > POSITION_STARTS
         starts = (batch.cu_seqlens[:-1, None] + POSITION_STARTS)[inside]
         cells = (of_length[:, None] + torch.arange(len(POSITION_STARTS)) * self.stride["position"])[inside]
         return _repeated(cells, torch.diff(starts, append=batch.cu_seqlens[-1:]))
