@@ -8,7 +8,9 @@ lengths) is written once. Then:
 
 - decoded columns: everything an audit counts (`Tally.of`), and what each part of that costs;
 - from Parquet: reading and counting everything; reading and the core statistics alone; the same core
-  statistics by polars and by duckdb (lists exploded, aggregated by step), with the same numbers;
+  statistics by polars and by duckdb (lists exploded, aggregated by step), with the same numbers; and by both the core
+  statistics of each step and of each bucket by length, position, advantage and token class, which is the part of
+  "everything" that they can count in one pass;
 - peak resident memory of each of these in a process of its own, at two sizes of file.
 
 Bar: at least 20 million tokens per second from decoded columns, all facets included. An engine that is
@@ -40,7 +42,7 @@ from pathlib import Path
 import torch
 from measure import machine
 
-from offdrift.audit.facets import Facets, runs
+from offdrift.audit.facets import AXES, Facets, runs
 from offdrift.audit.tally import Tally, Worst
 from offdrift.ratios import stopped_log_ratio
 from offdrift.records.batch import Logged
@@ -179,17 +181,88 @@ def by_polars(path: Path) -> ByStep:
     r, o = (pl.col(name).cast(pl.Float64) for name in ("logp_rollout", "logp_old"))
     tokens = pl.scan_parquet(path).select("step", "logp_rollout", "logp_old")
     tokens = tokens.explode("logp_rollout", "logp_old").select("step", r=r, o=o)
-    tokens = tokens.with_columns(l=pl.col("o") - pl.col("r"), p=pl.col("r").exp(), q=pl.col("o").exp())
-    l, p, q = pl.col("l"), pl.col("p"), pl.col("q")  # noqa: E741
+    rows = tokens.group_by("step").agg(**polars_sums()).collect(engine="streaming").to_dicts()
+    return {row["step"]: figures(row) for row in rows}
+
+
+BUCKETS = {
+    "step": "step",
+    "length": "CASE WHEN length <= 64 THEN 0 ELSE least(ceil(log2(length / 64.0)), 11) END",
+    "position": "CASE WHEN t < 16 THEN 0 ELSE least(floor(log2(t)) - 3, 13) END",
+    "advantage": "sign(a)",
+    "token_class": "CASE WHEN t = length - 1 THEN 4 WHEN r > ln(0.99) THEN 0 WHEN r >= ln(0.5) THEN 1 "
+    "WHEN r >= ln(0.05) THEN 2 ELSE 3 END",
+}
+
+
+def facets_by_duckdb(path: Path) -> dict[str, Numbers]:
+    """The core statistics of each step, and of each bucket along four axes: one pass over their product, then added up.
+
+    A part of what `everything` counts, which has histograms, neighbors, sequences and the worst tokens besides.
+    """
+    import duckdb
+
+    with duckdb.connect() as db:
+        db.execute("SET threads = 1")
+        sums = ", ".join(f"{formula} AS {name}" for name, formula in SQL.items())
+        buckets = ", ".join(f"({formula})::INT AS by_{name}" for name, formula in BUCKETS.items())
+        keys = ", ".join(f"by_{name}" for name in BUCKETS)
+        query = f"""
+            WITH tokens AS (SELECT step, len(logp_rollout) AS length, unnest(range(len(logp_rollout))) AS t,
+                                   unnest(logp_rollout)::DOUBLE AS r, unnest(logp_old)::DOUBLE AS o,
+                                   unnest(advantages) AS a FROM read_parquet(?)),
+                 ratios AS (SELECT r, o, o - r AS l, {buckets} FROM tokens)
+            SELECT {keys}, {sums} FROM ratios GROUP BY ALL"""
+        rows = db.execute(query, [str(path)]).fetchall()
+    return rolled_up([dict(zip((*BUCKETS, *SQL), row, strict=True)) for row in rows])
+
+
+def facets_by_polars(path: Path) -> dict[str, Numbers]:
+    """The same by polars, streaming."""
+    import polars as pl
+
+    tokens = pl.scan_parquet(path).select("step", "logp_rollout", "logp_old", "advantages")
+    tokens = tokens.with_columns(length=pl.col("logp_rollout").list.len().cast(pl.Int64))
+    tokens = tokens.with_columns(t=pl.int_ranges(0, pl.col("length")))
+    tokens = tokens.explode("logp_rollout", "logp_old", "advantages", "t")
+    r, o = (pl.col(name).cast(pl.Float64) for name in ("logp_rollout", "logp_old"))
+    t, length = pl.col("t"), pl.col("length")
+    token_class = pl.when(t == length - 1).then(4).when(r > math.log(0.99)).then(0)
+    token_class = token_class.when(r >= math.log(0.5)).then(1).when(r >= math.log(0.05)).then(2).otherwise(3)
+    tokens = tokens.select(
+        "step", r=r, o=o,
+        length=pl.when(length <= 64).then(0).otherwise((length / 64).log(2).ceil().clip(upper_bound=11)).cast(pl.Int32),
+        position=pl.when(t < 16).then(0).otherwise((t.log(2).floor() - 3).clip(upper_bound=13)).cast(pl.Int32),
+        advantage=pl.col("advantages").sign().cast(pl.Int32), token_class=token_class,
+    )  # fmt: skip
+    rows = tokens.group_by(*BUCKETS).agg(**polars_sums()).collect(engine="streaming").to_dicts()
+    return rolled_up(rows)
+
+
+def rolled_up(rows: list[dict[str, float]]) -> dict[str, Numbers]:
+    """Sums of a product of buckets, added up along each axis: figures by "AXIS/BUCKET"."""
+    added: dict[str, Numbers] = {}
+    for row in rows:
+        for axis in BUCKETS:
+            into = added.setdefault(f"{axis}/{row[axis]:.0f}", dict.fromkeys(SQL, 0.0))
+            for name in SQL:
+                into[name] = max(into[name], row[name]) if "max" in name else into[name] + row[name]
+    return {key: figures(sums) for key, sums in added.items() if sums["n"] > 1}
+
+
+def polars_sums() -> dict[str, object]:
+    """`SQL` as expressions of columns r and o."""
+    import polars as pl
+
+    r, o = pl.col("r"), pl.col("o")
+    l, p, q = o - r, r.exp(), o.exp()  # noqa: E741
     w = l.exp()
-    sums = {
+    return {
         "n": pl.len(), "l": l.sum(), "l2": (l * l).sum(), "abs": l.abs().sum(), "max": l.abs().max(),
         "w": w.sum(), "w2": (w * w).sum(), "excess_abs": (w - 1).abs().sum(),
         "p": p.sum(), "p2": (p * p).sum(), "q": q.sum(), "q2": (q * q).sum(), "pq": (p * q).sum(),
         "d_abs": (q - p).abs().sum(), "d_max": (q - p).abs().max(),
     }  # fmt: skip
-    rows = tokens.group_by("step").agg(**sums).collect(engine="streaming").to_dicts()
-    return {row["step"]: figures(row) for row in rows}
 
 
 def figures(s: Numbers) -> Numbers:
@@ -199,7 +272,7 @@ def figures(s: Numbers) -> Numbers:
     values = (
         -s["l"] / n, s["l2"] / n / 2, (s["w"] - n - s["l"]) / n, s["abs"] / n, s["max"],
         s["w2"] / n - 1, s["excess_abs"] / n / 2, s["w"] ** 2 / n / s["w2"],
-        (s["pq"] / n - p * q) / math.sqrt(var_p * var_q), s["d_abs"] / n, s["d_max"],
+        (s["pq"] / n - p * q) / math.sqrt(max(var_p * var_q, 1e-300)), s["d_abs"] / n, s["d_max"],
     )  # fmt: skip
     return dict(zip(CORE, values, strict=True))
 
@@ -210,8 +283,10 @@ ARMS: dict[str, Callable[[Path], object]] = {
     "core statistics": core,
     "core by polars": by_polars,
     "core by duckdb": by_duckdb,
+    "core and facets by polars": facets_by_polars,
+    "core and facets by duckdb": facets_by_duckdb,
 }
-NEEDS = {"core by polars": "polars", "core by duckdb": "duckdb"}
+NEEDS = {arm: arm.rpartition(" ")[2] for arm in ARMS if " by " in arm}
 
 
 def available() -> dict[str, Callable[[Path], object]]:
@@ -231,6 +306,10 @@ def disagreement(path: Path) -> dict[str, float]:
     for arm, engine in available().items():
         if arm not in NEEDS:
             continue
+        if "facets" in arm:
+            found[arm] = facets_apart(path, engine(path))  # type: ignore[arg-type]
+            assert found[arm] < 1e-3, f"{arm} finds other numbers: they differ by {found[arm]:.1e}"
+            continue
         theirs: ByStep = engine(path)  # type: ignore[assignment]
         assert theirs.keys() == ours.keys(), arm
         found[arm] = max(
@@ -240,6 +319,22 @@ def disagreement(path: Path) -> dict[str, float]:
         )
         assert found[arm] < 1e-3, f"{arm} finds other numbers: they differ by {found[arm]:.1e}"
     return found
+
+
+def facets_apart(path: Path, theirs: dict[str, Numbers]) -> float:
+    """The largest difference of a mean in any bucket of four axes from ours, relative to it or 1e-3."""
+    found = detect([str(path)])
+    parts = (Tally.over(read(p, found).batches, file=p.file) for p in pieces(found))
+    ours, worst = reduce(Tally.merge, parts).facets.rows(), 0.0
+    for axis in ("length", "position", "advantage", "token_class"):
+        labels = list(AXES[axis].labels)
+        for row in ours[axis]:
+            bucket = labels.index(row["label"]) - (axis == "advantage")
+            if row["tokens"] > 1:
+                for name in ("k1", "k3", "abs_log_ratio_mean", "abs_log_ratio_max", "tv_sampled", "ess_frac"):
+                    value = row[f"mismatch/{name}"]
+                    worst = max(worst, abs(theirs[f"{axis}/{bucket}"][name] - value) / max(abs(value), 1e-3))
+    return worst
 
 
 def peak_mib(arm: str, path: Path) -> float:
@@ -290,9 +385,9 @@ def rates(arms: dict[str, Callable[[], object]], tokens: int, repeats: int) -> R
 
 
 def show(title: str, found: Rates) -> None:
-    print(f"\n{title}\n{'':24}{'ns a token':>12}{'million tokens/s':>18}")
+    print(f"\n{title}\n{'':26}{'ns a token':>12}{'million tokens/s':>18}")
     for arm, figure in found.items():
-        print(f"{arm:24}{figure['ns_per_token']:12.1f}{figure['tokens_per_second'] / 1e6:18.1f}")
+        print(f"{arm:26}{figure['ns_per_token']:12.1f}{figure['tokens_per_second'] / 1e6:18.1f}")
 
 
 def main(argv: list[str] | None = None) -> dict[str, object]:
@@ -331,9 +426,9 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         )
         sizes = [file.stat().st_size / 2**20 for file in files]
         peaks = {arm: [peak_mib(arm, file) for file in files] for arm in available()}
-    print(f"\npeak memory beyond imports, MiB\n{'':24}" + "".join(f"{s:>10,.0f} MiB" for s in sizes))
+    print(f"\npeak memory beyond imports, MiB\n{'':26}" + "".join(f"{s:>10,.0f} MiB" for s in sizes))
     for arm, found in peaks.items():
-        print(f"{arm:24}" + "".join(f"{x:14,.0f}" for x in found))
+        print(f"{arm:26}" + "".join(f"{x:14,.0f}" for x in found))
     result = {
         "machine": facts,
         "load_average": os.getloadavg(),

@@ -131,6 +131,10 @@ def log_sums(log_ratio: Float[Tensor, "*s n"]) -> Float[Tensor, "*s 2"]:
     return totals(scaled, (scaled, scaled)).log() + torch.stack([top, 2 * top], -1)
 
 
+NEAR = 4.0
+"""Nats of |l| up to which e^l is 1 plus the excess, which is summed anyway, and no other exponential is taken: float32
+holds the excess to 3e-8 of 1, and so e^l to 2e-6 of itself at l = -4."""
+
 BLOCK = 2**16
 """Tokens per block on a CPU: temporaries of 256 KiB are reused in a core's cache. A temporary of a
 whole batch is fresh memory each time, and touching it costs several times the arithmetic."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
@@ -203,6 +204,28 @@ class Segments:
         """
         total = torch.segment_reduce(x.double(), "sum", offsets=self.cu_seqlens, unsafe=True)
         return total.to(x.dtype)
+
+    def total(self, x: Float[Tensor, " n"]) -> Float[Tensor, " b"]:
+        """The same sum in float64, without gradient; on a host by numpy, whose reductions are faster."""
+        x = x.detach().double()
+        if x.device.type != "cpu":
+            return torch.segment_reduce(x, "sum", offsets=self.cu_seqlens, unsafe=True)
+        return self._reduced(np.add, x.numpy())
+
+    def largest(self, x: Float[Tensor, " n"]) -> Float[Tensor, " b"]:
+        """Largest value of each segment in float64, without gradient; 0 where it is empty."""
+        if x.device.type != "cpu":
+            return self.max(x.detach().double())
+        return self._reduced(np.maximum, x.detach().numpy())
+
+    def _reduced(self, how: np.ufunc, x: Float[np.ndarray, " n"]) -> Float[Tensor, " b"]:
+        """A reduction over each segment on the host, in float64; 0 where it is empty."""
+        filled = self.lengths > 0
+        starts = self.cu_seqlens[:-1][filled].numpy()
+        reduced = torch.from_numpy(how.reduceat(x, starts) if len(starts) else np.zeros(0)).double()
+        if len(starts) == len(self):
+            return reduced
+        return reduced.new_zeros(len(self)).masked_scatter_(filled, reduced)
 
     def mean(self, x: Float[Tensor, " n"]) -> Float[Tensor, " b"]:
         """Mean over each segment; 0 where it is empty. Gradient: to `x`."""

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from offdrift.errors import BadValueError
-from offdrift.numerics import BLOCK, at_least_float32, clamped
+from offdrift.numerics import BLOCK, NEAR, at_least_float32, clamped
 from offdrift.records.batch import Logged
 from offdrift.records.provenance import Provenance
 from offdrift.stats import METRICS
@@ -31,6 +31,7 @@ LENGTH_CUTS = tuple(64 * 2**i for i in range(11))
 """Longest response of each length bucket; the last bucket has no end."""
 POSITIONS = 13
 """Position buckets before the open one: 0-15, then doubling."""
+POSITION_STARTS = torch.tensor([0, *(16 * 2**i for i in range(POSITIONS))])
 CLASSES = {"sure": (0.99, 1.0), "likely": (0.5, 0.99), "unsure": (0.05, 0.5), "rare": (0.0, 0.05)}
 """Tokens by the probability that the rollout policy gave them: what a log has without a tokenizer."""
 LAGS = 9
@@ -99,19 +100,15 @@ class Cells:
     def of_tokens(self, batch: Logged) -> Int[Tensor, " n"]:
         """The cell of every token."""
         assert batch.logp_rollout is not None
-        lengths, n, stride = batch.cu_seqlens.diff(), batch.num_tokens, self.stride
-
-        def spread(x: Tensor) -> Tensor:
-            return torch.repeat_interleave(x.int(), lengths, output_size=n)
-
-        cell = spread(length_bucket(batch.response_lengths) * stride["length"])
+        lengths, stride = batch.cu_seqlens.diff(), self.stride
+        of_length = length_bucket(batch.response_lengths) * stride["length"]
         if batch.position is None:
-            position = torch.arange(n, dtype=torch.int32).sub_(spread(batch.cu_seqlens[:-1]))
+            cell = self._by_position(batch, of_length)
         else:
-            position = batch.position.int()
-        # 0 for 0-15, 1 for 16-31, ...: the exponent of a float32.
-        exponent = (position | 15).float().view(torch.int32).bitwise_right_shift_(23)
-        cell.add_(exponent.sub_(127 + 3).clamp_(max=POSITIONS), alpha=stride["position"])
+            cell = _repeated(of_length, lengths)
+            # 0 for 0-15, 1 for 16-31, ...: the exponent of a float32.
+            exponent = (batch.position.int() | 15).float().view(torch.int32).bitwise_right_shift_(23)
+            cell.add_(exponent.sub_(127 + 3).clamp_(max=POSITIONS), alpha=stride["position"])
         if batch.advantages is not None:
             cell.add_(batch.advantages.sign().int().add_(1), alpha=stride["advantage"])  # the sign of NaN is 0
         if "lag" in self.axes and batch.lag is not None:
@@ -126,6 +123,13 @@ class Cells:
         classes = _token_class(batch.logp_rollout[last])
         cell.index_add_(0, last, (len(CLASSES) - classes) * stride["token_class"])
         return cell
+
+    def _by_position(self, batch: Logged, of_length: Int[Tensor, " b"]) -> Int[Tensor, " n"]:
+        """The cell by length and position where no token was left out: of each run that shares it, then repeated."""
+        inside = batch.cu_seqlens.diff()[:, None] > POSITION_STARTS
+        starts = (batch.cu_seqlens[:-1, None] + POSITION_STARTS)[inside]
+        cells = (of_length[:, None] + torch.arange(len(POSITION_STARTS)) * self.stride["position"])[inside]
+        return _repeated(cells, torch.diff(starts, append=batch.cu_seqlens[-1:]))
 
     def along(self, tables: Tensor, how: np.ufunc = np.add) -> dict[str, np.ndarray]:
         """Tables of cells, `[k, cells]`, added up along each axis to `[k, buckets]`."""
@@ -181,9 +185,14 @@ def length_bucket(lengths: Int[Tensor, " b"]) -> Int[Tensor, " b"]:
 
 def _token_class(logp: Float[Tensor, " k"]) -> Int[Tensor, " k"]:
     likely, unsure, rare = (math.log(high) for _, high in list(CLASSES.values())[1:])
-    at_most = [(logp <= likely), (logp < unsure), (logp < rare)]
-    first, second, third = (x.view(torch.uint8) for x in at_most)
-    return first.add_(second).add_(third).int()
+    x = at_least_float32(logp).numpy()  # numpy compares ten times as fast
+    first, second, third = (below.view(np.uint8) for below in (x <= likely, x < unsure, x < rare))
+    return torch.from_numpy(first + second + third).int()
+
+
+def _repeated(x: Int[Tensor, " runs"], lengths: Int[Tensor, " runs"]) -> Int[Tensor, " n"]:
+    """Each value so many times, as int32; numpy repeats four times as fast."""
+    return torch.from_numpy(np.repeat(x.int().numpy(), lengths.numpy()))
 
 
 CHUNK = 2**20
@@ -218,9 +227,21 @@ def runs(batch: Logged, width: int) -> Iterator[tuple[int, Logged]]:
         yield key, batch.cut(first, last)
 
 
-NEAR = 4.0
-"""Nats of |l| up to which e^l is 1 plus the excess, which is summed anyway, and no other exponential is taken: float32
-holds the excess to 3e-8 of 1, and so e^l to 2e-6 of itself at l = -4."""
+LANES = 4
+"""Copies of a table into which neighboring tokens are counted in turn, and which are added up at the end. Neighbors
+are mostly of one bucket, and one sum at a time would wait for the sum before it: four cost half as much."""
+
+
+@functools.lru_cache(maxsize=4)
+def lanes(size: int, tokens: int) -> Int[Tensor, " tokens"]:
+    """What to add to the buckets (below `size`) of that many tokens, so that each counts in the lane whose turn it is.
+
+    Example:
+        >>> lanes(10, 6)
+        tensor([ 0, 10, 20, 30,  0, 10], dtype=torch.int32)
+    """
+    return torch.arange(tokens, dtype=torch.int32).remainder_(LANES).mul_(size)
+
 
 SUMS = ("excess", "excess_sq", "l_limited", "abs", "excess_abs")
 TOKEN_METRICS = (
@@ -432,68 +453,78 @@ def _summed(batch: Logged) -> tuple[Tables, Tables, Tables, dict[str, PerSequenc
     cells, second = Cells.known(batch), seconds(batch)
     size = math.prod(cells.shape)
 
-    def table(rows: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-        return torch.zeros(rows, size, dtype=dtype)
+    def table(rows: int = 1, copies: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.zeros(rows, copies * size, dtype=dtype)
 
-    tokens, present, parts = table(), np.zeros(64), {on: [] for on in second}
+    present, parts = np.zeros(64), {on: [] for on in second}
+    tokens, exact = table(1, LANES), {name: table(1, LANES) for name in batch.divergences}
     # `SUMS` and the count of tokens within `NEAR` and beyond; of those beyond, logs of sums as well.
-    near, far = ({on: table(len(SUMS) + 1) for on in second} for _ in range(2))
+    near, far = {on: table(len(SUMS), LANES) for on in second}, {on: table(len(SUMS) + 1) for on in second}
     far_logs = {on: LogTable.empty(size, x.dtype) for on, x in second.items()}
-    largest = {on: table(dtype=x.dtype) for on, x in second.items()}
-    exact = {name: table() for name in batch.divergences}
-    for block in chunks(batch, tokens=2 * BLOCK):  # some sixty calls on each
+    largest = {on: table(1, LANES, x.dtype) for on, x in second.items()}
+    for block in chunks(batch, tokens=4 * BLOCK):  # some sixty calls on each
         assert block.logp_rollout is not None
-        cell, rollout = cells.of_tokens(block), at_least_float32(block.logp_rollout)
-        count = torch.bincount(cell, minlength=size)
-        tokens += count
-        present += cells.sequences(cell, block.cu_seqlens)
-        cell = cell.long()
+        own, rollout = cells.of_tokens(block), at_least_float32(block.logp_rollout)
+        present += cells.sequences(own, block.cu_seqlens)
+        cell = (own + lanes(size, 1 << (block.num_tokens - 1).bit_length())[: block.num_tokens]).long()
+        tokens += torch.bincount(cell, minlength=LANES * size)
         for on, policy in seconds(block).items():
             raw = policy - rollout
             limited, size_of_l = clamped(raw), raw.abs()
             excess = limited.expm1().double()  # the one exponential of a token
-            values = (excess, excess * excess, limited.double(), size_of_l.double(), excess.abs())
-            if not len(raw) or float(size_of_l.max()) <= NEAR:
-                _scatter(near[on], values, cell, count)
-            else:
-                beyond = size_of_l > NEAR
-                for into, those in ((near[on], ~beyond), (far[on], beyond)):
-                    _scatter(into, [x[those] for x in values], cell[those])
-                far_logs[on].add(raw[beyond], cell[beyond])
-            largest[on][0].scatter_reduce_(0, cell, size_of_l, "amax")
             parts[on].append(PerSequence.sums(block.segments, raw, excess, size_of_l))
+            largest[on][0].scatter_reduce_(0, cell, size_of_l, "amax")
+            if not bool((size_of_l.numpy() <= NEAR).all()):
+                beyond = torch.from_numpy(np.flatnonzero(~(size_of_l.numpy() <= NEAR)))
+                where = own[beyond].long()
+                _scatter(far[on], _values(excess[beyond], limited[beyond], size_of_l[beyond]), where)
+                far[on][-1].scatter_add_(0, where, torch.ones_like(excess[beyond]))
+                far_logs[on].add(raw[beyond], where)
+                for x in (excess, limited, size_of_l):
+                    x[beyond] = 0.0
+            _scatter(near[on], _values(excess, limited, size_of_l), cell)
         for name, x in block.divergences.items():
             exact[name][0].scatter_add_(0, cell, x.double())
 
+    (counted,) = tokens = _whole(tokens)
     sums = {f"{axis}/sequences": counts for axis, counts in cells.named(present).items()}
     maxima, logs = {}, {}
-    own = [*second, *(f"divergence/{name}" for name in exact)]
+    names = [*second, *(f"divergence/{name}" for name in exact)]
     for axis, (count,) in cells.along(tokens).items():
-        sums |= {f"{axis}/tokens": count, **{f"{axis}/{name}/n": count for name in own}}
+        sums |= {f"{axis}/tokens": count, **{f"{axis}/{name}/n": count for name in names}}
     for on in second:
-        for axis, columns in cells.along((near[on] + far[on])[: len(SUMS)]).items():
+        within = torch.cat([_whole(near[on]), (counted - far[on][-1])[None]])
+        for axis, columns in cells.along((within + far[on])[: len(SUMS)]).items():
             sums |= {f"{axis}/{on}/{k}": x for k, x in zip(SUMS, columns, strict=True)}
-        for axis, (most,) in cells.along(largest[on], np.maximum).items():
+        for axis, (most,) in cells.along(largest[on].view(LANES, -1).amax(0)[None], np.maximum).items():
             maxima[f"{axis}/{on}/abs_max"] = most
-        for axis, columns in cells.log_added(torch.logaddexp(far_logs[on].logs(), _near_logs(near[on]))).items():
+        for axis, columns in cells.log_added(torch.logaddexp(far_logs[on].logs(), _near_logs(within))).items():
             logs |= {f"{axis}/{on}/{k}": x for k, x in zip(TOKEN_LOGS, columns, strict=True)}
     for name, total in exact.items():
-        sums |= {f"{axis}/divergence/{name}": x for axis, (x,) in cells.along(total).items()}
+        sums |= {f"{axis}/divergence/{name}": x for axis, (x,) in cells.along(_whole(total)).items()}
     for column in ("sequences", "tokens"):  # of all sequences, scored or not: `_by_length`
         del sums[f"length/{column}"]
     return sums, maxima, logs, {on: PerSequence.cat(x) for on, x in parts.items()}
 
 
-def _scatter(
-    table: Float[Tensor, "k cells"],
-    values: Iterable[Float[Tensor, " n"]],
-    cell: Int[Tensor, " n"],
-    count: Int[Tensor, " cells"] | None = None,
-) -> None:
-    """Add up values by cell, and in the last row how many there were, in place."""
-    for row, x in zip(table, values, strict=False):
+def _values(excess: Tensor, limited: Tensor, size_of_l: Tensor) -> Iterator[Tensor]:
+    """`SUMS` of each token, one after another, so that each is added up while it is in cache."""
+    yield excess
+    yield excess * excess
+    yield limited.double()
+    yield size_of_l.double()
+    yield excess.abs()
+
+
+def _scatter(table: Float[Tensor, "k cells"], values: Iterable[Float[Tensor, " n"]], cell: Int[Tensor, " n"]) -> None:
+    """Add up values by cell, in place."""
+    for row, x in zip(table, values):
         row.scatter_add_(0, cell, x)
-    table[-1] += torch.bincount(cell, minlength=table.shape[1]) if count is None else count
+
+
+def _whole(table: Float[Tensor, "k lanes_cells"]) -> Float[Tensor, "k cells"]:
+    """A table whose lanes are added up."""
+    return table.view(len(table), LANES, -1).sum(1)
 
 
 def _near_logs(table: Float[Tensor, "k cells"]) -> Float[Tensor, "2 cells"]:

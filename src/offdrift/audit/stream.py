@@ -4,8 +4,9 @@ Each piece's part is on disk before it counts, so an audit that was interrupted,
 it has not read. A part belongs to a file's name, size and date: a file that changed is read again.
 
 Workers are processes of this machine (`in_processes`) or of a Ray cluster (`on_ray`), every node of which must be able
-to open the files by the names given here. Parts come back to this process, which merges them in order, so the result is
-that of one process, to the last bit. No other file imports ray.
+to open the files by the names given here. Parts come back to this process in any order; it stores each at once and
+merges them in the order of the log, so the result is that of one process, to the last bit. Slices of a log
+(`slice_of`) that other machines read leave their parts in the same folder, or in one that is copied there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import logging
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
@@ -27,32 +29,39 @@ import torch
 
 from offdrift.audit.partial import BAD_ROWS_KEPT, Job, Part, Unread, work
 from offdrift.engines.isolation import ray_cluster
-from offdrift.errors import RecordError
+from offdrift.errors import EngineError, RecordError
 from offdrift.records.atomic import remove_half_written, write_atomically
 from offdrift.records.readers import Piece, fingerprint
 
 LAYOUT = 5
 """Layout of stored parts; a part of another layout is made again."""
 
-Run = Callable[[Job, list[Piece]], Iterator[bytes]]
-"""Parts of the given pieces, as bytes, in the pieces' order."""
+Run = Callable[[Job, list[Piece]], Iterator[tuple[int, bytes]]]
+"""Parts of the given pieces as bytes, each with its piece's place in the list; in any order."""
 
 
-def in_process(job: Job, pieces: list[Piece]) -> Iterator[bytes]:
+def in_process(job: Job, pieces: list[Piece]) -> Iterator[tuple[int, bytes]]:
     """One piece after another, here."""
-    for piece in pieces:
-        yield work(piece, job).to_bytes()
+    for i, piece in enumerate(pieces):
+        yield i, work(piece, job).to_bytes()
 
 
 def in_processes(workers: int) -> Run:
     """Several pieces at once, each in a process of its own with one thread."""
 
-    def run(job: Job, pieces: list[Piece]) -> Iterator[bytes]:
+    def run(job: Job, pieces: list[Piece]) -> Iterator[tuple[int, bytes]]:
         # "spawn": a forked process would inherit this one's locked thread pools.
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(workers, context, initializer=_begin_worker)
         try:
-            yield from pool.map(_work, pieces, [job] * len(pieces))
+            places = {pool.submit(_work, piece, job): i for i, piece in enumerate(pieces)}
+            for done in as_completed(list(places)):
+                yield places.pop(done), done.result()
+        except BrokenProcessPool as error:
+            raise EngineError(
+                "a process that read the log was killed, most often for lack of memory; what was read is stored, and "
+                f"the same command goes on: give fewer than --workers {workers} if it happens again"
+            ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -71,7 +80,7 @@ def audit(
 
     Args:
         folder: where parts are kept, `parts/KEY.npz`; what is there is not read again.
-        run: who reads the pieces.
+        run: who reads the pieces; a part that arrives before its turn is stored at once, and waits there.
         watch: called after each piece with how many are done and the merged part.
 
     Raises: `RecordError` if there is nothing to read, or the folder cannot be written.
@@ -80,22 +89,41 @@ def audit(
         raise RecordError("there is nothing to read: no file holds a row")
     remove_half_written(folder)
     places = [folder / "parts" / f"{_key(piece, job)}.npz" for piece in pieces]
-    kept = [place.exists() for place in places]
-    fresh = run(job, [piece for piece, there in zip(pieces, kept) if not there])
+    stored = [place.exists() for place in places]
+    missing = [i for i, there in enumerate(stored) if not there]
+    fresh = run(job, [pieces[i] for i in missing])
     skipped = job.found.skipped
     total = Part(Unread.of(skipped, {}), skipped[:BAD_ROWS_KEPT])
-    for done, (piece, place, there) in enumerate(zip(pieces, places, kept), start=1):
+    for i, (piece, place) in enumerate(zip(pieces, places)):
+        while not stored[i]:
+            which, made = next(fresh)
+            _store(places[missing[which]], made)
+            stored[missing[which]] = True
         part = None
-        if there:
-            with suppress(OSError, RecordError):  # one that cannot be read is made again
-                part = Part.from_bytes(place.read_bytes())
+        with suppress(OSError, RecordError):  # one that cannot be read is made again
+            part = Part.from_bytes(place.read_bytes())
         if part is None:
-            made = work(piece, job).to_bytes() if there else next(fresh)
-            write_atomically(place, lambda tmp, made=made: Path(tmp).write_bytes(made))
-            part = Part.from_bytes(made)
+            part = work(piece, job)
+            _store(place, part.to_bytes())
         total = total.merge(part)
-        watch(done, total)
+        watch(i + 1, total)
     return total
+
+
+def slice_of(pieces: list[Piece], part: int, of: int) -> list[Piece]:
+    """The pieces of one slice, `part` from 1 to `of`: neighbors, so that none is read over another's rows.
+
+    The slices of one log hold each piece once, and what an audit stores of them is what it stores of the whole.
+
+    Example:
+        >>> [slice_of([*"abcde"], part, 3) for part in (1, 2, 3)]
+        [['a'], ['b', 'c'], ['d', 'e']]
+    """
+    return pieces[(part - 1) * len(pieces) // of : part * len(pieces) // of]
+
+
+def _store(place: Path, part: bytes) -> None:
+    write_atomically(place, lambda tmp: Path(tmp).write_bytes(part))
 
 
 def _key(piece: Piece, job: Job) -> str:
@@ -128,8 +156,7 @@ def on_ray(address: str) -> Run:
     Raises: `EngineError` if Ray is missing, or no cluster answers at the address.
     """
 
-    def run(job: Job, pieces: list[Piece]) -> Iterator[bytes]:
-        """The parts in the order of the pieces; a part that is early waits here for its turn."""
+    def run(job: Job, pieces: list[Piece]) -> Iterator[tuple[int, bytes]]:
         if not pieces:
             return
         with ray_cluster(address) as ray:
@@ -142,13 +169,14 @@ def on_ray(address: str) -> Run:
                 [{"index": i, **asdict(piece)} for i, piece in enumerate(pieces)],
                 override_num_blocks=len(pieces),  # a block is a task: one piece each
             )
-            early: dict[int, bytes] = {}
-            turn = 0
-            for row in rows.map(lambda row: _part(row, shared)).iter_rows():
-                early[row["index"]] = row["part"]
-                while turn in early:
-                    yield early.pop(turn)
-                    turn += 1
+            try:
+                for row in rows.map(lambda row: _part(row, shared)).iter_rows():
+                    yield row["index"], row["part"]
+            except ray.exceptions.RayError as error:
+                raise EngineError(
+                    f"the Ray cluster at --ray {address} ended the audit ({str(error).splitlines()[0]}); what was read "
+                    "is stored, and the same command goes on, with or without --ray"
+                ) from error
 
     return run
 

@@ -43,6 +43,15 @@ def audit(
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Read on a Ray cluster: auto, host:port, or local.")
     ] = None,
+    slice_: Annotated[
+        str | None,
+        typer.Option(
+            "--slice", metavar="I/N", help="Read the I-th of N parts of the log and stop: one for each machine."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say how much there is and what it will take; writes nothing.")
+    ] = False,
     rules: RulesFile = None,
     framework: Annotated[
         str | None, typer.Option(help="Whose configuration the fixes are written in; default as detected.")
@@ -84,18 +93,21 @@ def audit(
     offdrift audit runs/tiny/arms/none
     offdrift audit 's3://bucket/run/token_exports/*/rank_*.jsonl' --workers 8
     offdrift audit rollouts.jsonl --columns logp_rollout=vllm_lp --fail-on act
+    offdrift audit LOGS --dry-run                    # tokens, hours, memory, and how to split it
+    offdrift audit LOGS --slice 3/8 --out SHARED     # on the third of eight machines; at last without --slice
     """
     from offdrift.audit.conclude import arms_of_run, conclude, run_context, write_audit
     from offdrift.audit.page import write_audit_page
     from offdrift.audit.partial import Job, Part
     from offdrift.audit.stream import audit as stream
-    from offdrift.audit.stream import in_process, in_processes
+    from offdrift.audit.stream import in_process, in_processes, slice_of
     from offdrift.audit.view import audit_view
     from offdrift.judge import load_rules
     from offdrift.records.readers import detect, pieces
 
     table = load_rules(rules)
     paths = [p for log in logs for p in _logs_of(log)]
+    part_of = _slice(slice_)
     started = time.perf_counter()
     source = detect(paths, columns=pairs(columns), limit=max_file_mib << 20)
     folder = out or Path("audits") / _name(logs[0])
@@ -103,6 +115,17 @@ def audit(
     screen.note(f"reading {count} {'file' if count == 1 else 'files'}, {_size(source.bytes)}")
     plan = pieces(source)
     job = Job(source, sample_rate=min(1.0, sample_mib * 2**20 / max(source.bytes, 1)))
+    if dry_run:
+        from offdrift.audit.forecast import forecast
+
+        expected = forecast(job, plan, workers=workers)
+        if screen.as_json:
+            screen.json({"detected": source.said, **expected.as_dict()})
+        else:
+            screen.show("\n".join([source.said, *expected.sentences()]))
+        return
+    if part_of is not None:
+        plan = slice_of(plan, *part_of)
     if ray is not None:
         from offdrift.audit.stream import on_ray
 
@@ -118,7 +141,7 @@ def audit(
             progress.update(task, completed=done, description=f"{tokens:,} tokens, {rate:,.0f} per s")
 
         try:
-            part = stream(job, plan, folder=folder, run=run, watch=watch)
+            part = stream(job, plan, folder=folder, run=run, watch=watch) if plan or part_of is None else Part()
         except KeyboardInterrupt:
             progress.stop()
             again = shlex.join(["offdrift", *sys.argv[1:]])
@@ -126,6 +149,16 @@ def audit(
                 f"\ninterrupted; what was read is in {folder / 'parts'}. The same command continues:\n  {again}"
             )
             raise typer.Exit(ExitCode.INTERRUPTED) from None
+    if part_of is not None:
+        tokens = 0 if part.tally is None else part.tally.tokens
+        whole = shlex.join(["offdrift", "audit", *logs, "--out", str(folder)])
+        numbers = {"slice": part_of[0], "of": part_of[1], "pieces": len(plan), "tokens": tokens}
+        if screen.as_json:
+            screen.json({**numbers, "folder": str(folder), "next": whole})
+        else:
+            screen.show(f"slice {slice_}: {len(plan):,} pieces, {tokens:,} tokens, stored in {folder / 'parts'}")
+            screen.next(whole, "when all slices are in this folder: merges them, and reads what is missing")
+        return
     about = run_context(
         paths[0], framework or source.framework, method=method, temperature=temperature, mixture_of_experts=moe
     )
@@ -145,6 +178,19 @@ def audit(
         screen.next(f"offdrift audit {logs[0]} --fail-on act", "the same as a test: exit status 3")
     if reaches(level, fail_on):
         raise typer.Exit(ExitCode.VERDICT)
+
+
+def _slice(text: str | None) -> tuple[int, int] | None:
+    """Which part of how many `--slice` asks for.
+
+    Raises: `BadValueError` unless it is I/N with I from 1 to N.
+    """
+    if text is None:
+        return None
+    part, _, of = text.partition("/")
+    if not (part.isdecimal() and of.isdecimal() and 1 <= int(part) <= int(of)):
+        raise BadValueError(f"--slice {text}: give I/N with I from 1 to N, such as 3/8 for the third of eight slices")
+    return int(part), int(of)
 
 
 def _logs_of(path: str) -> list[str]:

@@ -21,7 +21,7 @@ from offdrift.correction import Corrected
 from offdrift.divergence.evidence import Divergence, Grade
 from offdrift.errors import BadValueError
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped, largest_of, log_sums, totals, vector_of
+from offdrift.numerics import LOG_RATIO_LIMIT, NEAR, blocks, clamped, largest_of, log_sums, totals, vector_of
 from offdrift.ratios import stopped_log_ratio
 from offdrift.segments import Segments
 from offdrift.stats.alphas import PAIRS, reweighted_tv, tv_bins
@@ -148,7 +148,7 @@ class DriftStats:
             logs: Named = {}
             segments = logprobs.segments
             sums["n"], sums["b"] = segments.cu_seqlens[-1], (segments.lengths > 0).sum()
-            nll = {"rollout": -segments.mean(logprobs.logp_rollout.double())}
+            nll = {"rollout": -(segments.total(logprobs.logp_rollout) / segments.lengths.clamp(min=1))}
             has_current, has_old = logprobs.logp is not None, logprobs.logp_old is not None
             available = {"mismatch": has_old, "staleness": has_current and has_old, "full": has_current}
             means = _ratios([on for on in available if available[on]], logprobs, sums, maxima, logs)
@@ -285,7 +285,7 @@ def _ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Named, lo
         added, largest, in_logs = (torch.stack(x) for x in zip(*tables, strict=True))
     else:
         added, largest, in_logs = _token_pass(torch.stack(first), torch.stack(raw))
-    total = torch.stack([segments.sum(x.double()) for x in raw])  # float32 would round a sum of 10^4 nats by 10^-3
+    total = torch.stack([segments.total(x) for x in raw])  # float32 would round a sum of 10^4 nats by 10^-3
     filled, nothing = segments.lengths > 0, -torch.inf
     mean = total / segments.lengths.clamp(min=1)
     of_sequences = torch.stack([mean, mean.abs(), clamped(-mean).exp().where(filled, 0.0)]).sum(-1)
@@ -315,12 +315,18 @@ def _joined_blocks(first: Float[Tensor, " n"], raw: Float[Tensor, " n"]) -> tupl
 def _token_pass(
     first: Float[Tensor, "*ratios k"], raw: Float[Tensor, "*ratios k"]
 ) -> tuple[Float[Tensor, "*ratios sums"], Float[Tensor, "*ratios maxima"], Float[Tensor, "*ratios logs"]]:
-    """`TOKEN_SUMS`, `TOKEN_MAXIMA` and `TOKEN_LOGS` of a block; three exponentials per token."""
+    """`TOKEN_SUMS`, `TOKEN_MAXIMA` and `TOKEN_LOGS` of a block.
+
+    Three exponentials per token; on a host, where asking costs nothing, two if no |l| is beyond `NEAR`.
+    """
+    largest = [largest_of(raw), largest_of(-raw)]
+    near = raw.is_cpu and raw.numel() > 0 and all(float(x.max()) <= NEAR for x in largest)
     limited = clamped(raw)
     excess = limited.expm1()  # ratio - 1, exact for small log-ratios
     p = first.exp()
     d = p * excess  # second - first, as probabilities; the clamp would hide a token's whole rise
-    d = d.where(raw <= LOG_RATIO_LIMIT, (first + raw).exp() - p)
+    if not near:
+        d = d.where(raw <= LOG_RATIO_LIMIT, (first + raw).exp() - p)
     d_abs = d.abs()
     added = totals(
         raw, limited, (limited, limited), raw.abs(),
@@ -331,8 +337,8 @@ def _token_pass(
     more, more2 = added[..., 6], added[..., 7]
     added[..., 7] = raw.shape[-1] + 2 * more + more2
     added[..., 6] = raw.shape[-1] + more
-    largest = torch.stack([largest_of(raw), largest_of(-raw), largest_of(d_abs)], -1)
-    return added, largest.double(), log_sums(raw)
+    in_logs = added[..., 6:8].log() if near else log_sums(raw)
+    return added, torch.stack([*largest, largest_of(d_abs)], -1).double(), in_logs
 
 
 def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Named, logs: Named) -> None:

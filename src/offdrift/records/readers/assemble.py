@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -174,6 +175,8 @@ def _filled_in(logps: Mapping[str, Lists], trains: Tokens | None) -> dict[str, T
     compared = compared if len(compared) > 1 else logps
     filled = {}
     for name, x in compared.items() if len(compared) > 1 else ():
+        if not _may_be_filled_in(name, compared):
+            continue
         # Only where the zeros are: most columns have few, and a log has many tokens.
         zero = (x.values == 0 if trains is None else (x.values == 0) & trains).nonzero().squeeze(-1)
         if len(zero) < ZEROS:
@@ -192,6 +195,26 @@ def _filled_in(logps: Mapping[str, Lists], trains: Tokens | None) -> dict[str, T
         if bool(rows.any()):
             filled[name] = torch.zeros_like(x.values, dtype=torch.bool).index_fill_(0, zero[rows[row]], True)
     return filled
+
+
+def _may_be_filled_in(name: str, compared: Mapping[str, Lists]) -> bool:
+    """Whether a look at all tokens, by numpy, leaves it open that zeros of this policy were filled in.
+
+    It takes a row of zeros alone, or that another policy finds `ZEROS` of them, and `ODD_SHARE` of all, unlikely.
+    """
+    x = compared[name]
+    zero, starts = x.values.numpy() == 0, x.cuts[:-1][x.lengths >= ZEROS].numpy()
+    others = (y.values.numpy() for other, y in compared.items() if other != name)
+    odd = sum(np.count_nonzero(zero & (y < UNLIKELY)) for y in others)
+    if odd >= max(ZEROS, ODD_SHARE * np.count_nonzero(zero)):
+        return True
+    return bool(zero[starts].any() and _all_in(zero, x).any())
+
+
+def _all_in(tokens: np.ndarray, x: Lists) -> np.ndarray:
+    """Which rows that have a token have all of theirs among `tokens`."""
+    starts = x.cuts[:-1][x.lengths > 0].numpy()
+    return np.logical_and.reduceat(tokens, starts) if len(starts) else tokens[:0]
 
 
 def _lowest(policies: Mapping[str, Tensor], tokens: Int[Tensor, " k"]) -> Tensor:

@@ -33,8 +33,9 @@ RATIO = 64
 """How many times its compressed size a row group may decode to, once that is more than the file may take. The lists of
 a real log are never all runs of equal values."""
 
-BUFFER = 1 << 20
-"""Bytes of a column that are read at once, so that a large row group is never held whole."""
+BUFFER, WHOLE = 1 << 20, 32 << 20
+"""Bytes of a column that are read at once, so that a large row group is never held whole; and the compressed bytes of a
+column of a row group up to which it is, which saves a copy."""
 
 _resume = Resume()
 """Where the last reading of a part of a row group stopped. A row group has no entrance in the middle: what is before
@@ -63,8 +64,16 @@ def _source(file: str, texts: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
     else:
         with opened(file):
             pass
-        with pq.ParquetFile(file, pre_buffer=False, buffer_size=BUFFER, **options) as source:
+        metadata = pq.read_metadata(file)
+        buffer = 0 if all(c.total_compressed_size <= WHOLE for c in _columns(metadata)) else BUFFER
+        with pq.ParquetFile(file, metadata=metadata, pre_buffer=False, buffer_size=buffer, **options) as source:
             yield source
+
+
+def _columns(metadata: Any) -> Iterator[Any]:
+    """Metadata of every column of every row group."""
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        yield from map(group.column, range(group.num_columns))
 
 
 def cuts(file: str, columns: Mapping[str, str], piece_bytes: int) -> list[tuple[int, int]]:
