@@ -92,12 +92,21 @@ class Browser:
                 return answer["result"]
             self.events.append(answer)
 
-    def open(self, page: Path, *, width: int = 1280, height: int = 800, dark: bool = False) -> None:
-        """Load a page in a window of that size, and wait until its charts are drawn."""
+    def open(
+        self, page: Path, *, width: int = 1280, height: int = 800, dark: bool = False, at: str = "", wait: bool = True
+    ) -> None:
+        """Load a page in a window of that size, and wait until its charts are drawn.
+
+        Args:
+            at: what stands behind the address, such as "#verdict".
+            wait: false for a file that is no page of ours.
+        """
         self.resize(width, height)
         self.media(dark=dark)
         self.events.clear()
-        self.send("Page.navigate", url=page.as_uri())
+        self.send("Page.navigate", url=page.as_uri() + at)
+        if not wait:
+            return
         self.wait("document.readyState === 'complete' && document.documentElement.dataset.drawn !== undefined")
 
     def resize(self, width: int, height: int) -> None:
