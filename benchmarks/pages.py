@@ -35,16 +35,15 @@ RESULTS = Path(__file__).parent / "results" / "pages.json"
 STORED_POINTS = 2000
 """Points that an audit stores at most (`offdrift.audit.tally.MAX_POINTS`)."""
 ON_NEW_PAGE = """
-new MutationObserver((_, watch) => {
-  if (document.documentElement?.dataset.drawn === undefined) return;
-  watch.disconnect();
-  window.__drawn = performance.now();
-}).observe(document, { attributes: true, subtree: true, attributeFilter: ["data-drawn"] });
+new MutationObserver(changes => {
+  for (const change of changes) window[`__${change.attributeName}`] ??= performance.now();
+}).observe(document, { attributes: true, subtree: true, attributeFilter: ["data-begun", "data-drawn"] });
 """
 CLOCK = """[
   performance.getEntriesByName("first-contentful-paint")[0]?.startTime ?? null,
   performance.getEntriesByType("navigation")[0].domContentLoadedEventEnd,
-  window.__drawn,
+  window["__data-begun"] ?? null,
+  window["__data-drawn"],
 ]"""
 
 
@@ -77,13 +76,13 @@ def worked(chrome: Browser) -> float:
 
 def opened(chrome: Browser, page: Path, times: int) -> dict[str, Any]:
     """Size of a page, and medians and extremes of the milliseconds until text, script and charts are there."""
-    seen = []
+    readings = []
     for _ in range(times):
         chrome.open(Path("/dev/null"), wait=False)
         before = worked(chrome)
         chrome.open(page.resolve())
-        seen.append([*chrome.run(CLOCK), worked(chrome) - before])
-    paint, script, drawn, work = zip(*seen, strict=True)
+        readings.append([*chrome.run(CLOCK), worked(chrome) - before])
+    paint, script, begun, drawn, work = zip(*readings, strict=True)
     text = page.read_text("utf-8")
     return {
         "bytes": len(text.encode()),
@@ -91,6 +90,7 @@ def opened(chrome: Browser, page: Path, times: int) -> dict[str, Any]:
         "points": chrome.run("[...document.querySelectorAll('.plot')].flatMap(p => p.data ?? []).reduce((n, t) => n + t.x.length, 0)"),
         "paint_ms": None if None in paint else statistics.median(paint),
         "script_ms": statistics.median(script),
+        "screen_ms": None if None in begun else {"median": statistics.median(begun), "least": min(begun), "most": max(begun)},
         "drawn_ms": {"median": statistics.median(drawn), "least": min(drawn), "most": max(drawn)},
         "work_ms": statistics.median(work),
     }  # fmt: skip

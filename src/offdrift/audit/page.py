@@ -124,7 +124,7 @@ def _heat(row: Fields) -> Heat:
     )
 
 
-def write_audit_page(audit: Mapping[str, Any], folder: Path, *, limit: float = PAGE_BYTES) -> Path:
+def write_audit_page(audit: Mapping[str, Any], folder: Path, *, limit: float | int = PAGE_BYTES) -> Path:
     """Write `report.html` of an audit, whole or not at all, and return where it is; what the audit lacks is left out.
 
     Args:
@@ -135,7 +135,7 @@ def write_audit_page(audit: Mapping[str, Any], folder: Path, *, limit: float = P
     return write_document(render_audit(audit, limit=limit), folder / PAGE)
 
 
-def render_audit(audit: Mapping[str, Any], *, limit: float = PAGE_BYTES) -> str:
+def render_audit(audit: Mapping[str, Any], *, limit: float | int = PAGE_BYTES) -> str:
     """The page of an audit as text, the same for the same audit, `limit` bytes at most."""
     time, parts = over_time(audit), along(audit)
     ratios = histogram_chart(audit.get("histograms"))

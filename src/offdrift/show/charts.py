@@ -299,7 +299,7 @@ def _drawable(value: Any, *, log: bool = False) -> Any:
 
 def _extremes(series: Series) -> str:
     """The values of a series in words: how many, the first, the last, the lowest and the highest."""
-    pairs = [(x, y) for x, y in zip(series.x, series.y) if y is not None and math.isfinite(y)]
+    pairs = [(x, float(y)) for x, y in zip(series.x, series.y) if y is not None and math.isfinite(y)]
     if len(pairs) < 2:
         return f"{short(pairs[0][1])} at {_place(pairs[0][0])}" if pairs else "no value"
     low, high = min(pairs, key=lambda p: p[1]), max(pairs, key=lambda p: p[1])
@@ -313,7 +313,7 @@ def _place(value: Any) -> str:
     """A place along x in words."""
     if value is None or isinstance(value, str):
         return value or "nowhere"
-    return f"{value:,.0f}" if float(value).is_integer() else short(value)
+    return f"{value:,.0f}" if float(value).is_integer() else short(float(value))
 
 
 def _escaped(text: str) -> str:

@@ -48,7 +48,7 @@ def render_document(
     *,
     data: Callable[[Columns], Mapping[str, Any]],
     styles: Sequence[str] = STYLES,
-    limit: float = PAGE_BYTES,
+    limit: float | int = PAGE_BYTES,
 ) -> str:
     """A page as text, the same for the same input.
 
@@ -77,7 +77,7 @@ def render_document(
     return page.replace(_DATA, _fitting(data, limit - len(page.encode("utf-8", "surrogatepass"))))
 
 
-def _fitting(data: Callable[[Columns], Mapping[str, Any]], room: float) -> str:
+def _fitting(data: Callable[[Columns], Mapping[str, Any]], room: float | int) -> str:
     """The data as JSON, its series thinned until they fit into so many bytes, or nothing is left to leave out."""
     points: int | None = None
     while True:

@@ -33,7 +33,7 @@ GLYPHS = dict(zip(SYMBOLS, "●■◆▲✚★⬢⬟"))
 """The plotted marker symbols as text, for legend and table."""
 
 
-def write_report(run_dir: Path, *, limit: float = PAGE_BYTES) -> Path:
+def write_report(run_dir: Path, *, limit: float | int = PAGE_BYTES) -> Path:
     """Write `report.html` of a run, finished or not, whole or not at all; an earlier one is replaced.
 
     Args:
@@ -46,7 +46,7 @@ def write_report(run_dir: Path, *, limit: float = PAGE_BYTES) -> Path:
     return write_document(render(read_run(run_dir), limit=limit), run_dir / FILE_NAME)
 
 
-def render(run: Run, *, limit: float = PAGE_BYTES) -> str:
+def render(run: Run, *, limit: float | int = PAGE_BYTES) -> str:
     """The page of a run as text, `limit` bytes at most."""
     charts, overlapped = all_charts(run.arms), any(arm.schedule for arm in run.arms)
     beside = overlap_charts(run.arms) if overlapped else []
@@ -383,7 +383,7 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 # -- sweeps: means over seeds, with bands ------------------------------------------------------------
 
 
-def write_sweep(grid: Grid, *, limit: float = PAGE_BYTES) -> tuple[dict[str, Any], Path]:
+def write_sweep(grid: Grid, *, limit: float | int = PAGE_BYTES) -> tuple[dict[str, Any], Path]:
     """Write `sweep.json` and `sweep.html` from what a sweep's runs have stored by now; the results, and the page.
 
     Args:
@@ -396,7 +396,7 @@ def write_sweep(grid: Grid, *, limit: float = PAGE_BYTES) -> tuple[dict[str, Any
     return document, write_sweep_page(grid, document, limit=limit)
 
 
-def write_sweep_page(grid: Grid, document: Mapping[str, Any], *, limit: float = PAGE_BYTES) -> Path:
+def write_sweep_page(grid: Grid, document: Mapping[str, Any], *, limit: float | int = PAGE_BYTES) -> Path:
     """Write `sweep.html` from the results of a sweep and the curves of its runs, whole or not at all.
 
     Raises: `RecordError` if it cannot be written.
@@ -404,7 +404,7 @@ def write_sweep_page(grid: Grid, document: Mapping[str, Any], *, limit: float = 
     return write_document(render_sweep(grid, document, limit=limit), grid.folder / "sweep.html")
 
 
-def render_sweep(grid: Grid, document: Mapping[str, Any], *, limit: float = PAGE_BYTES) -> str:
+def render_sweep(grid: Grid, document: Mapping[str, Any], *, limit: float | int = PAGE_BYTES) -> str:
     """The page of a sweep as text, `limit` bytes at most."""
     charts = sweep_charts(grid, document)
     context = {

@@ -36,10 +36,10 @@ const charts = (() => {
     return [...kept].sort((a, b) => a - b);
   };
 
-  // The columns of a series that are drawn. Two points for a pixel are more than a screen tells apart.
+  // The columns of a series that are drawn: the lowest and the highest of every second pixel and more.
   const seen = (chart, series, width) => {
     const all = Object.fromEntries(["x", "y", "low", "high", "texts", "labels"].map(key => [key, column(series[key])]));
-    const limit = Math.max(300, Math.round(2 * width));
+    const limit = Math.max(300, Math.round(1.2 * width));
     const [start, end] = within(chart, all.x, zoomed.get(chart.id)?.x);
     const every = end - start <= limit, whole = end - start === all.x.length;
     if (every && whole) return { ...all, shown: end, count: end };
@@ -258,22 +258,26 @@ const charts = (() => {
     });
   }
 
-  // What is on the screen first; then chart by chart, so that the page answers meanwhile.
+  // What is on the screen first; then the others in slices, so that the page answers meanwhile.
+  const SLICE = 60; // ms
   const begin = async () => {
-    const onScreen = id => box(id).getBoundingClientRect().top < innerHeight;
-    const order = [...all.keys()].sort((a, b) => onScreen(b) - onScreen(a));
-    let waited = false;
-    for (const id of order) {
-      if (!waited && !onScreen(id)) {
-        root.dataset.begun = "";
-        waited = true;
+    const near = new Set([...all.keys()].filter(id => box(id).getBoundingClientRect().top < innerHeight));
+    let since = performance.now();
+    const next = async () => {
+      await new Promise(done => setTimeout(done));
+      since = performance.now();
+    };
+    for (const id of [...near, ...[...all.keys()].filter(id => !near.has(id))]) {
+      if (!near.has(id) && root.dataset.begun === undefined) {
+        root.dataset.begun = near.size;
+        await next();
       }
-      if (waited) await new Promise(done => setTimeout(done));
+      if (performance.now() - since > SLICE) await next();
       if (!box(id).data) draw(id);
       box(id).on("plotly_relayout", followed(id));
       box(id).addEventListener("keydown", pressed(id));
     }
-    root.dataset.begun = "";
+    root.dataset.begun ??= near.size;
     root.dataset.drawn = all.size;
   };
   const failed = error => {
