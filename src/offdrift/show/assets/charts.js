@@ -287,9 +287,19 @@ const charts = (() => {
   // Once every script of the page has run.
   setTimeout(() => page.ready.then(begin, failed));
   dark.addEventListener("change", drawAll);
-  // Paper is white, whatever the theme.
-  for (const [event, paper] of [["beforeprint", true], ["afterprint", false]]) {
-    addEventListener(event, () => { root.classList.toggle("paper", paper); if (dark.matches && root.dataset.drawn !== undefined) drawAll(); });
-  }
+  // Paper is white, whatever the theme, and of another width: a drawing is scaled to it as a whole.
+  const print = paper => {
+    root.classList.toggle("paper", paper);
+    if (root.dataset.drawn === undefined) return;
+    if (dark.matches) drawAll();
+    for (const plot of [...all.keys()].map(box)) {
+      plot.style.aspectRatio = paper ? `${plot.clientWidth} / ${plot.clientHeight}` : "";
+      for (const drawing of plot.querySelectorAll(".main-svg")) {
+        if (paper) drawing.setAttribute("viewBox", `0 0 ${plot.clientWidth} ${plot.clientHeight}`); else drawing.removeAttribute("viewBox");
+      }
+    }
+  };
+  addEventListener("beforeprint", () => print(true));
+  addEventListener("afterprint", () => print(false));
   return { get: id => all.get(id), put };
 })();
