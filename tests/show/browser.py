@@ -38,9 +38,9 @@ def chromium() -> str:
 TIMEOUT = 60.0
 KEYS = {
     "Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "ArrowLeft": 37, "ArrowUp": 38,
-    "ArrowRight": 39, "ArrowDown": 40,
+    "ArrowRight": 39, "ArrowDown": 40, "Home": 36, "End": 35, "+": 187, "-": 189, "0": 48,
 }  # fmt: skip
-WITH_TEXT = {"Enter": "\r", " ": " "}
+WITH_TEXT = {"Enter": "\r", " ": " ", "+": "+", "-": "-", "0": "0"}
 
 
 class Browser:
@@ -140,6 +140,12 @@ class Browser:
         at = self.run(f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; }})()")  # fmt: skip
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], button="left", clickCount=1)
+
+    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """Drag the mouse from one point of the window to another."""
+        steps = (("mousePressed", start), ("mouseMoved", end), ("mouseReleased", end))
+        for kind, (x, y) in steps:
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
 
     def console(self) -> list[str]:
         """Everything that was written to the console or went wrong since the page was opened."""

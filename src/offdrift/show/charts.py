@@ -204,7 +204,9 @@ class Columns:
 
     def add(self, values: Iterable[Any]) -> int:
         """Store a column; its place."""
-        column = tuple(_escaped(v) if isinstance(v, str) else rounded(v) for v in values)
+        values = list(values)
+        shorten = rounded if len(values) <= MAX_POINTS else _finite  # what is packed is rounded there
+        column = tuple(_escaped(v) if isinstance(v, str) else shorten(v) for v in values)
         return self._places.setdefault(column, len(self._places))
 
     def series(self, fields: Mapping[str, Values]) -> dict[str, int]:
@@ -333,6 +335,10 @@ def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return value if value.is_integer() and abs(value) < 2**53 else float(f"{value:.5g}")
     return int(value)
+
+
+def _finite(value: Any) -> Any:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def extreme_rows(values: Sequence[Any], limit: int = MAX_POINTS) -> list[int] | None:
