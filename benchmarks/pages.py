@@ -113,13 +113,25 @@ def main() -> None:
             chrome.send("Page.addScriptToEvaluateOnNewDocument", source=ON_NEW_PAGE)
             chrome.send("Performance.enable", timeDomain="threadTicks")
             version = chrome.send("Browser.getVersion")["product"]
-            print(f"{'page':8}{'bytes':>12}{'charts':>8}{'points':>9}{'text':>9}{'drawn':>9}{'work':>8}  ms, median of {args.opens} (least to most)")
+            print(
+                f"{'page':8}{'bytes':>12}{'charts':>8}{'points':>9}{'text':>9}{'drawn':>9}{'work':>8}  ms, median of {args.opens} (least to most)"
+            )
             for name, page in pages.items():
                 row = table[name] = opened(chrome, page, args.opens)
                 d, paint = row["drawn_ms"], row["paint_ms"]
                 first = "–" if paint is None else f"{paint:.0f}"
-                print(f"{name:8}{row['bytes']:12,}{row['charts']:8}{row['points']:9,}{first:>9}{d['median']:9.0f}{row['work_ms']:8.0f}  ({d['least']:.0f} to {d['most']:.0f})", flush=True)
-    result = {"steps": args.steps, "opens": args.opens, "browser": version, "machine": platform.machine(), "python": platform.python_version(), "pages": table}
+                print(
+                    f"{name:8}{row['bytes']:12,}{row['charts']:8}{row['points']:9,}{first:>9}{d['median']:9.0f}{row['work_ms']:8.0f}  ({d['least']:.0f} to {d['most']:.0f})",
+                    flush=True,
+                )
+    result = {
+        "steps": args.steps,
+        "opens": args.opens,
+        "browser": version,
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "pages": table,
+    }
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"numbers: {args.out}")
 

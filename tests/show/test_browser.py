@@ -35,7 +35,9 @@ STEPS, SPIKE = 10_000, 7_777
 NOISE = [1e-3 * (1 + 0.3 * math.sin(0.7 * i) + (i * 7919 % 101) / 300) for i in range(STEPS)]
 NOISE[SPIKE] = 5.0
 LONG = Chart("KL", "nat", [Series("a", list(range(STEPS)), NOISE)], "kl", log=True, x_title="update")
-SECOND = Chart("Band", "", [Series("b", list(range(STEPS)), NOISE, [0.9 * v for v in NOISE], [1.1 * v for v in NOISE])], "band")
+SECOND = Chart(
+    "Band", "", [Series("b", list(range(STEPS)), NOISE, [0.9 * v for v in NOISE], [1.1 * v for v in NOISE])], "band"
+)
 
 
 @pytest.fixture(scope="module")

@@ -140,7 +140,9 @@ def test_the_policy_lets_the_scripts_and_the_style_sheet_apply_and_nothing_else(
     directives = dict(part.strip().split(" ", 1) for part in policies[0].split(";"))
     good, _ = pages[name]
     plotly, script = zlib.decompress(base64.b64decode(good.raw["script"][1])).decode(), good.raw["script"][2]
-    assert plotly.startswith("/**\n* plotly.js (basic"), "the page's script runs it only where its hash is that of the policy"
+    assert plotly.startswith("/**\n* plotly.js (basic"), (
+        "the page's script runs it only where its hash is that of the policy"
+    )
     assert directives["script-src"].split() == [digest(plotly), digest(script)]
     assert directives["style-src-elem"].split() == [digest(good.raw["style"][0]), digest("")]
     assert {directives[k] for k in ("default-src", "base-uri", "form-action")} == {"'none'"}
@@ -206,8 +208,12 @@ def test_every_finding_chart_and_row_has_a_name_and_a_link_that_says_what_it_is(
         links = [a for tag, a in page.tags if tag == "a" and a.get("class") == "anchor"]
         targets = [a["href"][1:] for a in links]
         assert len(targets) == len(set(targets))
-        assert all(a["aria-label"].startswith("Link to this ") or a["aria-label"].startswith("Link to these ") for a in links)
-        places = [a.get("id") for tag, a in page.tags if tag == "figure" or (a.get("class") or "").startswith("finding ")]
+        assert all(
+            a["aria-label"].startswith("Link to this ") or a["aria-label"].startswith("Link to these ") for a in links
+        )
+        places = [
+            a.get("id") for tag, a in page.tags if tag == "figure" or (a.get("class") or "").startswith("finding ")
+        ]
         rows = [a["id"] for tag, a in page.tags if tag == "tr" and "id" in a]
         kept = [p for p in places if p not in (None, "figure-explore")]
         assert set(kept) | set(rows) <= set(targets)
@@ -245,7 +251,9 @@ def test_what_can_be_operated_is_a_control_and_what_scrolls_can_be_reached(pages
             if a.get("class") == "plot":
                 assert (a["tabindex"], a["role"], a["aria-roledescription"]) == ("0", "group", "chart")
                 assert "aria-describedby" in a or a["id"] == "chart-explore", "a chart says in words what it shows"
-            if a.get("class") in ("scroll", "scroll tall", "tokens", "tokens ids") or (tag == "pre" and "hidden" not in a):
+            if a.get("class") in ("scroll", "scroll tall", "tokens", "tokens ids") or (
+                tag == "pre" and "hidden" not in a
+            ):
                 assert a.get("tabindex") == "0", (tag, a)
         skip = next(a for tag, a in page.tags if tag == "a") if name != "figure" else {"class": "skip"}
         assert skip["class"] == "skip"
@@ -283,7 +291,9 @@ def test_a_long_run_is_on_its_page_whole_and_the_page_stays_small(tmp_path: Path
     x, y = (unpack(columns[series["kl_max", "0"][k]]) for k in "xy")
     assert x == list(range(steps))
     assert y[7_777] == 5.0
-    assert y == pytest.approx([r["divergence/kl_rollout_current_max"] for r in read_lines(tmp_path / "arms/0/metrics.jsonl")[0]], rel=2**-15)
+    assert y == pytest.approx(
+        [r["divergence/kl_rollout_current_max"] for r in read_lines(tmp_path / "arms/0/metrics.jsonl")[0]], rel=2**-15
+    )
 
 
 def data_of(text: str) -> tuple[dict, list]:

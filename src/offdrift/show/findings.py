@@ -125,7 +125,9 @@ def shown(finding: Fields, framework: str = OWN, place: str = "") -> Shown:
     )
 
 
-def in_order(findings: object, framework: str = OWN, kind: str = "finding", names: Anchors | None = None) -> list[Shown]:
+def in_order(
+    findings: object, framework: str = OWN, kind: str = "finding", names: Anchors | None = None
+) -> list[Shown]:
     """All findings in the order of repair, as they were given; what can wait stands last.
 
     Args:
