@@ -2,8 +2,8 @@
 
 Five pages are written from stored numbers of a run of `--steps` steps (report: four arms; sweep: four settings and
 three seeds; audit: as many points as audits store; check and plan have no steps), each is opened several times from
-`file://` in a fresh tab of headless Chromium at 1280 x 800, and the time from the start of the navigation until all
-charts are drawn is read from the browser's own clock, and so is the time until the first text is painted.
+`file://` in a tab of headless Chromium at 1280 x 800. Read from the browser's own clock, from the start of the navigation: when text is
+painted, when the charts on the screen are drawn and the page answers, and when all are; and the processor time of it.
 
     python benchmarks/pages.py
     python benchmarks/pages.py --steps 1000 --opens 3 --keep runs/pages
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import tempfile
@@ -22,14 +23,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from offdrift.audit.page import write_audit_page
-from offdrift.check.page import write_check_page
-from offdrift.plan.page import write_plan_page
-from offdrift.train.page import write_report, write_sweep
 from tests.show.browser import Browser, browser
 from tests.show.synthetic import write_run
 from tests.show.synthetic_audit import audit, check, planned
 from tests.train.sweeps import BASE, fill, sweep_of
+
+from offdrift.audit.page import write_audit_page
+from offdrift.check.page import write_check_page
+from offdrift.plan.page import write_plan_page
+from offdrift.train.page import write_report, write_sweep
 
 RESULTS = Path(__file__).parent / "results" / "pages.json"
 STORED_POINTS = 2000
@@ -68,6 +70,19 @@ def write_all(folder: Path, steps: int) -> dict[str, Path]:
     return pages
 
 
+def stored(folder: Path) -> dict[str, Path]:
+    """The pages of an earlier `write_all`; none if one is missing."""
+    files = {
+        "report": "report/report.html",
+        "audit": "audit/report.html",
+        "check": "check/check.html",
+        "plan": "plan.html",
+        "sweep": "sweep/out/sweep.html",
+    }
+    pages = {name: folder / file for name, file in files.items()}
+    return pages if all(page.is_file() for page in pages.values()) else {}
+
+
 def worked(chrome: Browser) -> float:
     """Milliseconds of processor time that the page's thread has taken so far: what other processes do not lengthen."""
     metrics = {m["name"]: m["value"] for m in chrome.send("Performance.getMetrics")["metrics"]}
@@ -100,28 +115,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000, help="steps of the run (default 10,000)")
     parser.add_argument("--opens", type=int, default=7, help="how often each page is opened (default 7)")
-    parser.add_argument("--keep", type=Path, help="folder for the pages; absent, they are deleted")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for the pages, which are opened again if they are there; absent, deleted"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the numbers go, as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.keep or Path(scratch) / "pages"
         started = time.perf_counter()
-        pages = write_all(folder, args.steps)
+        pages = stored(folder) or write_all(folder, args.steps)
         print(f"wrote {len(pages)} pages in {time.perf_counter() - started:.1f} s", flush=True)
         table = {}
         with browser(Path(scratch) / "profile") as chrome:
             chrome.send("Page.addScriptToEvaluateOnNewDocument", source=ON_NEW_PAGE)
             chrome.send("Performance.enable", timeDomain="threadTicks")
             version = chrome.send("Browser.getVersion")["product"]
-            print(
-                f"{'page':8}{'bytes':>12}{'charts':>8}{'points':>9}{'text':>9}{'drawn':>9}{'work':>8}  ms, median of {args.opens} (least to most)"
-            )
+            print("milliseconds, medians and extremes; screen: what is on the screen is drawn; all: every chart is")
+            print(f"{'page':8}{'bytes':>12}{'charts':>8}{'screen':>22}{'all':>22}{'work':>8}")
             for name, page in pages.items():
                 row = table[name] = opened(chrome, page, args.opens)
-                d, paint = row["drawn_ms"], row["paint_ms"]
-                first = "–" if paint is None else f"{paint:.0f}"
+                screen, drawn = (
+                    f"{t['median']:.0f} ({t['least']:.0f} to {t['most']:.0f})" if t else "–"
+                    for t in (row["screen_ms"], row["drawn_ms"])
+                )
                 print(
-                    f"{name:8}{row['bytes']:12,}{row['charts']:8}{row['points']:9,}{first:>9}{d['median']:9.0f}{row['work_ms']:8.0f}  ({d['least']:.0f} to {d['most']:.0f})",
+                    f"{name:8}{row['bytes']:12,}{row['charts']:8}{screen:>22}{drawn:>22}{row['work_ms']:8.0f}",
                     flush=True,
                 )
     result = {
@@ -129,6 +147,8 @@ def main() -> None:
         "opens": args.opens,
         "browser": version,
         "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
         "python": platform.python_version(),
         "pages": table,
     }

@@ -18,8 +18,8 @@ from offdrift.audit.compare import (
     sentence,
     write_comparison,
 )
-from offdrift.show.packed import unpack
 from offdrift.show.numbers import short
+from offdrift.show.packed import unpack
 from offdrift.stats.metrics import METRICS
 from tests.show.parsed import parse
 from tests.show.screens import printed

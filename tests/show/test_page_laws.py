@@ -17,10 +17,9 @@ from offdrift.check.page import write_check_page
 from offdrift.plan.page import write_plan_page
 from offdrift.show.anchors import on_page
 from offdrift.show.charts import Chart, Series, figure_page
-from offdrift.show.html import write_document
 from offdrift.show.findings import finding_view
 from offdrift.show.html import _ASSETS as ASSETS
-from offdrift.show.html import PAGE_BYTES
+from offdrift.show.html import PAGE_BYTES, write_document
 from offdrift.show.json_access import read_lines, visible, visible_token
 from offdrift.show.packed import unpack
 from offdrift.train.page import QUANTITIES, write_report

@@ -2,8 +2,9 @@
 
 A page stores the columns of its charts once each, long ones packed, and draws them by `assets/charts.js`: of a long
 line the lowest and the highest value of every stretch, of the part that a reader looks at closer every value.
-`write_figure` also draws charts as a PNG. A point that is not a finite number, or not above 0 on a logarithmic axis, is a gap. A color is
-a name of `page.css`, so that a series looks the same in every picture and page, in the light and the dark theme.
+`write_figure` also draws charts as a PNG. A point that is not a finite number, or not above 0 on a logarithmic axis,
+is a gap. A color is a name of `page.css`, so that a series looks the same in every picture and page, in the light and
+the dark theme.
 """
 
 from __future__ import annotations
@@ -140,8 +141,8 @@ class Chart:
         """The chart for those who cannot see it: what is drawn, from where to where, and the extremes of each series.
 
         Example:
-            >>> Chart("KL", "nat", [Series("a", [1, 2, 3], [0.5, 2.0, 1.0])]).in_words
-            'Line chart of 1 series over step, 1 to 3. a: 3 points, first 0.500, last 1.00, lowest 0.500 at 1, highest 2.00 at 2.'
+            >>> Chart("KL", "nat", [Series("a", [1, 2], [0.5, 2.0])]).in_words.split(". ")[1]
+            'a: 2 points, first 0.500, last 2.00, lowest 0.500 at 1, highest 2.00 at 2.'
         """
         kinds = {"line": "Line", "points": "Line", "dots": "Dot", "steps": "Step", "bars": "Bar"}
         places = [v for s in self.series for v in s.x if v is not None and (isinstance(v, str) or math.isfinite(v))]
@@ -220,7 +221,7 @@ class Columns:
         if any(isinstance(v, str) for name in ("x", "texts", "labels") for v in columns.get(name, ())):
             limit = min(limit or MAX_POINTS, MAX_POINTS)  # texts are not packed
         values = columns.get("y", columns.get("high", columns["x"]))
-        rows = None if limit is None else extreme_rows(values, limit)
+        rows = None if limit is None else extreme_rows(list(values), limit)
         if rows is None:
             return {name: self.add(column) for name, column in columns.items()}
         kept = {name: self.add([column[i] for i in rows]) for name, column in columns.items()}
