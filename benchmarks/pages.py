@@ -2,8 +2,9 @@
 
 Five pages are written from stored numbers of a run of `--steps` steps (report: four arms; sweep: four settings and
 three seeds; audit: as many points as audits store; check and plan have no steps), each is opened several times from
-`file://` in a tab of headless Chromium at 1280 x 800. Read from the browser's own clock, from the start of the navigation: when text is
-painted, when the charts on the screen are drawn and the page answers, and when all are; and the processor time of it.
+`file://` in a tab of headless Chromium at 1280 x 800. Read from the browser's own clock, from the start of the
+navigation: when text is painted, when the charts on the screen are drawn and the page answers, and when all are; and
+the processor time of it.
 
     python benchmarks/pages.py
     python benchmarks/pages.py --steps 1000 --opens 3 --keep runs/pages
