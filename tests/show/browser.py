@@ -38,9 +38,9 @@ def chromium() -> str:
 TIMEOUT = 60.0
 KEYS = {
     "Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "ArrowLeft": 37, "ArrowUp": 38,
-    "ArrowRight": 39, "ArrowDown": 40,
+    "ArrowRight": 39, "ArrowDown": 40, "Home": 36, "End": 35, "+": 187, "-": 189, "0": 48,
 }  # fmt: skip
-WITH_TEXT = {"Enter": "\r", " ": " "}
+WITH_TEXT = {"Enter": "\r", " ": " ", "+": "+", "-": "-", "0": "0"}
 
 
 class Browser:
@@ -92,12 +92,21 @@ class Browser:
                 return answer["result"]
             self.events.append(answer)
 
-    def open(self, page: Path, *, width: int = 1280, height: int = 800, dark: bool = False) -> None:
-        """Load a page in a window of that size, and wait until its charts are drawn."""
+    def open(
+        self, page: Path, *, width: int = 1280, height: int = 800, dark: bool = False, at: str = "", wait: bool = True
+    ) -> None:
+        """Load a page in a window of that size, and wait until its charts are drawn.
+
+        Args:
+            at: what stands behind the address, such as "#verdict".
+            wait: false for a file that is no page of ours.
+        """
         self.resize(width, height)
         self.media(dark=dark)
         self.events.clear()
-        self.send("Page.navigate", url=page.as_uri())
+        self.send("Page.navigate", url=page.as_uri() + at)
+        if not wait:
+            return
         self.wait("document.readyState === 'complete' && document.documentElement.dataset.drawn !== undefined")
 
     def resize(self, width: int, height: int) -> None:
@@ -131,6 +140,12 @@ class Browser:
         at = self.run(f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; }})()")  # fmt: skip
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], button="left", clickCount=1)
+
+    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """Drag the mouse from one point of the window to another."""
+        steps = (("mousePressed", start), ("mouseMoved", end), ("mouseReleased", end))
+        for kind, (x, y) in steps:
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
 
     def console(self) -> list[str]:
         """Everything that was written to the console or went wrong since the page was opened."""

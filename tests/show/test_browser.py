@@ -31,6 +31,14 @@ BAD = Chart(
     lines=[(1.0, PAYLOADS[0])],
 )
 
+STEPS, SPIKE = 10_000, 7_777
+NOISE = [1e-3 * (1 + 0.3 * math.sin(0.7 * i) + (i * 7919 % 101) / 300) for i in range(STEPS)]
+NOISE[SPIKE] = 5.0
+LONG = Chart("KL", "nat", [Series("a", list(range(STEPS)), NOISE)], "kl", log=True, x_title="update")
+SECOND = Chart(
+    "Band", "", [Series("b", list(range(STEPS)), NOISE, [0.9 * v for v in NOISE], [1.1 * v for v in NOISE])], "band"
+)
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -59,6 +67,7 @@ def pages(folder: Path) -> dict[str, Path]:
         "check": write_check_page(check(), folder / "check"),
         "compare": write_comparison(full, audit(steps=20, seed=1), NAMES, folder / "compare.html"),
         "sweep": swept(folder / "sweep"),
+        "long": write_chart(folder / "long.html", [LONG, SECOND], title="long"),
         "hostile sweep": swept(folder / "hostile sweep", ALL),
         "plan": write_plan_page(planned("plain"), folder / "plan.html"),
         "hostile plan": write_plan_page(planned(ALL), folder / "hostile plan.html"),
@@ -68,7 +77,7 @@ def pages(folder: Path) -> dict[str, Path]:
     }  # fmt: skip
 
 
-CHARTS = {"sweep": 4, "hostile sweep": 4, "plan": 3, "hostile plan": 3, "report": 10, "pipeline report": 15, "figure": 2, "audit": 22, "little": 3, "empty": 0, "check": 1, "compare": 14, "hostile report": 1,
+CHARTS = {"long": 2, "sweep": 4, "hostile sweep": 4, "plan": 3, "hostile plan": 3, "report": 10, "pipeline report": 15, "figure": 2, "audit": 22, "little": 3, "empty": 0, "check": 1, "compare": 14, "hostile report": 1,
           "hostile figure": 2, "hostile audit": 22, "hostile check": 1, "hostile compare": 7}  # fmt: skip
 
 
@@ -241,8 +250,9 @@ def test_the_tab_key_goes_down_the_page_in_the_order_of_reading(chrome: Browser,
     for _ in range(16):
         chrome.press("Tab")
         seen.append(chrome.run("(e => e.textContent.trim().slice(0, 24) || e.id || e.className)(document.activeElement)"))  # fmt: skip
-    assert seen[:6] == ["Skip to the verdict", "KL per token", "Effective sample size", "Correlation of probabili", "verl", "Copy"]  # fmt: skip
-    assert seen[6].startswith("algorithm:"), "a long snippet scrolls by key"
+    assert seen[:6] == ["Skip to the verdict", "KL per token", "Effective sample size", "Correlation of probabili", "#", "verl"]  # fmt: skip
+    assert seen[6] == "Copy"
+    assert seen[7].startswith("algorithm:"), "a long snippet scrolls by key"
     assert all(seen)
     outline = chrome.run("getComputedStyle(document.activeElement).outlineStyle")
     assert outline == "solid", "the focus can be seen"
@@ -331,3 +341,146 @@ def test_rounding_far_below_does_not_press_a_curve_into_a_line(chrome: Browser, 
     assert high - low < 10
     assert low < -7
     assert high > math.log10(0.05)
+
+
+# -- looking closer ------------------------------------------------------------------------------------
+
+DRAWN = "document.getElementById('chart-{}').data.at(-1)"
+NOTE = "document.getElementById('detail-kl').textContent"
+
+
+def test_a_long_line_keeps_its_spike_and_a_drag_loads_every_point(chrome: Browser, pages: dict[str, Path]) -> None:
+    chrome.open(pages["long"])
+    trace = DRAWN.format("kl")
+    count, top, at = chrome.run(f"[{trace}.x.length, Math.max(...{trace}.y), {trace}.x[{trace}.y.indexOf(5)]]")
+    assert 300 <= count <= 1200
+    assert (top, at) == (5, SPIKE)
+    assert chrome.run(NOTE) == "extremes of 10,000 points a line"
+    box = chrome.run("(() => { const r = document.querySelector('#chart-kl .nsewdrag').getBoundingClientRect(); return [r.x, r.y, r.width, r.height]; })()")  # fmt: skip
+    middle = box[1] + box[3] / 2
+    share = SPIKE / STEPS
+    ends = [(box[0] + box[2] * (share + d), middle) for d in (-0.01, 0.01)]
+    chrome.drag(*ends)
+    chrome.wait(f"{NOTE}.startsWith('all ')")
+    x, y = chrome.run(f"[{trace}.x, {trace}.y]")
+    assert SPIKE in x
+    assert x == list(range(x[0], x[0] + len(x))), "every update of the part"
+    assert 100 < len(x) < 400
+    assert y == pytest.approx(NOISE[x[0] : x[-1] + 1], rel=2**-15)
+    assert chrome.run("document.getElementById('chart-band').data.at(-1).x.length") > 300, "the other stays as it is"
+    assert chrome.console() == []
+
+
+def test_a_chart_is_looked_at_closer_by_key(chrome: Browser, pages: dict[str, Path]) -> None:
+    chrome.open(pages["long"])
+    chrome.run("document.getElementById('chart-kl').focus()")
+    span = "document.getElementById('chart-kl').layout.xaxis.range"
+    for _ in range(6):
+        chrome.press("+")
+    low, high = chrome.run(span)
+    assert high - low == pytest.approx((STEPS - 1) / 64)
+    assert (low + high) / 2 == pytest.approx((STEPS - 1) / 2)
+    assert chrome.run(NOTE).startswith("all ")
+    xs = chrome.run(f"{DRAWN.format('kl')}.x")
+    assert xs == list(range(math.floor(low), math.ceil(high) + 1)), "and one beyond either end"
+    chrome.press("ArrowRight")
+    assert chrome.run(span)[0] == pytest.approx(low + 0.25 * (high - low))
+    chrome.press("-")
+    assert chrome.run(f"{span}[1] - {span}[0]") == pytest.approx(2 * (high - low))
+    chrome.press("0")
+    assert chrome.run(NOTE) == "extremes of 10,000 points a line"
+    assert chrome.run("document.getElementById('chart-kl').layout.xaxis.autorange")
+    # A band is of the same points as its line.
+    chrome.run("document.getElementById('chart-band').focus()")
+    for _ in range(7):
+        chrome.press("+")
+    band, line = chrome.run("document.getElementById('chart-band').data.map(t => t.x.filter(v => v !== null).length)")
+    assert band == 2 * line
+    assert chrome.console() == []
+
+
+def test_the_theme_and_a_hidden_line_leave_the_part_that_is_looked_at(chrome: Browser, pages: dict[str, Path]) -> None:
+    chrome.open(pages["long"])
+    chrome.run("document.getElementById('chart-kl').focus()")
+    for _ in range(3):
+        chrome.press("+")
+    span = "document.getElementById('chart-kl').layout.xaxis.range.join()"
+    before = chrome.run(span)
+    chrome.media(dark=True)
+    chrome.click(".legend button")
+    assert chrome.run(span) == before
+
+
+# -- places --------------------------------------------------------------------------------------------
+
+
+def test_a_link_to_a_folded_finding_unfolds_it(chrome: Browser, pages: dict[str, Path]) -> None:
+    chrome.open(pages["audit"], at="#finding-temperature")
+    place = "document.getElementById('finding-temperature')"
+    assert chrome.run(f"{place}.open && {place}.matches(':target')")
+    chrome.wait(f"Math.abs({place}.getBoundingClientRect().top) < innerHeight")
+    row = "document.getElementById('number-reward-mean')"
+    assert not chrome.run(f"{row}.closest('details').open")
+    chrome.run("location.hash = '#number-reward-mean'")
+    chrome.wait(f"{row}.closest('details').open")
+    assert chrome.console() == []
+
+
+def test_the_links_of_a_table_are_one_stop_and_arrows_go_on(chrome: Browser, pages: dict[str, Path]) -> None:
+    chrome.open(pages["audit"])
+    links = "[...document.querySelectorAll('#methods-table .anchor')]"
+    assert chrome.run(f"{links}.filter(a => a.tabIndex === 0).length") == 1
+    chrome.run(f"{links}[0].focus()")
+    for key in ("ArrowDown", "ArrowDown", "ArrowUp"):
+        chrome.press(key)
+    assert chrome.run(f"{links}.indexOf(document.activeElement)") == 1
+    assert chrome.run("getComputedStyle(document.activeElement).opacity") == "1"
+    chrome.press("End")
+    assert chrome.run(f"{links}.at(-1) === document.activeElement")
+    chrome.press("Enter")
+    chrome.wait("location.hash.startsWith('#method-')")
+
+
+# -- tables, themes, paper -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "count"), [("report", 9), ("sweep", 5), ("plan", 10), ("check", 7)])
+def test_the_main_table_of_every_page_is_sorted_by_key(chrome: Browser, pages: dict[str, Path], name: str, count: int) -> None:  # fmt: skip
+    chrome.open(pages[name])
+    heads = chrome.run("document.querySelector('table.sortable').querySelectorAll('.sort').length")
+    assert heads > count
+    column = "[...document.querySelector('table.sortable').tBodies[0].rows].map(r => r.children[{}].dataset.sort)"
+    for at in range(heads):
+        before = chrome.run(column.format(at))
+        chrome.run(f"document.querySelector('table.sortable').querySelectorAll('.sort')[{at}].focus()")
+        chrome.press("Enter")
+        chrome.press("Enter")
+        after = chrome.run(column.format(at))
+        assert sorted(after) == sorted(before)
+        numbers = [float(v) for v in after if re.fullmatch(r"-?\d.*", v)]
+        assert numbers == sorted(numbers), (at, "a second Enter turns the order round")
+    assert chrome.console() == []
+
+
+@pytest.mark.parametrize("name", ["report", "audit", "check", "plan", "sweep"])
+def test_no_page_opens_in_the_color_of_another_and_paper_is_light(chrome: Browser, pages: dict[str, Path], name: str) -> None:  # fmt: skip
+    look = "['body', '.brand', 'h1', 'h2:not(.unseen)', '.verdict', 'figure', 'figcaption b'].map(s => { const c = getComputedStyle(document.querySelector(s)); return [c.color, c.backgroundColor, c.fontSize, c.fontFamily, c.borderRadius].join(); })"  # fmt: skip
+    looks = []
+    for page in (name, "audit"):
+        chrome.open(pages[page], dark=True)
+        looks.append(chrome.run(look))
+    assert looks[0] == looks[1]
+    chrome.open(pages[name], dark=True)
+    dark = chrome.run("getComputedStyle(document.querySelector('.verdict')).backgroundColor")
+    chrome.media(dark=True, media="print")
+    chrome.run("dispatchEvent(new Event('beforeprint'))")
+    assert dark == "rgb(24, 27, 32)"
+    assert chrome.run("getComputedStyle(document.querySelector('.verdict')).backgroundColor") == "rgb(255, 255, 255)"
+    lines = "[...document.querySelectorAll('.plot')].flatMap(p => p.layout.font.color)"
+    assert set(chrome.run(lines)) == {"#585d65"}, "charts, too"
+    wide = "[...document.querySelectorAll('.plot')].filter(p => [...p.querySelectorAll('.main-svg')].some(d => d.getBoundingClientRect().right > p.getBoundingClientRect().right + 1)).length"  # fmt: skip
+    chrome.resize(703, 1000)
+    assert chrome.run(wide) == 0, "no drawing is wider than its frame on a sheet of A4"
+    chrome.media(dark=True)
+    chrome.run("dispatchEvent(new Event('afterprint'))")
+    assert set(chrome.run(lines)) == {"#a6adb7"}

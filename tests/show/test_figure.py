@@ -97,7 +97,10 @@ def test_one_name_is_one_color_in_every_chart():
 
 def test_the_colors_are_those_of_the_report():
     # their contrast in both themes is tested with the report's style sheet
-    assert palette() == {"light": LIGHT, "dark": DARK}
+    for theme, colors in (("light", LIGHT), ("dark", DARK)):
+        own = palette()[theme]
+        assert own == {name: colors[name] for name in own}
+        assert {"page", "card", "ink", "soft", "arm-7", "k9"} <= set(own)
     assert len({LIGHT[f"arm-{i}"] for i in range(8)}) == 8
     picture = np.unique(_pixels(picture_of([PANEL], title="", caption="")).reshape(-1, 3), axis=0)
     shown = {f"#{r:02x}{g:02x}{b:02x}" for r, g, b in picture}

@@ -15,7 +15,7 @@ from offdrift.errors import OffdriftError
 from offdrift.judge.kl_choice import EXACT, kl_metrics
 from offdrift.methods import METHODS, override
 from offdrift.objectives import Clipped
-from offdrift.show.charts import PAIR_COLORS, PAIR_DASHES, Chart, Series, Values, thinned
+from offdrift.show.charts import PAIR_COLORS, PAIR_DASHES, Chart, Series, Values
 from offdrift.show.headline import PAIR_WORDS, PAIRS, length_unit, main_pair, meaning_of, thresholds
 from offdrift.show.json_access import Fields, any_number, at, column, mapping, number, numbers, rows, text
 from offdrift.show.numbers import percent, short
@@ -86,13 +86,9 @@ def over_time(audit: Fields) -> list[Chart]:
     return [c for c in charts if c.series]
 
 
-BROWSED = 1000
-"""Points of each metric that a reader may choose to look at: all of them together are most of the page."""
-
-
 def explorable(audit: Fields) -> dict[str, tuple[list[float | None], list[float | None]]]:
-    """Steps and values of every metric that was recorded at some step, in the order of METRICS; `BROWSED` at most."""
-    table = thinned(rows(audit.get("steps")), BROWSED)
+    """Steps and values of every metric that was recorded at some step, in the order of METRICS."""
+    table = rows(audit.get("steps"))
     steps, order = _steps(table), {name: i for i, name in enumerate(METRICS)}
     names = sorted({name for row in table for name in row} - NOT_METRICS, key=lambda n: (order.get(n, len(order)), n))
     values = {name: column(table, name) for name in names}

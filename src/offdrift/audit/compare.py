@@ -201,12 +201,12 @@ def render_comparison(a: Mapping[str, Any], b: Mapping[str, Any], names: tuple[s
         "runs": [
             {
                 **dict(zip(("level", "verdict"), verdict_of(x.get("verdict")))),
-                "findings": in_order(x.get("findings"), text(at(x, "source", "framework"))),
+                "findings": in_order(x.get("findings"), text(at(x, "source", "framework")), f"{side}-finding"),
                 "headlines": headlines(x),
                 "provenance": provenance(x),
                 "counts": count_words(x),
             }
-            for x in (a, b)
+            for side, x in (("first", a), ("second", b))
         ],
         "compared": overall(a, b),
         "methods": methods(a, b),
@@ -214,7 +214,7 @@ def render_comparison(a: Mapping[str, Any], b: Mapping[str, Any], names: tuple[s
         "charts": charts,
         "colors": list(zip(names, COLORS, DASH, ("a", "b"))),
     }
-    return render_document("compare.html.j2", context, data=chart_data(charts))
+    return render_document("compare.html.j2", context, data=lambda columns: chart_data(charts, columns))
 
 
 def _charts(audits: tuple[Fields, Fields], names: tuple[str, str]) -> list[Chart]:

@@ -21,10 +21,13 @@ from offdrift.judge.kl_choice import kl_of
 from offdrift.judge.verdict import Action, correlation_broken
 from offdrift.records.atomic import plain, write_json
 from offdrift.records.provenance import Sampling
+from offdrift.show.anchors import on_page
 from offdrift.stats import Alphas
 
 FORMAT = 1
 FILE_NAME = "audit.json"
+PAGE = "report.html"
+"""The page of an audit, which stands beside its JSON."""
 
 
 def conclude(
@@ -92,7 +95,7 @@ def conclude(
         "methods": methods,
         "limits": limits,
         "suggestion": suggest(methods, overall, limits=limits),
-        "findings": [f.as_dict() for f in findings],
+        "findings": on_page((f.as_dict() for f in findings), PAGE),
         "verdict": verdict(findings, overall, missing=missing["said"], limits=limits),
         "certificate": (part.proof or Proof()).as_dict(of=of, look=look),
         "alphas": Alphas.of(overall, grade=tally["grade"]).as_dict(),

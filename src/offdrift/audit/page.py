@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from offdrift.audit.charts import along, choices, explorable, histogram_chart, inhabited, labels, over_time
+from offdrift.audit.conclude import PAGE
 from offdrift.audit.method_table import method_columns, tried, untried
 from offdrift.audit.view import drawn_by, missing, unanswered
 from offdrift.show.charts import PAIR_COLORS, PAIR_DASHES, Columns, chart_data, rounded
 from offdrift.show.headline import PAIRS, all_numbers, best_numbers, common_context, headlines, length_unit, meaning_of
-from offdrift.show.html import render_document, write_document
+from offdrift.show.html import PAGE_BYTES, render_document, write_document
 from offdrift.show.json_access import Fields, any_number, at, clipped, items, mapping, number, numbers, rows, text
 from offdrift.show.numbers import KL_EDGES, fixed, flatten, kl_labels, kl_level, short
 
@@ -26,7 +27,6 @@ RATIO_EDGES = (0.01, 0.05, 0.2, 1.0, 3.0)
 MAX_SEQUENCES, MAX_TOKENS = 20, 600
 """Sequences on the page, and tokens of each."""
 SHOWN_PATHS, SHOWN_BAD_ROWS, SHOWN_TOKENS = 20, 100, 50
-FILE_NAME = "report.html"
 FACETS = {
     "length": "by response length",
     "position": "by position in the response",
@@ -124,20 +124,22 @@ def _heat(row: Fields) -> Heat:
     )
 
 
-def write_audit_page(audit: Mapping[str, Any], folder: Path) -> Path:
+def write_audit_page(audit: Mapping[str, Any], folder: Path, *, limit: float | int = PAGE_BYTES) -> Path:
     """Write `report.html` of an audit, whole or not at all, and return where it is; what the audit lacks is left out.
+
+    Args:
+        limit: bytes of the page, to which long series are thinned; math.inf keeps every point that the audit stored.
 
     Raises: `RecordError` if it cannot be written.
     """
-    return write_document(render_audit(audit), folder / FILE_NAME)
+    return write_document(render_audit(audit, limit=limit), folder / PAGE)
 
 
-def render_audit(audit: Mapping[str, Any]) -> str:
-    """The page of an audit as text, the same for the same audit."""
+def render_audit(audit: Mapping[str, Any], *, limit: float | int = PAGE_BYTES) -> str:
+    """The page of an audit as text, the same for the same audit, `limit` bytes at most."""
     time, parts = over_time(audit), along(audit)
     ratios = histogram_chart(audit.get("histograms"))
-    charts, columns = [*time, ratios, *parts], Columns()
-    explore = {name: {"x": columns.add(x), "y": columns.add(y)} for name, (x, y) in explorable(audit).items()}
+    charts, explore = [*time, ratios, *parts], explorable(audit)
     sequences = heats(audit)
     limits = choices(audit) if ratios.series else {}
     # The legend of the log-ratio, from the most negative to the most positive.
@@ -183,15 +185,19 @@ def render_audit(audit: Mapping[str, Any]) -> str:
         "invest": text(at(audit, "alphas", "sentence")),
         "certificate_fields": list(flatten(mapping(audit.get("certificate")))),
     }
-    data = {
-        **chart_data(charts, columns),
-        "explore": explore,
-        "meanings": {name: meaning_of(name, length_unit(audit)) for name in explore},
-        "limits": limits,
-        "heat": [s.as_data for s in sequences],
-        "heat_edges": {"ratio": list(RATIO_EDGES), "kl": list(KL_EDGES)},
-    }
-    return render_document("audit.html.j2", context, data=data)
+
+    def data(columns: Columns) -> dict[str, Any]:
+        chosen = {name: columns.series({"x": x, "y": y}) for name, (x, y) in explore.items()}
+        return {
+            **chart_data(charts, columns),
+            "explore": chosen,
+            "meanings": {name: meaning_of(name, length_unit(audit)) for name in explore},
+            "limits": limits,
+            "heat": [s.as_data for s in sequences],
+            "heat_edges": {"ratio": list(RATIO_EDGES), "kl": list(KL_EDGES)},
+        }
+
+    return render_document("audit.html.j2", context, data=data, limit=limit)
 
 
 def facet_tables(audit: Fields) -> list[dict[str, Any]]:

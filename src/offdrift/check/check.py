@@ -25,9 +25,12 @@ from offdrift.errors import BadValueError, RecordError
 from offdrift.judge import Context, Rules, diagnose, load_rules, num_experts, verdict
 from offdrift.records.atomic import plain
 from offdrift.records.rollouts import Rollouts
+from offdrift.show.anchors import on_page
 
 FORMAT = 1
 FILE_NAME = "check.json"
+PAGE = "check.html"
+"""The page of a check, which stands beside its JSON."""
 
 
 Watch = Callable[[str, int, int], object]
@@ -176,7 +179,7 @@ def _judged(
     return {
         "thresholds": rows,
         "limits": rules.limits,
-        "findings": [f.as_dict() for f in findings],
+        "findings": on_page((f.as_dict() for f in findings), PAGE),
         "verdict": {"level": level, "text": text},
         "recommended": recommended(baseline, level=level, mixture_of_experts=mixture),
         "max_kl": max_kl,

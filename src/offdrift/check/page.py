@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from offdrift.check.check import PAGE
 from offdrift.check.view import BUDGET, OUTSIDE, bisected, by_kind, cited, correlation_or_short, threshold_rows, times
 from offdrift.show.charts import Chart, Series, chart_data
 from offdrift.show.headline import Headline, all_numbers, best_of, common_context, correlation, judged
 from offdrift.show.html import STYLES, render_document, write_document
 from offdrift.show.json_access import Fields, at, mapping, number, rows, text
 from offdrift.show.numbers import duration, flatten, percent, short
-
-FILE_NAME = "check.html"
 
 FACTOR_NUMBERS = (
     ("kl_mean", "KL, mean", "Mean exact KL(rollout || training) of a token with this factor changed, nats."),
@@ -47,7 +46,7 @@ def write_check_page(check: Mapping[str, Any], folder: Path) -> Path:
 
     Raises: `RecordError` if it cannot be written.
     """
-    return write_document(render_check(check), folder / FILE_NAME)
+    return write_document(render_check(check), folder / PAGE)
 
 
 def render_check(check: Mapping[str, Any]) -> str:
@@ -93,7 +92,7 @@ def render_check(check: Mapping[str, Any]) -> str:
         ],
     }
     styles = (*STYLES, "check.css")
-    return render_document("check.html.j2", context, data=chart_data([chart]), styles=styles)
+    return render_document("check.html.j2", context, data=lambda columns: chart_data([chart], columns), styles=styles)
 
 
 def check_headlines(check: Fields) -> list[Headline]:

@@ -69,7 +69,9 @@ def render(document: Row) -> str:
         "notes": notes,
         "drift": None if drift is None else list(flatten(drift)),
     }
-    return render_document("plan.html.j2", context, data=chart_data(charts), styles=(*STYLES, "plan.css"))
+    return render_document(
+        "plan.html.j2", context, data=lambda columns: chart_data(charts, columns), styles=(*STYLES, "plan.css")
+    )
 
 
 def facts(phases: Row) -> list[str]:

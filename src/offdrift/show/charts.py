@@ -1,15 +1,17 @@
 """The chart model of every page and picture: series of numbers, the axes that they share, and figures as files.
 
-A page stores the columns of its charts once each and draws them by `assets/charts.js`; `write_figure` also
-draws them as a PNG. A point that is not a finite number, or not above 0 on a logarithmic axis, is a gap. A color is
-a name of `page.css`, so that a series looks the same in every picture and page, in the light and the dark theme.
+A page stores the columns of its charts once each, long ones packed, and draws them by `assets/charts.js`: of a long
+line the lowest and the highest value of every stretch, of the part that a reader looks at closer every value.
+`write_figure` also draws charts as a PNG. A point that is not a finite number, or not above 0 on a logarithmic axis,
+is a gap. A color is a name of `page.css`, so that a series looks the same in every picture and page, in the light and
+the dark theme.
 """
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +20,8 @@ import numpy as np
 
 from offdrift.errors import BadValueError, OffdriftError, ShapeError, check_choice
 from offdrift.show.json_access import visible
+from offdrift.show.numbers import short
+from offdrift.show.packed import pack
 
 Values = Sequence[Any] | np.ndarray
 """One number per point; None, NaN and infinity are gaps. Along x also one text per point."""
@@ -31,7 +35,12 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexag
 NUM_COLORS = len(SYMBOLS)
 """Colors of `page.css` (`--arm-0` ...); beyond them they repeat with another dash."""
 MAX_POINTS = 1200
-"""Points of a series on a page, the lowest and the highest of 600 stretches: more than a screen tells apart."""
+"""Points of a series that are drawn at once, the lowest and the highest of 600 stretches: more than a screen tells
+apart. A longer column is stored packed."""
+SERIES_IN_WORDS = 16
+"""Series that the words about a chart describe."""
+FEWEST_POINTS = 100
+"""Points that a series keeps on a page, however full the page is."""
 
 PAIR_COLORS = {"mismatch": "arm-0", "full": "arm-1", "staleness": "arm-2"}
 PAIR_DASHES: dict[str, Literal["solid", "dash", "dot"]] = {"mismatch": "solid", "full": "dash", "staleness": "dot"}
@@ -128,6 +137,25 @@ class Chart:
         return "No value above 0 was recorded." if self.log else "Not recorded."
 
     @property
+    def in_words(self) -> str:
+        """The chart for those who cannot see it: what is drawn, from where to where, and the extremes of each series.
+
+        Example:
+            >>> Chart("KL", "nat", [Series("a", [1, 2], [0.5, 2.0])]).in_words.split(". ")[1]
+            'a: 2 points, first 0.500, last 2.00, lowest 0.500 at 1, highest 2.00 at 2.'
+        """
+        kinds = {"line": "Line", "points": "Line", "dots": "Dot", "steps": "Step", "bars": "Bar"}
+        places = [v for s in self.series for v in s.x if v is not None and (isinstance(v, str) or math.isfinite(v))]
+        ends = [v for v in places if not isinstance(v, str)]
+        over = f" over {self.x_title}" if self.x_title else ""
+        span = f", {_place(min(ends))} to {_place(max(ends))}" if ends and len(ends) == len(places) else ""
+        kind = kinds[self.series[0].kind] if self.series else "Empty"
+        words = [f"{kind} chart of {len(self.series)} series{over}{span}."]
+        words += [f"{s.name}: {_extremes(s)}." for s in self.series[:SERIES_IN_WORDS] if len(s.y)]
+        more = len(self.series) - SERIES_IN_WORDS
+        return " ".join([*words, *([f"{more} more series are not described."] if more > 0 else [])])
+
+    @property
     def categories(self) -> list[str]:
         """The texts along x, in order; empty where x is numeric."""
         return list(dict.fromkeys(v for s in self.series for v in s.x if isinstance(v, str)))
@@ -138,12 +166,10 @@ class Chart:
         for series in sorted(self.series, key=lambda s: not s.strong):  # behind the others first
             fields = {k: v for k, v in vars(series).items() if k not in COLUMNS}
             stored = {**points(self, series), "texts": series.texts, "labels": series.labels}
-            if (rows := extreme_rows(stored["y"] or stored["high"])) is not None:
-                stored = {k: [v[i] for i in rows] if len(v) else v for k, v in stored.items()}
             drawn.append(
                 {k: v for k, v in fields.items() if v not in ("", False)}
                 | {"name": _escaped(series.name)}
-                | {k: columns.add(v) for k, v in stored.items() if len(v)}
+                | columns.series(stored)
             )
         return {
             "id": self.id,
@@ -161,7 +187,11 @@ class Chart:
 
 
 class Columns:
-    """The columns of numbers and texts on a page, each stored once and shortened to what a chart can show.
+    """The columns of numbers and texts on a page, each stored once: long ones of numbers packed, see `pack`.
+
+    Args:
+        limit: points that a series may keep; absent, all. Of a longer one the lowest and the highest value of every
+            stretch stay.
 
     Example:
         >>> columns = Columns()
@@ -169,27 +199,55 @@ class Columns:
         (0, 1, 0, [[0.12346, None], ['a']])
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
         self._places: dict[tuple[Any, ...], int] = {}
 
     def add(self, values: Iterable[Any]) -> int:
         """Store a column; its place."""
-        column = tuple(_escaped(v) if isinstance(v, str) else rounded(v) for v in thinned(list(values)))
+        values = list(values)
+        shorten = rounded if len(values) <= MAX_POINTS else _finite  # what is packed is rounded there
+        column = tuple(_escaped(v) if isinstance(v, str) else shorten(v) for v in values)
         return self._places.setdefault(column, len(self._places))
 
+    def series(self, fields: Mapping[str, Values]) -> dict[str, int]:
+        """Store the columns of one series; their places, and as `of` how many points there were if some are left out.
+
+        Args:
+            fields: columns of one length by their names, `COLUMNS`; empty ones are left out.
+        """
+        columns = {name: values for name, values in fields.items() if len(values)}
+        limit = self.limit
+        if any(isinstance(v, str) for name in ("x", "texts", "labels") for v in columns.get(name, ())):
+            limit = min(limit or MAX_POINTS, MAX_POINTS)  # texts are not packed
+        values = columns.get("y", columns.get("high", columns["x"]))
+        rows = None if limit is None else extreme_rows(list(values), limit)
+        if rows is None:
+            return {name: self.add(column) for name, column in columns.items()}
+        kept = {name: self.add([column[i] for i in rows]) for name, column in columns.items()}
+        return {**kept, "of": len(values)}
+
     @property
-    def stored(self) -> list[list[Any]]:
+    def longest(self) -> int:
+        """Values of the longest column."""
+        return max(map(len, self._places), default=0)
+
+    @property
+    def stored(self) -> list[list[Any] | dict[str, Any]]:
         """All columns by their place."""
-        return [list(column) for column in self._places]
+        return [
+            pack(column) if len(column) > MAX_POINTS and not any(isinstance(v, str) for v in column) else list(column)
+            for column in self._places
+        ]
 
 
 def chart_data(charts: Iterable[Chart], columns: Columns | None = None) -> dict[str, Any]:
     """What a page's script needs to draw charts; those without series are left out.
 
     Args:
-        columns: that hold something already, for other parts of the page.
+        columns: those of the page, which may hold something already, for other parts of it.
     """
-    columns = columns or Columns()
+    columns = Columns() if columns is None else columns
     drawn = [chart.as_dict(columns) for chart in charts if chart.series]
     return {"charts": drawn, "columns": columns.stored}
 
@@ -242,6 +300,25 @@ def _drawable(value: Any, *, log: bool = False) -> Any:
     return value if math.isfinite(value) and not (log and value <= 0) else None
 
 
+def _extremes(series: Series) -> str:
+    """The values of a series in words: how many, the first, the last, the lowest and the highest."""
+    pairs = [(x, float(y)) for x, y in zip(series.x, series.y) if y is not None and math.isfinite(y)]
+    if len(pairs) < 2:
+        return f"{short(pairs[0][1])} at {_place(pairs[0][0])}" if pairs else "no value"
+    low, high = min(pairs, key=lambda p: p[1]), max(pairs, key=lambda p: p[1])
+    return (
+        f"{len(pairs):,} points, first {short(pairs[0][1])}, last {short(pairs[-1][1])}, "
+        f"lowest {short(low[1])} at {_place(low[0])}, highest {short(high[1])} at {_place(high[0])}"
+    )
+
+
+def _place(value: Any) -> str:
+    """A place along x in words."""
+    if value is None or isinstance(value, str):
+        return value or "nowhere"
+    return f"{value:,.0f}" if float(value).is_integer() else short(float(value))
+
+
 def _escaped(text: str) -> str:
     """Text that plotly cannot read as markup."""
     return html.escape(visible(text), quote=False)
@@ -259,6 +336,10 @@ def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return value if value.is_integer() and abs(value) < 2**53 else float(f"{value:.5g}")
     return int(value)
+
+
+def _finite(value: Any) -> Any:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def extreme_rows(values: Sequence[Any], limit: int = MAX_POINTS) -> list[int] | None:
@@ -357,4 +438,4 @@ def figure_page(charts: Sequence[Chart], *, title: str, caption: str = "") -> st
     legend = {s.name: s for chart in reversed(charts) for s in reversed(chart.series)}
     order = dict.fromkeys(s.name for chart in charts for s in chart.series)
     context = {"title": title, "caption": caption, "charts": charts, "legend": [legend[name] for name in order]}
-    return render_document("figure.html.j2", context, data=chart_data(charts))
+    return render_document("figure.html.j2", context, data=lambda columns: chart_data(charts, columns))

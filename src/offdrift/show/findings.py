@@ -16,6 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from offdrift.show.anchors import Anchors, anchor
 from offdrift.show.json_access import Fields, mapping, number, rows, text, visible
 from offdrift.show.numbers import short
 
@@ -83,13 +84,18 @@ class Shown:
     """Metric, value, threshold, source of the threshold."""
     snippets: tuple[tuple[str, str], ...]
     """Framework and configuration, the detected framework's first."""
+    anchor: str = ""
+    """Name of its place on a page."""
+    page: str = ""
+    """File name and place of the page that shows it, where that was stored."""
 
 
-def shown(finding: Fields, framework: str = OWN) -> Shown:
+def shown(finding: Fields, framework: str = OWN, place: str = "") -> Shown:
     """One finding, read without trust in its shape.
 
     Args:
         framework: whose snippet comes first; `offdrift`'s where there is none for it.
+        place: name of its place on the page; absent, by its rule.
 
     Example:
         >>> s = shown({"cause": "stale_engine", "letter": "B", "severity": "act", "step": 40,
@@ -100,7 +106,7 @@ def shown(finding: Fields, framework: str = OWN) -> Shown:
     severity, cause = text(finding.get("severity")), text(finding.get("cause"))
     plain = {
         key: text(finding.get(key))
-        for key in ("letter", "symptom", "explanation", "fix", "refuted_by", "confidence", "source", "method")
+        for key in ("letter", "symptom", "explanation", "fix", "refuted_by", "confidence", "source", "method", "page")
     }
     step, count = number(finding.get("step")), number(finding.get("steps"))
     when = [] if step is None else [f"first at step {step:.0f}"]
@@ -114,13 +120,23 @@ def shown(finding: Fields, framework: str = OWN) -> Shown:
         when="over the whole log" if step is None and count == 0 else ", ".join(when),
         evidence=tuple(map(_evidence, rows(finding.get("evidence")))),
         snippets=tuple((name, code[name]) for name in dict.fromkeys([*first, *code])),
+        anchor=place or anchor("finding", text(finding.get("rule"))),
         **plain,
     )
 
 
-def in_order(findings: object, framework: str = OWN) -> list[Shown]:
-    """All findings in the order of repair, as they were given; what can wait stands last."""
-    return sorted((shown(f, framework) for f in rows(findings)), key=lambda s: s.level not in ("stop", "act"))
+def in_order(
+    findings: object, framework: str = OWN, kind: str = "finding", names: Anchors | None = None
+) -> list[Shown]:
+    """All findings in the order of repair, as they were given; what can wait stands last.
+
+    Args:
+        kind: what the names of their places on the page begin with.
+        names: those that the page has already.
+    """
+    names = Anchors() if names is None else names
+    read = [shown(f, framework, names(kind, text(f.get("rule")))) for f in rows(findings)]
+    return sorted(read, key=lambda s: s.level not in ("stop", "act"))
 
 
 def finding_view(finding: Fields, framework: str = OWN, width: int = 100) -> RenderableType:
@@ -168,6 +184,7 @@ def shown_view(s: Shown, *, width: int = 100, brief: bool = False) -> Renderable
         facts = [f"confidence {s.confidence}" if s.confidence else "", s.when, s.source]
         small = [f"Refuted by: {s.refuted_by}"] if s.refuted_by else []
         small += [" · ".join(f for f in facts if f)] if any(facts) else []
+        small += [f"On the page: {s.page}"] if s.page else []
         parts += [Text(safe(line), style="dim") for line in small]
     return Group(title, *(Padding(part, (0, 0, 0, 2)) for part in parts))
 

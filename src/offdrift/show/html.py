@@ -10,17 +10,21 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup, escape
 
 from offdrift.records.atomic import write_atomically
+from offdrift.show.anchors import Anchors
+from offdrift.show.charts import FEWEST_POINTS, Columns
 from offdrift.show.json_access import visible, visible_token
 from offdrift.show.numbers import duration, fixed, percent, short
+from offdrift.show.packed import compressed
 
 _ASSETS = Path(__file__).parent / "assets"
 
@@ -28,35 +32,69 @@ SCRIPTS = ("common.js", "charts.js", "views.js")
 """The scripts of every page, run after plotly as one."""
 STYLES = ("page.css", "views.css")
 DRAWING = "plotly-basic.min.js"
-"""plotly.js 4.1.1 with lines, dots and bars alone, unchanged: a quarter of the whole (MIT, see plotly.LICENSE)."""
+"""plotly.js 4.1.1 with lines, dots and bars alone, unchanged: a quarter of the whole (MIT, see plotly.LICENSE). A page
+holds it packed, which takes less than half."""
+
+
+PAGE_BYTES = 2_000_000
+"""What a page may take unless more was asked for: series are thinned until it fits."""
+_DATA = Markup("\0data\0")
+"""Where the data goes once the rest is there; no text of a page can be this, as none has a control character."""
 
 
 def render_document(
-    template: str, context: Mapping[str, Any], *, data: Mapping[str, Any], styles: Sequence[str] = STYLES
+    template: str,
+    context: Mapping[str, Any],
+    *,
+    data: Callable[[Columns], Mapping[str, Any]],
+    styles: Sequence[str] = STYLES,
+    limit: float | int = PAGE_BYTES,
 ) -> str:
     """A page as text, the same for the same input.
 
     Args:
         template: file name of the jinja template.
         context: what the template shows; every text of it is escaped.
-        data: what the scripts read, as JSON.
+        data: what the scripts read, as JSON, from the columns in which the series of the page are to be stored.
         styles: file names, one style sheet together.
+        limit: bytes of the page. Where its series do not fit, each keeps as many points as do; math.inf keeps all.
     """
     style, script = ("".join((_ASSETS / file).read_text("utf-8") for file in files) for files in (styles, SCRIPTS))
-    plotly = (_ASSETS / DRAWING).read_text("utf-8")
-    return (
+    plotly, packed = _plotly()
+    page = (
         environment()
         .get_template(template)
         .render(
-            **context,
-            data=data,
+            **{"place": Anchors(), **context},
+            data=_DATA,
             policy=content_security_policy(scripts=(plotly, script), styles=(style,)),
             # Trusted text of this package; everything else on the page is escaped.
-            plotly=Markup(plotly),
+            plotly=Markup(packed),
             script=Markup(script),
             style=Markup(style),
         )
     )
+    return page.replace(_DATA, _fitting(data, limit - len(page.encode("utf-8", "surrogatepass"))))
+
+
+def _fitting(data: Callable[[Columns], Mapping[str, Any]], room: float | int) -> str:
+    """The data as JSON, its series thinned until they fit into so many bytes, or nothing is left to leave out."""
+    points: int | None = None
+    while True:
+        columns = Columns(points)
+        made = data(columns)
+        block = str(htmlsafe_json_dumps(made))  # ASCII alone
+        longest = columns.longest
+        if len(block) <= room or longest <= FEWEST_POINTS:
+            return block
+        points = max(FEWEST_POINTS, int(longest * min(0.9, 0.97 * max(room, 0) / len(block))))
+
+
+@cache
+def _plotly() -> tuple[str, str]:
+    """plotly.js, whose hash the policy has, and packed, as the page holds it."""
+    text = (_ASSETS / DRAWING).read_text("utf-8")
+    return text, compressed(text.encode("utf-8"))
 
 
 def write_document(html: str, path: Path) -> Path:
@@ -103,6 +141,7 @@ def environment() -> Environment:
         "duration": duration,
         "token": visible_token,
         "breakable": breakable,
+        "sortable": sortable,
     }
     return made
 
@@ -115,6 +154,19 @@ def breakable(name: str) -> Markup:
         Markup('a_<wbr>b/<wbr>&lt;c&gt;')
     """
     return Markup("<wbr>").join(escape(visible(part)) for part in re.split(r"(?<=[_/])", name))
+
+
+def sortable(words: str) -> float | str:
+    """By what the cells of a column are sorted: their last number, else their words, and "" for a dash.
+
+    Example:
+        >>> sortable("0.250 → 0.500"), sortable("4.56e−5"), sortable("2,413"), sortable("–"), sortable("falsified")
+        (0.5, 4.56e-05, 2413.0, '', 'falsified')
+    """
+    numbers = re.findall(r"[-−]?\d[\d,]*(?:\.\d+)?(?:e[-−]?\d+)?", words)
+    if numbers:
+        return float(numbers[-1].replace("−", "-").replace(",", ""))
+    return "" if words == "–" else words
 
 
 @cache

@@ -95,7 +95,7 @@ def picture_of(charts: Sequence[Chart], *, title: str, caption: str, kind: str =
 def palette() -> dict[str, dict[str, str]]:
     """The colors of `page.css`, by theme ("light", "dark") and name."""
     css = (Path(__file__).parent / "assets" / "page.css").read_text("utf-8")
-    blocks = re.findall(r":root \{(.*?)\n *\}", css, flags=re.DOTALL)
+    blocks = re.findall(r":root(?::not\(\.paper\))? \{(.*?)\n *\}", css, flags=re.DOTALL)
     return {
         theme: dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for theme, block in zip(("light", "dark"), blocks)
     }

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from offdrift.records.atomic import write_json
+from offdrift.show.anchors import Anchors
 from offdrift.show.charts import NUM_COLORS, SYMBOLS, Chart, Series, chart_data, write_chart
-from offdrift.show.html import render_document, write_document
+from offdrift.show.findings import WORDS, in_order
+from offdrift.show.html import PAGE_BYTES, render_document, write_document
 from offdrift.show.json_access import mapping, number
 from offdrift.show.numbers import flatten, kl_labels, kl_level, short
 from offdrift.stats import METRICS, over_seeds
@@ -25,27 +27,38 @@ from offdrift.train.sweep_results import curve, explained, results, sentence, si
 
 FILE_NAME = "report.html"
 SAMPLES_PER_ARM = 8
-TOKENS_PER_SAMPLE = 600
+TOKENS_PER_SAMPLE, TOKENS, FEWEST_TOKENS = 600, 8000, 60
+"""Tokens of a sample that are shown, of all samples together, and of a sample however many there are."""
 GLYPHS = dict(zip(SYMBOLS, "●■◆▲✚★⬢⬟"))
 """The plotted marker symbols as text, for legend and table."""
 
 
-def write_report(run_dir: Path) -> Path:
+def write_report(run_dir: Path, *, limit: float | int = PAGE_BYTES) -> Path:
     """Write `report.html` of a run, finished or not, whole or not at all; an earlier one is replaced.
+
+    Args:
+        limit: bytes of the page, to which long series are thinned; math.inf keeps every update.
 
     Returns: path of the page.
 
     Raises: `RecordError` if the folder is not a run, or cannot be written.
     """
-    return write_document(render(read_run(run_dir)), run_dir / FILE_NAME)
+    return write_document(render(read_run(run_dir), limit=limit), run_dir / FILE_NAME)
 
 
-def render(run: Run) -> str:
-    """The page of a run as text."""
+def render(run: Run, *, limit: float | int = PAGE_BYTES) -> str:
+    """The page of a run as text, `limit` bytes at most."""
     charts, overlapped = all_charts(run.arms), any(arm.schedule for arm in run.arms)
     beside = overlap_charts(run.arms) if overlapped else []
     shown = [(arm, pick_samples(arm.samples, SAMPLES_PER_ARM)) for arm in run.arms]
+    count = sum(len(samples) for _, samples in shown)
+    cut = min(TOKENS_PER_SAMPLE, max(FEWEST_TOKENS, TOKENS // max(count, 1)))
+    place = Anchors()
+    of_arms = [(arm, in_order(arm.findings, kind=f"finding-{arm.name}", names=place)) for arm in run.arms]
     context = {
+        "place": place,
+        "words": WORDS,
+        "findings": [(arm, own) for arm, own in of_arms if own],
         "run": run,
         "verdict": verdict(run),
         "columns": COLUMNS,
@@ -62,24 +75,23 @@ def render(run: Run) -> str:
         "kl_labels": kl_labels(),
         "glyph": lambda i: GLYPHS[SYMBOLS[i % len(SYMBOLS)]],
         "num_colors": len(SYMBOLS),
-        "token_limit": TOKENS_PER_SAMPLE,
+        "token_limit": cut,
         "grade_of": lambda arms: ", ".join(sorted({arm.label("grade") for arm in arms} - {""})),
     }
-    data = {
-        **chart_data([*charts, *beside]),
-        # KL, TV, log-prob and weight of every shown token.
-        "samples": [
-            [
-                [
-                    [short(v) for v in row]
-                    for row in itertools.islice(zip(s.kl, s.tv, s.logp_rollout, s.weight), TOKENS_PER_SAMPLE)
-                ]
-                for s in samples
-            ]
-            for _, samples in shown
-        ],
-    }
-    return render_document("report.html.j2", context, data=data, styles=("page.css",))
+    # KL, TV, log-prob and weight of every shown token.
+    tokens = [
+        [
+            [[short(v) for v in row] for row in itertools.islice(zip(s.kl, s.tv, s.logp_rollout, s.weight), cut)]
+            for s in samples
+        ]
+        for _, samples in shown
+    ]
+    return render_document(
+        "report.html.j2",
+        context,
+        data=lambda columns: {**chart_data([*charts, *beside], columns), "samples": tokens},
+        limit=limit,
+    )
 
 
 def pick_samples(samples: Sequence[Sample], limit: int) -> list[Sample]:
@@ -371,26 +383,29 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 # -- sweeps: means over seeds, with bands ------------------------------------------------------------
 
 
-def write_sweep(grid: Grid) -> tuple[dict[str, Any], Path]:
+def write_sweep(grid: Grid, *, limit: float | int = PAGE_BYTES) -> tuple[dict[str, Any], Path]:
     """Write `sweep.json` and `sweep.html` from what a sweep's runs have stored by now; the results, and the page.
+
+    Args:
+        limit: bytes of the page, to which long series are thinned; math.inf keeps every update.
 
     Raises: `RecordError` if they cannot be written.
     """
     document = results(grid)
     write_json(grid.folder / RESULTS, document)
-    return document, write_sweep_page(grid, document)
+    return document, write_sweep_page(grid, document, limit=limit)
 
 
-def write_sweep_page(grid: Grid, document: Mapping[str, Any]) -> Path:
+def write_sweep_page(grid: Grid, document: Mapping[str, Any], *, limit: float | int = PAGE_BYTES) -> Path:
     """Write `sweep.html` from the results of a sweep and the curves of its runs, whole or not at all.
 
     Raises: `RecordError` if it cannot be written.
     """
-    return write_document(render_sweep(grid, document), grid.folder / "sweep.html")
+    return write_document(render_sweep(grid, document, limit=limit), grid.folder / "sweep.html")
 
 
-def render_sweep(grid: Grid, document: Mapping[str, Any]) -> str:
-    """The page of a sweep as text."""
+def render_sweep(grid: Grid, document: Mapping[str, Any], *, limit: float | int = PAGE_BYTES) -> str:
+    """The page of a sweep as text, `limit` bytes at most."""
     charts = sweep_charts(grid, document)
     context = {
         "name": document["name"],
@@ -408,7 +423,7 @@ def render_sweep(grid: Grid, document: Mapping[str, Any]) -> str:
         "recipe": list(flatten(mapping(document["sweep"]))),
         "versions": [pair for versions in document["versions"] for pair in versions.items()],
     }
-    return render_document("sweep.html.j2", context, data=chart_data(charts), styles=("page.css", "views.css"))
+    return render_document("sweep.html.j2", context, data=lambda columns: chart_data(charts, columns), limit=limit)
 
 
 def sweep_charts(grid: Grid, document: Mapping[str, Any]) -> list[Chart]:

@@ -22,6 +22,7 @@ from offdrift.objectives.turns import TurnNormalized
 from offdrift.records.batch import Logged
 from offdrift.records.recorder import write_log
 from offdrift.records.rollouts import OLD_STATUS, Rollouts
+from offdrift.show.anchors import anchor
 from offdrift.stats import Alphas
 from offdrift.stats.metrics import summarize
 from offdrift.train.arm import Arm
@@ -121,6 +122,7 @@ def record_update(
     for finding in arm.diagnosis.update(row):
         fields = finding.as_dict()
         if run.accelerator.is_main_process:
+            fields["page"] = f"report.html#{anchor(f'finding-{arm.name}', finding.rule)}"
             arm.files.append("findings", {"update": arm.version, **fields})
         where = f"{arm.name}: update {arm.version}, {finding.severity}"
         arm.report("finding", f"{where}: {finding.symptom} {finding.fix}", fields)

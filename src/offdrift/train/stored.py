@@ -176,6 +176,8 @@ class Arm:
     metrics: tuple[Row, ...] = ()
     evals: tuple[Row, ...] = ()
     samples: tuple[Sample, ...] = ()
+    findings: tuple[Row, ...] = ()
+    """What the diagnosis found while it trained, each at the update at which it fired first."""
     raises: Row = field(default_factory=dict)
     """The return that its steps raise, in place of J; empty for runs that did not store it."""
     schedule: Row = field(default_factory=dict)
@@ -317,8 +319,8 @@ def _schedules(recipe: Row) -> dict[str, Row]:
 
 
 def _read_arm(folder: Path, table: Mapping[str, Row]) -> Arm:
-    files = (folder / f"{name}.jsonl" for name in ("metrics", "eval", "samples"))
-    (metrics, evals, samples), skipped = zip(*map(read_lines, files), strict=True)
+    files = (folder / f"{name}.jsonl" for name in ("metrics", "eval", "samples", "findings"))
+    (metrics, evals, samples, findings), skipped = zip(*map(read_lines, files), strict=True)
     summary: Row = {}
     with suppress(FileNotFoundError, ValueError):  # not written yet, or being written
         summary = mapping(json.loads((folder / "summary.json").read_text(encoding="utf-8")))
@@ -332,8 +334,17 @@ def _read_arm(folder: Path, table: Mapping[str, Row]) -> Arm:
         metrics=metrics,
         evals=evals,
         samples=tuple(map(Sample.of, samples)),
+        findings=_once(findings),
         skipped_lines=sum(skipped),
     )
+
+
+def _once(findings: Iterable[Row]) -> tuple[Row, ...]:
+    """The first line of every rule: an update that was done again after an interrupt has written another."""
+    first: dict[str, Row] = {}
+    for row in findings:
+        first.setdefault(text(row.get("rule")), row)
+    return tuple(first.values())
 
 
 def _by_update(rows: Iterable[Row]) -> tuple[Row, ...]:

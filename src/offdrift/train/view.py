@@ -152,7 +152,10 @@ class LiveProgress:
         severity = str(finding.get("severity", "watch"))
         where = f"{event.arm}: update {event.step}, {severity}: "
         text = f"{finding.get('symptom', event.text)} {finding.get('fix', '')}"
-        self._print(Text(where, style=SEVERITY_STYLE[severity]).append(text, "default"))
+        line = Text(where, style=SEVERITY_STYLE[severity]).append(text, "default")
+        if page := finding.get("page"):
+            line.append(f" ({page})", "dim")
+        self._print(line)
 
     def _on_arm_done(self, event: Event) -> None:
         after = number((event.metrics or {}).get("reward_after"))

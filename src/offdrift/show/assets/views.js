@@ -142,6 +142,31 @@
 
   // -- the page ------------------------------------------------------------------------------
 
+  // A link to a place leads to it also where it is folded away; so does the address that the page was opened with.
+  const unfold = () => {
+    const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    if (!target) return;
+    for (let e = target; e; e = e.parentElement) if (e.matches("details")) e.open = true;
+    target.scrollIntoView();
+  };
+  addEventListener("hashchange", unfold);
+  page.ready.then(unfold);
+
+  // The links of a table's rows are one stop of the Tab key; the arrows go from row to row.
+  for (const body of all("tbody")) {
+    const links = () => [...body.querySelectorAll("tr:not([hidden]) .anchor")];
+    links().forEach((link, i) => { link.tabIndex = i ? -1 : 0; });
+    body.addEventListener("keydown", event => {
+      const from = links(), at = from.indexOf(event.target), to = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: from.length - 1 }[event.key];
+      if (at < 0 || to === undefined) return;
+      event.preventDefault();
+      const next = from[Math.max(0, Math.min(from.length - 1, to))];
+      from[at].tabIndex = -1;
+      next.tabIndex = 0;
+      next.focus();
+    });
+  }
+
   // A printed page cannot be unfolded.
   const folded = [];
   addEventListener("beforeprint", () => { for (const d of all("details:not([open])")) { folded.push(d); d.open = true; } });
