@@ -462,7 +462,7 @@ def campaign(
     try:
         expected: dict[str, dict[str, Any]] = {}
         seconds: dict[str, float] = {}
-        for name in subjects:
+        for name in dict.fromkeys(subjects):
             (base / name).mkdir()
             out = base / "disk/out"
             if name == "record":
@@ -482,7 +482,8 @@ def campaign(
         for i in itertools.count(len(trials)):
             if done >= strikes:
                 break
-            name, harm = subjects[done % len(subjects)], harms[done // len(subjects) % len(harms)]
+            name = subjects[done % len(subjects)]
+            harm = harms[(done // len(subjects) + done % len(subjects)) % len(harms)]
             # A generator per trial, so that one can be repeated by itself.
             strike = Strike(random.Random(f"{seed} {i}"), base / "disk/filler")
             row: dict[str, Any] = {"trial": i, "subject": name, "harm": harm, "commit": commit()}
@@ -548,7 +549,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ("record", *SUBJECTS)
     parser.add_argument("--strikes", type=int, default=200, help="in all, subjects and harms in turn")
-    parser.add_argument("--subjects", default=",".join(names), help=f"of {', '.join(names)}")
+    parser.add_argument(
+        "--subjects", default=",".join(names), help=f"of {', '.join(names)}; twice: struck twice as often"
+    )
     parser.add_argument("--harms", default=",".join(HARMS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
