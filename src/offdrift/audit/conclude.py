@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from offdrift.judge.verdict import Action, correlation_broken
 from offdrift.records.atomic import plain, write_json
 from offdrift.records.provenance import Sampling
 from offdrift.stats import Alphas
+from offdrift.texts import read_json
 
 FORMAT = 1
 FILE_NAME = "audit.json"
@@ -131,7 +131,7 @@ def read_audit(path: Path) -> dict[str, Any]:
     """
     file = path / FILE_NAME if path.is_dir() else path
     try:
-        audit = json.loads(file.read_text(encoding="utf-8"))
+        audit = read_json(file)
     except (OSError, ValueError) as e:
         raise RecordError(f"{path} holds no audit ({e}); run `offdrift audit` first") from e
     if not isinstance(audit, dict) or audit.get("kind") != "audit":
@@ -320,7 +320,7 @@ def _run(path: str) -> dict[str, Any]:
     """The nearest `run.json` above a log; empty where there is none."""
     for folder in (Path(path), *Path(path).absolute().parents[:FOLDERS_ABOVE]):
         with suppress(OSError, ValueError):
-            content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            content = read_json(folder / "run.json")
             if isinstance(content, dict) and "recipe" in content:
                 return content
     return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 
 from offdrift.cli.app import Screen, lab
 from offdrift.cli.lab import Stem, next_picture, words_of, write_outputs
+from offdrift.texts import read_json
 
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 LENGTHS_OF_RESPONSES = "16,32,64,128,256,512,1024,2048,4096,8192"
@@ -238,7 +238,7 @@ def collapse(
     runs = []
     for number, path in enumerate(paths):
         head = path.parents[2] / "run.json"
-        recipe = json.loads(head.read_text(encoding="utf-8")).get("recipe", {}) if head.is_file() else {}
+        recipe = read_json(head).get("recipe", {}) if head.is_file() else {}
         runs.append(LoggedRun(read_lines(path)[0], recipe.get("seed", number)))
     scale = {"horizon": horizon, "recovery": recovery, "window": window, "smooth": smooth}
     result = compare_predictors(runs, **scale, folds=folds)

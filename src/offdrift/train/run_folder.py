@@ -38,6 +38,7 @@ from offdrift.records.atomic import plain as plain
 from offdrift.records.atomic import remove_half_written, write_atomically
 from offdrift.records.atomic import write_json as write_json
 from offdrift.show.json_access import read_lines
+from offdrift.texts import read_json
 from offdrift.train.stored import FORMAT
 
 LINE_FILES = ("metrics", "eval", "samples", "findings")
@@ -62,7 +63,7 @@ class RunFolder:
     def head(self) -> dict[str, Any]:
         """Content of `run.json`. Raises: `CheckpointError` if there is no run here."""
         try:
-            return json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+            return read_json(self.path / "run.json")
         except (OSError, ValueError) as e:
             raise CheckpointError(f"there is no run to resume at {self.path} ({e}); start it without --resume") from e
 
@@ -80,7 +81,7 @@ class ArmFolder:
     def summary(self) -> dict[str, Any] | None:
         """The arm's row of the table, or None if the arm has not finished."""
         try:
-            return json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+            return read_json(self.path / "summary.json")
         except (OSError, ValueError):
             return None
 

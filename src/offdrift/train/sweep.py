@@ -20,7 +20,6 @@ import json
 import os
 import re
 import time
-import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -36,6 +35,7 @@ from offdrift.records.atomic import plain, remove_half_written, write_json
 from offdrift.show.json_access import mapping
 from offdrift.show.numbers import duration
 from offdrift.stats import METRICS
+from offdrift.texts import read_json, read_toml
 from offdrift.train.parts import FolderName, Natural, Part, Positive
 from offdrift.train.recipe import Recipe, found_beside, load_recipe, problems
 from offdrift.train.run_folder import ArmFolder
@@ -226,7 +226,7 @@ class Cell:
 def stored_json(path: Path) -> dict[str, Any]:
     """A JSON object on disk; empty if it is not there, or not whole."""
     with suppress(OSError, ValueError):
-        return mapping(json.loads(path.read_text(encoding="utf-8")))
+        return mapping(read_json(path))
     return {}
 
 
@@ -272,10 +272,10 @@ def load_sweep(path: Path, folder: Path | None = None, *, changes: Sequence[str]
     Raises: `RecipeError` naming file, key and what was expected, for a run too.
     """
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = read_toml(path)
     except OSError as e:
         raise RecipeError(f"cannot read sweep {path}: {e.strerror}; recipes/sweep.toml is an example") from e
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+    except ValueError as e:
         raise RecipeError(f"{path} is not valid TOML: {e}") from e
     try:
         sweep = Sweep.model_validate(content)
