@@ -264,3 +264,34 @@ def test_help_the_table_of_methods_and_bounds_do_not_wait_for_torch(words):
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
     assert done.stderr.strip().splitlines()[-1] == "set()"
     assert done.returncode == 0
+
+
+IN_A_DESTRUCTOR = """
+import os, signal
+from offdrift.cli.app import interruptible
+check = interruptible()
+
+class Dies:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        sum(range(1000))
+
+del_me = Dies()
+del del_me
+print("went on")
+try:
+    check()
+except KeyboardInterrupt:
+    print("ended")
+class Broken:
+    def __del__(self):
+        raise ValueError("a real fault")
+Broken()
+"""
+
+
+def test_an_interrupt_inside_a_destructor_is_not_lost_and_shows_no_traceback():
+    done = subprocess.run([sys.executable, "-c", IN_A_DESTRUCTOR], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n")[:2] == ["went on", "ended"]
+    assert "KeyboardInterrupt" not in done.stderr
+    assert "a real fault" in done.stderr, "other reports are left alone"
