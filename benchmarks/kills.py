@@ -4,7 +4,7 @@
 
 A trial starts a command, strikes it once at a random moment (every third time while it is writing a file, every third
 time once it has acknowledged something), mends what the strike has broken, and runs the command again to its end. The
-same command with the same --json FILE goes on with a campaign that was interrupted. A trial compares:
+same --json FILE goes on with a campaign that was interrupted, with other subjects too. A trial compares:
 
 - what had been acknowledged before the strike (a flush that returned, the updates before a checkpoint, a finished run
   of a sweep, a part of an audit) must be there untouched: its rows, times included, are those of before;
@@ -563,18 +563,17 @@ def main() -> None:
     from measure import machine
 
     earlier: list[dict[str, Any]] = []
-    asked = {"subjects": subjects, "harms": harms, "seed": options.seed}
     if options.json is not None and options.json.exists():
         stored = json.loads(options.json.read_text())
-        if any(stored.get(key) != value for key, value in asked.items()):
-            parser.error(f"{options.json} holds another campaign than {asked}; name another file, or remove it")
+        if "trials" not in stored or stored["seed"] != options.seed:
+            parser.error(f"{options.json} holds no campaign of --seed {options.seed}; name another file, or remove it")
         earlier = stored["trials"]
 
     def report(line: str, trials: list[dict[str, Any]]) -> None:
         print(line, flush=True)
         if options.json is not None and trials:  # after each, so that an interrupted campaign is one, too
             faults = [row for row in trials if "fault" in row]
-            document = {**asked, "counts": counted(trials), "faults": faults, "machine": about}
+            document = {"seed": options.seed, "counts": counted(trials), "faults": faults, "machine": about}
             rows = ",\n  ".join(json.dumps(row) for row in trials)
             head = json.dumps(document, indent=1).removesuffix("\n}")
             part = options.json.with_name(f".{options.json.name}.part")
