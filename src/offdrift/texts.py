@@ -1,4 +1,4 @@
-"""JSON and TOML of unknown origin: a file is read or refused, and never waited for, run or believed without limit.
+"""JSON, TOML and arrays of unknown origin: a file is read or refused; it is never waited for, run or read without end.
 
 The parsers of the standard library raise more than they document: `RecursionError` for brackets in brackets, and a bare
 `ValueError` for a number of thousands of digits. Here every text that cannot be read is a `ValueError`, and every file
@@ -9,12 +9,17 @@ catches these two and names the file.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import stat
 import tomllib
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 LARGEST = 256 << 20
 """Bytes that a file of settings or results may have: those that this library writes have a hundredth."""
@@ -92,3 +97,23 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What a file of TOML says. Raises: `OSError` and `ValueError`, as `read_text` and `parse_toml`."""
     return parse_toml(read_text(Path(path)))
+
+
+def read_arrays(content: bytes, *, limit: int = LARGEST) -> dict[str, np.ndarray]:
+    """The arrays of an .npz archive, by name; they take at most `limit` bytes.
+
+    Raises: `ValueError` for whatever is wrong, a pickle in it and a bomb included.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            records = archive.infolist()
+            if (size := sum(record.file_size for record in records)) > limit:
+                raise ValueError(f"the archive unpacks to {size:,} bytes, more than {limit:,}")
+            arrays = {}
+            for record in records:
+                with archive.open(record) as file:
+                    arrays[record.filename.removesuffix(".npy")] = np.lib.format.read_array(file, allow_pickle=False)
+            return arrays
+    # What damaged or hostile bytes raise in zipfile, zlib and numpy.
+    except (zipfile.BadZipFile, zlib.error, EOFError, LookupError, TypeError, RuntimeError, MemoryError) as e:
+        raise ValueError(f"no whole archive of arrays: {e or type(e).__name__}") from e

@@ -69,6 +69,7 @@ ALLOWED = {
     "triton": {"divergence/kernels_"},
     "safetensors": {"records/store.py", "engines/grids.py", "engines/server/engine.py", "train/"},
     "httpx": {"engines/server/client.py"},
+    "httpcore": {"engines/server/client.py"},
     "matplotlib": {"show/png.py"},
     "jinja2": {"show/html.py"},
     "reasoning_gym": {"train/tasks.py", "train/rewards.py"},

@@ -294,7 +294,7 @@ def seconds_of(folder: Path, workers: int) -> list[Spent]:
 def _drawn(folder: Path) -> dict[int, Rollouts]:
     """The responses that the folder still has, by batch."""
     batches: dict[int, list[Rollouts]] = {}
-    for file in sorted((folder / "rollouts").glob("batch-*.parquet")):  # a part per process
+    for file in sorted((folder / "rollouts").glob("batch-[0-9][0-9][0-9][0-9][0-9][0-9]*.parquet")):  # one per process
         batches.setdefault(int(file.name.removeprefix("batch-")[:6]), []).append(store.read(file))
     return {index: concatenate(parts) for index, parts in batches.items()}
 

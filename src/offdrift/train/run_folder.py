@@ -23,8 +23,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,21 @@ class ArmFolder:
                 return
             if not stays and index not in by_age[-1].name:
                 excess -= store.delete(file)
+
+    @contextmanager
+    def storing(self, name: str) -> Iterator[Path]:
+        """The path of a folder that is being written under this one, such as `model`.
+
+        Raises: `RecordError` naming it where the disk is full or it may not be written, as libraries do not.
+        """
+        path = self.path / name
+        try:
+            yield path
+        except (OSError, SafetensorError) as e:  # which wraps a full disk
+            raise RecordError(
+                f"cannot write {path}: {getattr(e, 'strerror', None) or e}; free disk space, then continue with "
+                "--resume"
+            ) from e
 
     def clear(self) -> None:
         """Forget everything: the arm starts over."""
