@@ -24,6 +24,11 @@ import numpy as np
 LARGEST = 256 << 20
 """Bytes that a file of settings or results may have: those that this library writes have a hundredth."""
 
+LARGEST_DATA = 4 << 30
+"""Bytes that a file of data may have: problems, prompts, the lines of a run, a head."""
+
+BLOCK = 4 << 20
+
 
 def regular(path: str, flags: int) -> int:
     """An `opener` of `open` for files alone: opening a pipe waits until somebody writes to it, and a device has no end.
@@ -55,11 +60,21 @@ def read_bytes(path: str | os.PathLike[str], *, limit: int = LARGEST) -> bytes:
 
     Raises: `OSError` if it is not there, no file, or larger.
     """
+    blocks, left = [], limit
     with open(path, "rb", opener=regular) as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise OSError(errno.EFBIG, f"it has more than {limit / 2**20:,.0f} MiB, which no such file needs", str(path))
-    return content
+        while block := file.read(BLOCK):  # `read(limit)` would ask for all of it at once
+            blocks.append(block)
+            left -= len(block)
+            if left < 0:
+                size = f"it has more than {limit / 2**20:,.0f} MiB, which no such file needs"
+                raise OSError(errno.EFBIG, size, str(path))
+    return b"".join(blocks)
+
+
+def check_file(path: str | os.PathLike[str]) -> None:
+    """Raise `OSError` unless there is a file to read: for libraries that open paths themselves, and wait at a pipe."""
+    with open(path, "rb", opener=regular):
+        pass
 
 
 def read_text(path: str | os.PathLike[str], *, limit: int = LARGEST) -> str:

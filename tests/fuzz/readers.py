@@ -28,6 +28,7 @@ from offdrift.records.readers import detect, pieces, read
 from offdrift.train.old_policy import read_weights, write_weights
 from offdrift.train.problems import read_problems
 from offdrift.train.recipe import load_recipe
+from offdrift.texts import read_bytes
 from offdrift.train.run_folder import ArmFolder, RunFolder
 from tests.records.samples import LOGS, rollouts
 from tests.show.synthetic import overlap, write_run, write_token_log
@@ -160,7 +161,7 @@ READERS: dict[str, Reader] = {
     "own log": Reader(lambda folder: write_token_log(folder, 1, [0, 1, 1, 0, 2, 1]), read_log, "**/*.parquet"),
     "growing log": Reader(text("a.jsonl", 3 * PLAIN), follow, "a.jsonl"),
     "rollouts": Reader(lambda folder: store.write(rollouts(), folder / "batch-000001.parquet"), read_rollouts, "*.p*"),
-    "part of an audit": Reader(a_part, lambda folder: Part.from_bytes((folder / "part.npz").read_bytes()), "part.npz"),
+    "part of an audit": Reader(a_part, lambda folder: Part.from_bytes(read_bytes(folder / "part.npz")), "part.npz"),
     "recording": Reader(
         lambda folder: shutil.copy(packaged()[0], folder / "r.npz"),
         lambda folder: read_recording(folder / "r.npz"),

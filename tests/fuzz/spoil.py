@@ -79,6 +79,8 @@ def _value(text: str, draw: random.Random) -> str:
 def _setting(text: str, draw: random.Random) -> str:
     """A text of TOML with a value or a key replaced."""
     matches = list(re.finditer(r"(?m)(^|[{,]\s*)([\w.]+)(\s*=\s*)([^#\n,}]+)", text))
+    if not matches:
+        raise ValueError("it holds no setting any more")
     match = draw.choice(matches)
     group, new = (
         (2, draw.choice(("x", '""', '"a.b"', "a.b", "name"))) if draw.random() < 0.15 else (4, draw.choice(TOML))

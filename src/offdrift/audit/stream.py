@@ -30,6 +30,7 @@ from offdrift.engines.isolation import ray_cluster
 from offdrift.errors import RecordError
 from offdrift.records.atomic import remove_half_written, write_atomically
 from offdrift.records.readers import Piece, fingerprint
+from offdrift.texts import read_bytes
 
 LAYOUT = 5
 """Layout of stored parts; a part of another layout is made again."""
@@ -88,7 +89,7 @@ def audit(
         part = None
         if there:
             with suppress(OSError, RecordError):  # one that cannot be read is made again
-                part = Part.from_bytes(place.read_bytes())
+                part = Part.from_bytes(read_bytes(place))
         if part is None:
             made = work(piece, job).to_bytes() if there else next(fresh)
             write_atomically(place, lambda tmp, made=made: Path(tmp).write_bytes(made))

@@ -189,7 +189,7 @@ def read_arm(path: Path) -> Source:
     """What an arm of a run has measured; of a run with several, that which draws and trains in turn, or the first."""
     folder = path if (path / "metrics.jsonl").is_file() else _arm_of(path)
     try:
-        recipe = mapping(read_json(folder.parents[1] / "run.json").get("recipe"))
+        recipe = mapping(mapping(read_json(folder.parents[1] / "run.json")).get("recipe"))
     except (OSError, ValueError, IndexError, AttributeError) as e:
         raise RecordError(f"{folder} belongs to no run: there is no readable run.json two folders above it") from e
     pipeline, rollout, optim = (mapping(recipe.get(name)) for name in ("pipeline", "rollout", "optim"))
@@ -255,7 +255,10 @@ def _arm_of(path: Path) -> Path:
     folders = sorted(file.parent for file in path.glob("arms/*/metrics.jsonl"))
     if not folders:
         raise RecordError(f"{path} holds no arm with metrics yet; give a run that has trained a few batches")
-    recipe = mapping(read_json(path / "run.json").get("recipe"))
+    try:
+        recipe = mapping(mapping(read_json(path / "run.json")).get("recipe"))
+    except (OSError, ValueError) as e:
+        raise RecordError(f"{path} is no run: its run.json cannot be read ({e})") from e
     return min(folders, key=lambda f: (not _in_turn(recipe, f.name), f.name))
 
 

@@ -45,7 +45,7 @@ from offdrift.records.rollouts import (
     cumulative,
 )
 from offdrift.records.schema import ROLLOUTS_KEY
-from offdrift.texts import parse_json, regular
+from offdrift.texts import LARGEST_DATA, check_file, parse_json, read_bytes
 
 FORMAT = 4
 READABLE = (1, 2, 3, FORMAT)
@@ -252,8 +252,7 @@ Malformed = (KeyError, TypeError, ValueError, AttributeError, IndexError, Runtim
 def _table(path: Path, columns: list[str] | None = None) -> Iterator[tuple[pa.Table, dict[str, Any]]]:
     """A file's columns and header; a `RecordError` where the file or what is made of it is wrong."""
     try:
-        with open(path, "rb", opener=regular):  # Arrow would wait at a pipe
-            pass
+        check_file(path)
         metadata = pq.read_metadata(path)
         for group in map(metadata.row_group, range(metadata.num_row_groups)):
             _check_decoded(group, path)
@@ -396,7 +395,7 @@ def read_head(folder: Path, name: str, *, wanted_by: Path) -> Head:
         raise RecordError(f"{wanted_by} names its output head {name!r}, which is no SHA-256")
     path = _path(folder, name)
     try:
-        data = path.read_bytes()
+        data = read_bytes(path, limit=LARGEST_DATA)
     except OSError as e:
         raise RecordError(
             f"cannot read {path} ({e.strerror}), the output head that {wanted_by} refers to; copy "

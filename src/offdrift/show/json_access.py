@@ -13,12 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offdrift.texts import parse_json, read_bytes
+from offdrift.texts import LARGEST_DATA, parse_json, read_bytes
 
 Fields = Mapping[str, Any]
-
-LARGEST_LOG = 4 << 30
-"""Bytes that a line file of a run may have."""
 
 
 def mapping(value: object) -> dict[str, Any]:
@@ -77,10 +74,10 @@ def at(fields: Fields, *path: str) -> Any:
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The JSON objects of a line file, and how many lines before the last, which may be half written, were not one.
 
-    Raises: `OSError` for what is there and is no file, or larger than `LARGEST_LOG`.
+    Raises: `OSError` for what is there and is no file, or larger than `LARGEST_DATA`.
     """
     try:
-        content = read_bytes(path, limit=LARGEST_LOG)
+        content = read_bytes(path, limit=LARGEST_DATA)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return [], 0
     # Split on \n alone: str.splitlines would also cut a text at a raw U+2028.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import time
@@ -89,6 +90,10 @@ class Compare(Part):
         return self.larger_is or ("better" if row is None else row.larger_is)
 
 
+MOST_RUNS = 10_000
+"""Runs of a sweep: each is checked before the first is made, and has a folder."""
+
+
 class Sweep(Part):
     """A sweep file: what to run how often, and what to compare."""
 
@@ -115,6 +120,8 @@ class Sweep(Part):
     @classmethod
     def _counted(cls, seeds: Any) -> Any:
         if isinstance(seeds, int) and not isinstance(seeds, bool):
+            if seeds > MOST_RUNS:
+                raise ValueError(f"seeds = {seeds}: more than the {MOST_RUNS:,} runs that a sweep may have")
             seeds = range(seeds)
         seeds = list(seeds) if isinstance(seeds, list | tuple | range) else seeds
         if isinstance(seeds, list) and (not seeds or len({*map(str, seeds)}) < len(seeds)):
@@ -137,6 +144,8 @@ class Sweep(Part):
                 raise ValueError(f"values.{key} = {choices!r}: give the list of values that it takes")
             if len({*map(repr, choices)}) < len(choices):
                 raise ValueError(f"values.{key} = {choices} has a value twice; leave one out")
+        if (runs := len(self.seeds) * math.prod(map(len, values.values()))) > MOST_RUNS:
+            raise ValueError(f"{runs:,} runs of each arm are more than the {MOST_RUNS:,} that a sweep may have")
         if self.arms is not None and (not self.arms or len({*self.arms}) < len(self.arms)):
             raise ValueError(f"arms = {list(self.arms)}: give one at least, each once, or leave arms out for all")
         return self
