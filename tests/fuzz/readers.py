@@ -25,10 +25,10 @@ from offdrift.lab.length_bias import packaged, read_recording
 from offdrift.plan.drift import measured_fit
 from offdrift.records import store
 from offdrift.records.readers import detect, pieces, read
+from offdrift.texts import read_bytes
 from offdrift.train.old_policy import read_weights, write_weights
 from offdrift.train.problems import read_problems
 from offdrift.train.recipe import load_recipe
-from offdrift.texts import read_bytes
 from offdrift.train.run_folder import ArmFolder, RunFolder
 from tests.records.samples import LOGS, rollouts
 from tests.show.synthetic import overlap, write_run, write_token_log

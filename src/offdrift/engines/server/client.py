@@ -166,6 +166,8 @@ class Server:
                 content += piece
                 if len(content) > limit:
                     break
+        if key and (repeated := key.encode()) in content:  # in a name or a version it would be recorded
+            content = content.replace(repeated, b"***")
         return answer.status_code, bytes(content)
 
 

@@ -136,6 +136,27 @@ def is_url(path: str) -> bool:
     return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path))
 
 
+SECRET = re.compile(r"(?i)(^|[-_])(sig|signature|token|key|secret|password|credential)$")
+"""Names of a query's parts that give whoever has the address a right."""
+
+
+def _check_secrets(path: str) -> None:
+    """Raise `RecordError` for a URL with a password or a signature: an audit stores which files it has read."""
+    if not is_url(path):
+        return
+    scheme, _, rest = path.partition("://")
+    place, _, query = rest.partition("?")
+    authority, slash, inside = place.partition("/")
+    user, at, host = authority.rpartition("@")
+    names = [name for pair in query.split("&") if SECRET.search(name := pair.partition("=")[0])]
+    if (at and ":" in user) or names:
+        what = f"{', '.join(names)} in its query" if names else "a password"
+        raise RecordError(
+            f"{scheme}://{host}{slash}{inside} was given with {what}, which an audit would store with the address; put "
+            "it into the settings of the store (environment variables, fsspec's configuration), or copy the files"
+        )
+
+
 def _store(path: str) -> tuple[Any, str]:
     """The file system of a URL, and the path inside it."""
     try:
@@ -212,6 +233,7 @@ def find(paths: Sequence[str]) -> tuple[list[str], list[BadRow]]:
     files: list[str] = []
     skipped: list[BadRow] = []
     for path in paths:
+        _check_secrets(path)
         before = len(skipped)
         named = _remote(path) if is_url(path) else _local(path, skipped)
         if not named and len(skipped) == before:
