@@ -137,6 +137,11 @@ def follow(path: Path) -> None:
         list(source.finish())
 
 
+def read_part(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        Part.from_bytes(read_bytes(path))
+
+
 def read_rollouts(folder: Path) -> None:
     for file in folder.glob("*.parquet"):
         store.read(file)
@@ -161,7 +166,7 @@ READERS: dict[str, Reader] = {
     "own log": Reader(lambda folder: write_token_log(folder, 1, [0, 1, 1, 0, 2, 1]), read_log, "**/*.parquet"),
     "growing log": Reader(text("a.jsonl", 3 * PLAIN), follow, "a.jsonl"),
     "rollouts": Reader(lambda folder: store.write(rollouts(), folder / "batch-000001.parquet"), read_rollouts, "*.p*"),
-    "part of an audit": Reader(a_part, lambda folder: Part.from_bytes(read_bytes(folder / "part.npz")), "part.npz"),
+    "part of an audit": Reader(a_part, lambda folder: read_part(folder / "part.npz"), "part.npz"),
     "recording": Reader(
         lambda folder: shutil.copy(packaged()[0], folder / "r.npz"),
         lambda folder: read_recording(folder / "r.npz"),

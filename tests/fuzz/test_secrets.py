@@ -39,7 +39,11 @@ def written(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_no_command_writes_or_prints_what_the_environment_keeps(tmp_path: Path) -> None:
-    (tmp_path / "base.toml").write_text(BASE.replace("tokens = false", "tokens = true"))
+    (tmp_path / "base.toml").write_text(
+        BASE.replace("tokens = false", "tokens = true").replace(
+            'task = "digits"', f'reward = "{ROOT}/recipes/digits.py:digits"'
+        )
+    )
     (tmp_path / "s.toml").write_text('name = "s"\nrecipe = "base"\nseeds = 1\narms = ["none"]\n[set]\nbatches = 2\n')
     path = os.pathsep.join([str(ROOT / "src"), *sys.path])
     environment = {**os.environ, **SECRETS, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "COLUMNS": "200"}

@@ -102,7 +102,7 @@ def results(grid: Grid) -> dict[str, Any]:
             "collapsed": sum(bool(run["collapsed"]) for run in own),
         }
         table.append(row | _compared(decided.get(setting), baselines.get(setting)))
-    versions = {json.dumps(head["versions"], sort_keys=True) for head in heads.values() if "versions" in head}
+    versions = {json.dumps(of, sort_keys=True) for head in heads.values() if (of := mapping(head.get("versions")))}
     return {
         "kind": "sweep",
         "format": FORMAT,
