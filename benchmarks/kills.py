@@ -495,8 +495,8 @@ def campaign(
                     row |= trial(name, harm, strike, forge, base, seconds[name], expected[name])
             except AssertionError as e:
                 row["fault"] = f"{e}" or traceback.format_exc()[-300:]
-            if row.get("struck") == 0:  # it was faster than the one that nobody struck
-                seconds[name] = min(seconds[name], time.monotonic() - begin)
+            if row.get("struck") == 0:  # it was faster than the one that nobody struck: strike earlier
+                seconds[name] = min(seconds[name], 0.85 * (time.monotonic() - begin))
             row["seconds"] = round(time.monotonic() - begin, 1)
             done += row.get("struck", 1)
             trials.append(row)
