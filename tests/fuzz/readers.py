@@ -23,6 +23,7 @@ from offdrift.errors import OffdriftError
 from offdrift.judge import load_rules
 from offdrift.lab.length_bias import packaged, read_recording
 from offdrift.plan.drift import measured_fit
+from offdrift.plan.measured import gather
 from offdrift.records import store
 from offdrift.records.readers import detect, pieces, read
 from offdrift.texts import read_bytes
@@ -211,7 +212,7 @@ READERS: dict[str, Reader] = {
     ),
     "recipe": Reader(text("r.toml", RECIPE), lambda folder: load_recipe(folder / "r.toml"), "r.toml"),
     "rules": Reader(text("rules.toml", RULES), lambda folder: load_rules(folder / "rules.toml"), "rules.toml"),
-    "phases": Reader(text("p.toml", PHASES), lambda folder: command("plan {x}/p.toml -s sync", folder), "p.toml"),
+    "phases": Reader(text("p.toml", PHASES), lambda folder: gather([folder / "p.toml"]), "p.toml"),
     "problems": Reader(text("p.jsonl", PROBLEMS), lambda folder: read_problems(folder / "p.jsonl"), "p.jsonl"),
     "prompts": Reader(text("p.jsonl", PROBLEMS), lambda folder: read_prompts(folder / "p.jsonl"), "p.jsonl"),
     "weights": Reader(weights, lambda folder: read_weights(folder / "w.safetensors"), "w.safetensors"),

@@ -14,7 +14,7 @@ from offdrift.errors import OffdriftError
 from tests.fuzz.readers import READERS, Reader
 from tests.fuzz.spoil import spoiled
 
-EXAMPLES = int(os.environ.get("OFFDRIFT_FUZZ", "12"))
+EXAMPLES = int(os.environ.get("OFFDRIFT_FUZZ", "8"))
 SECONDS = 20
 
 
