@@ -111,8 +111,8 @@ def test_line_files_are_json_lines(tmp_path):
 
 def test_a_model_that_a_full_disk_cuts_short_is_named_with_the_way_back(tmp_path):
     arm = RunFolder(tmp_path).arm("a")
-    with pytest.raises(RecordError, match=r"cannot write .*a/model: No space left on device; .*--resume"):
-        with arm.storing("model"):
-            raise OSError(28, "No space left on device")
+    full = pytest.raises(RecordError, match=r"cannot write .*a/model: No space left on device; .*--resume")
+    with full, arm.storing("model"):
+        raise OSError(28, "No space left on device")
     with arm.storing("model") as path:
         assert path == arm.path / "model"
