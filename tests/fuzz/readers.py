@@ -54,8 +54,8 @@ class Reader:
     """Words of the refusal that the good input meets: it holds too little."""
 
 
-def command(words: str, folder: Path) -> None:
-    """Run `offdrift` in this process; raises what is no exit with a status of the table."""
+def command(words: str, folder: Path) -> str:
+    """Run `offdrift` in this process: what it printed; raises what is no exit with a status of the table."""
     arguments = ["offdrift", *(word.format(x=folder) for word in words.split())]
     out = io.StringIO()
     with mock.patch.object(sys, "argv", arguments), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
@@ -68,6 +68,7 @@ def command(words: str, folder: Path) -> None:
     if status in (1, 2):
         raise OffdriftError(out.getvalue())
     assert status in (0, 3), f"status {status}: {out.getvalue()}"
+    return out.getvalue()
 
 
 def read_log(path: Path) -> None:
