@@ -2,8 +2,9 @@
 
     python benchmarks/kills.py [--strikes 200] [--subjects record,train] [--harms kill,full] [--seed 0] [--json FILE]
 
-A trial starts a command, strikes it once at a random moment (every third time while it is writing a file), mends what
-the strike has broken, and runs the command again to its end. Then it compares:
+A trial starts a command, strikes it once at a random moment (every third time while it is writing a file, every third
+time once it has acknowledged something), mends what the strike has broken, and runs the command again to its end. The
+same --json FILE goes on with a campaign that was interrupted, with other subjects too. A trial compares:
 
 - what had been acknowledged before the strike (a flush that returned, the updates before a checkpoint, a finished run
   of a sweep, a part of an audit) must be there untouched: its rows, times included, are those of before;
@@ -342,9 +343,15 @@ class Strike:
         ended: Callable[[Path], bool] = lambda out: False,
     ) -> bool:
         """Whether the command was still at work; `before` is what the folder acknowledged just before."""
+        moment = self.rng.choice(("any", "while writing", "once acknowledged"))
+        if moment == "once acknowledged":
+            while not look():
+                if forge.wait(0.02) is not None:
+                    return False
+            seconds = seconds / 2
         if forge.wait(self.rng.uniform(0.0, seconds)) is not None:
             return False
-        if self.rng.random() < 1 / 3:  # while a file is being written
+        if moment == "while writing":
             end = time.monotonic() + 1.0
             while time.monotonic() < end and not half_written(folder):
                 if forge.wait(0.003) is not None:
@@ -445,16 +452,17 @@ def campaign(
     seed: int,
     base: Path,
     report: Callable[[str, list[dict[str, Any]]], None],
+    earlier: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """So many strikes over subjects and harms in turn; a command that ends before its strike is started again."""
+    """So many strikes over subjects and harms in turn, after `earlier` ones; one that came too late is repeated."""
     forge = Forge(__file__)
-    trials: list[dict[str, Any]] = []
+    trials = list(earlier)
     (base / "disk").mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "offdrift", str(base / "disk")], check=True)
     try:
         expected: dict[str, dict[str, Any]] = {}
         seconds: dict[str, float] = {}
-        for name in subjects:
+        for name in dict.fromkeys(subjects):
             (base / name).mkdir()
             out = base / "disk/out"
             if name == "record":
@@ -470,14 +478,15 @@ def campaign(
             expected[name] = {} if name == "record" else SUBJECTS[name].facts(out)
             shutil.rmtree(out)
             report(f"{name}: {seconds[name]:.1f} s when nobody strikes", [])
-        done = 0
-        for i in itertools.count():
-            if done == strikes:
+        done = sum(row.get("struck", 1) for row in trials)
+        for i in itertools.count(len(trials)):
+            if done >= strikes:
                 break
-            name, harm = subjects[done % len(subjects)], harms[done // len(subjects) % len(harms)]
+            name = subjects[done % len(subjects)]
+            harm = harms[(done // len(subjects) + done % len(subjects)) % len(harms)]
             # A generator per trial, so that one can be repeated by itself.
             strike = Strike(random.Random(f"{seed} {i}"), base / "disk/filler")
-            row: dict[str, Any] = {"trial": i, "subject": name, "harm": harm}
+            row: dict[str, Any] = {"trial": i, "subject": name, "harm": harm, "commit": commit()}
             begin = time.monotonic()
             try:
                 if name == "record":
@@ -486,8 +495,9 @@ def campaign(
                     row |= trial(name, harm, strike, forge, base, seconds[name], expected[name])
             except AssertionError as e:
                 row["fault"] = f"{e}" or traceback.format_exc()[-300:]
-            if row.get("struck") == 0:  # it was faster than the one that nobody struck
-                seconds[name] = min(seconds[name], time.monotonic() - begin)
+            if row.get("struck") == 0:  # it was faster than the one that nobody struck: strike earlier
+                seconds[name] = min(seconds[name], 0.85 * (time.monotonic() - begin))
+            row["seconds"] = round(time.monotonic() - begin, 1)
             done += row.get("struck", 1)
             trials.append(row)
             report(json.dumps(row), trials)
@@ -502,6 +512,13 @@ def campaign(
         forge.close()
         subprocess.run(["umount", "--lazy", str(base / "disk")], check=False)
     return trials
+
+
+def commit() -> str:
+    """The commit of the working tree, with a mark if files differ from it."""
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def counted(trials: list[dict[str, Any]]) -> dict[str, Any]:
@@ -532,7 +549,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ("record", *SUBJECTS)
     parser.add_argument("--strikes", type=int, default=200, help="in all, subjects and harms in turn")
-    parser.add_argument("--subjects", default="record,train,audit,sweep", help=f"of {', '.join(names)}")
+    parser.add_argument(
+        "--subjects", default=",".join(names), help=f"of {', '.join(names)}; twice: struck twice as often"
+    )
     parser.add_argument("--harms", default=",".join(HARMS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -543,16 +562,27 @@ def main() -> None:
     namespaced()
     from measure import machine
 
+    earlier: list[dict[str, Any]] = []
+    if options.json is not None and options.json.exists():
+        stored = json.loads(options.json.read_text())
+        if "trials" not in stored or stored["seed"] != options.seed:
+            parser.error(f"{options.json} holds no campaign of --seed {options.seed}; name another file, or remove it")
+        earlier = stored["trials"]
+
     def report(line: str, trials: list[dict[str, Any]]) -> None:
         print(line, flush=True)
         if options.json is not None and trials:  # after each, so that an interrupted campaign is one, too
             faults = [row for row in trials if "fault" in row]
-            document = {"counts": counted(trials), "faults": faults, "seed": options.seed, "machine": about}
-            options.json.write_text(json.dumps(document, indent=1) + "\n")
+            document = {"seed": options.seed, "counts": counted(trials), "faults": faults, "machine": about}
+            rows = ",\n  ".join(json.dumps(row) for row in trials)
+            head = json.dumps(document, indent=1).removesuffix("\n}")
+            part = options.json.with_name(f".{options.json.name}.part")
+            part.write_text(f'{head},\n "trials": [\n  {rows}\n ]\n}}\n')
+            part.replace(options.json)
 
     about = machine("transformers")
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
-        trials = campaign(subjects, harms, options.strikes, options.seed, Path(folder), report)
+        trials = campaign(subjects, harms, options.strikes, options.seed, Path(folder), report, earlier)
     print(json.dumps(counted(trials), indent=1))
     sys.exit(any("fault" in row for row in trials))
 

@@ -291,3 +291,34 @@ def test_the_version_is_printed(monkeypatch, capsys):
 
 def test_every_command_has_an_extra():
     assert sorted(EXTRAS) == sorted(COMMANDS)
+
+
+IN_A_DESTRUCTOR = """
+import os, signal
+from offdrift.cli.app import interruptible
+check = interruptible()
+
+class Dies:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        sum(range(1000))
+
+del_me = Dies()
+del del_me
+print("went on")
+try:
+    check()
+except KeyboardInterrupt:
+    print("ended")
+class Broken:
+    def __del__(self):
+        raise ValueError("a real fault")
+Broken()
+"""
+
+
+def test_an_interrupt_inside_a_destructor_is_not_lost_and_shows_no_traceback():
+    done = subprocess.run([sys.executable, "-c", IN_A_DESTRUCTOR], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n")[:2] == ["went on", "ended"]
+    assert "KeyboardInterrupt" not in done.stderr
+    assert "a real fault" in done.stderr, "other reports are left alone"

@@ -339,7 +339,7 @@ def test_a_refusal_is_not_tried_again_and_is_quoted(played):
 
 def test_an_answer_that_does_not_come_is_given_up_once(played):
     played.fault = slow(0.6)
-    refused(played, r"no answer within 0\.2 s.*timeout.*concurrency", timeout=0.2)
+    refused(played, r"no whole answer within 0\.2 s.*timeout.*concurrency", timeout=0.2)
     assert len(played.drawn()) == 1
 
 

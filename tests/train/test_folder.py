@@ -176,3 +176,12 @@ def test_the_recipes_of_the_package_are_there_by_name_from_any_folder(tmp_path, 
     Path("recipes/tiny.toml").unlink()
     assert base_recipe("tiny", Path("mine/sweep.toml"))[0] == own / "tiny.toml"
     assert base_recipe("nowhere", Path("mine/sweep.toml"))[0] is None
+
+
+def test_a_model_that_a_full_disk_cuts_short_is_named_with_the_way_back(tmp_path):
+    arm = RunFolder(tmp_path).arm("a")
+    full = pytest.raises(RecordError, match=r"cannot write .*a/model: No space left on device; .*--resume")
+    with full, arm.storing("model"):
+        raise OSError(28, "No space left on device")
+    with arm.storing("model") as path:
+        assert path == arm.path / "model"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +21,9 @@ from offdrift.judge.verdict import Action, correlation_broken
 from offdrift.records.atomic import plain, write_json
 from offdrift.records.provenance import Sampling
 from offdrift.show.anchors import on_page
+from offdrift.show.json_access import mapping, number
 from offdrift.stats import Alphas
+from offdrift.texts import read_json
 
 FORMAT = 1
 FILE_NAME = "audit.json"
@@ -134,7 +135,7 @@ def read_audit(path: Path) -> dict[str, Any]:
     """
     file = path / FILE_NAME if path.is_dir() else path
     try:
-        audit = json.loads(file.read_text(encoding="utf-8"))
+        audit = read_json(file)
     except (OSError, ValueError) as e:
         raise RecordError(f"{path} holds no audit ({e}); run `offdrift audit` first") from e
     if not isinstance(audit, dict) or audit.get("kind") != "audit":
@@ -291,22 +292,29 @@ def run_context(
     """
     options = {"method": method, "temperature": temperature, "mixture_of_experts": mixture_of_experts}
     run = _run(path)
-    recipe = run.get("recipe", {})
-    rollout = recipe.get("rollout", {})
-    arms: dict[str, Any] = recipe.get("arms", {})
+    recipe, arms = mapping(run.get("recipe")), _arms(run)
+    rollout = mapping(recipe.get("rollout"))
     named = [arm for name, arm in arms.items() if name in Path(path).absolute().parts]
     arm = named[0] if named else next(iter(arms.values())) if len(arms) == 1 else {}
+    own, experts = arm.get("method"), mapping(run.get("model")).get("experts")
     stored = {
-        "method": arm.get("method"),
-        "temperature": rollout.get("temperature"),
-        "mixture_of_experts": run.get("model", {}).get("experts"),
+        "method": own if isinstance(own, str) else None,
+        "temperature": number(rollout.get("temperature")),
+        "mixture_of_experts": experts if isinstance(experts, bool | int) else None,
     }
-    filtered = rollout.get("top_k", 0) > 0 or rollout.get("top_p", 1) < 1 or rollout.get("min_p", 0) > 0
+    top_k, top_p, min_p = (number(rollout.get(name)) for name in ("top_k", "top_p", "min_p"))
+    filtered = (top_k or 0) > 0 or (1 if top_p is None else top_p) < 1 or (min_p or 0) > 0
+    replay = mapping(arm.get("replay")) or mapping(recipe.get("replay"))
     return Context(
         framework=framework,
-        filter_replayed=bool((arm.get("replay") or recipe.get("replay", {})).get("support")) if filtered else None,
+        filter_replayed=bool(replay.get("support")) if filtered else None,
         **{k: stored[k] if x is None else x for k, x in options.items()},
     )
+
+
+def _arms(run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings of a run's arms, by name."""
+    return {name: mapping(arm) for name, arm in mapping(mapping(run.get("recipe")).get("arms")).items()}
 
 
 def arms_of_run(path: str) -> int:
@@ -316,14 +324,14 @@ def arms_of_run(path: str) -> int:
         >>> arms_of_run("log.jsonl")
         1
     """
-    return max(1, len(_run(path).get("recipe", {}).get("arms", {})))
+    return max(1, len(_arms(_run(path))))
 
 
 def _run(path: str) -> dict[str, Any]:
     """The nearest `run.json` above a log; empty where there is none."""
     for folder in (Path(path), *Path(path).absolute().parents[:FOLDERS_ABOVE]):
         with suppress(OSError, ValueError):
-            content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            content = read_json(folder / "run.json")
             if isinstance(content, dict) and "recipe" in content:
                 return content
     return {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import reduce
@@ -25,6 +24,7 @@ from offdrift.errors import RecordError
 from offdrift.records.readers import BadRow, Detected, Piece, read
 from offdrift.stats import DriftStats, Histogram
 from offdrift.stats.histogram import Grid
+from offdrift.texts import parse_json, read_arrays
 
 BAD_ROWS_KEPT = 100
 """Bad rows whose place and reason are kept; all are counted."""
@@ -109,10 +109,9 @@ class Part:
         Raises: `RecordError` if it is damaged, or of another version's layout.
         """
         try:
-            with np.load(io.BytesIO(stored), allow_pickle=False) as file:
-                flat = dict(file)
-            part = _made(json.loads(flat.pop("about").tobytes()), flat)
-        except (ValueError, LookupError, OSError, EOFError, zipfile.BadZipFile, TypeError, AttributeError) as e:
+            flat = read_arrays(stored, limit=len(stored))
+            part = _made(parse_json(flat.pop("about").tobytes()), flat)
+        except (ValueError, LookupError, OSError, EOFError, TypeError, AttributeError, RuntimeError, MemoryError) as e:
             raise RecordError(f"a stored part of this audit cannot be read ({e!r})") from e
         if not isinstance(part, Part):
             raise RecordError(f"a stored part of this audit cannot be read (it holds a {type(part).__name__})")

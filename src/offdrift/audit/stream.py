@@ -32,6 +32,7 @@ from offdrift.engines.isolation import ray_cluster
 from offdrift.errors import EngineError, RecordError
 from offdrift.records.atomic import remove_half_written, write_atomically
 from offdrift.records.readers import Piece, fingerprint
+from offdrift.texts import read_bytes
 
 LAYOUT = 5
 """Layout of stored parts; a part of another layout is made again."""
@@ -101,7 +102,7 @@ def audit(
             stored[missing[which]] = True
         part = None
         with suppress(OSError, RecordError):  # one that cannot be read is made again
-            part = Part.from_bytes(place.read_bytes())
+            part = Part.from_bytes(read_bytes(place))
         if part is None:
             part = work(piece, job)
             _store(place, part.to_bytes())

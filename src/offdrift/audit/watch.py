@@ -9,7 +9,6 @@ place of another's: a pipeline's last stage writes the samples of the stages bef
 from __future__ import annotations
 
 import functools
-import json
 import math
 import time
 from collections import deque
@@ -30,7 +29,9 @@ from offdrift.audit.tally import Tally, ageless, still
 from offdrift.errors import RecordError
 from offdrift.records.readers import Detected, Piece, detect, pieces, read
 from offdrift.show.findings import SEVERITY_STYLE, finding_view
+from offdrift.show.json_access import mapping, number
 from offdrift.show.numbers import short
+from offdrift.texts import parse_json
 
 LINES = (".jsonl", ".json", ".ndjson")
 CHUNK = 1 << 20
@@ -73,11 +74,12 @@ class Metrics:
         self.read_to = end
         for line in text.splitlines():
             try:
-                row = json.loads(line)
+                row = mapping(parse_json(line))
             except ValueError:
                 continue  # a resumed run may leave half a line behind
-            numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
-            yield Row(self.name, {"step": row.get("update", 0), **numbers})
+            numbers = {k: v for k, v in row.items() if number(v) is not None}
+            if row:
+                yield Row(self.name, {"step": int(number(row.get("update")) or 0), **numbers})
 
 
 @dataclass

@@ -26,6 +26,7 @@ from offdrift.judge import Context, Rules, diagnose, load_rules, num_experts, ve
 from offdrift.records.atomic import plain
 from offdrift.records.rollouts import Rollouts
 from offdrift.show.anchors import on_page
+from offdrift.texts import LARGEST_DATA, read_text
 
 FORMAT = 1
 FILE_NAME = "check.json"
@@ -228,7 +229,7 @@ def read_prompts(path: Path, *, limit: int | None = None) -> list[Prompt]:
     Raises: `RecordError` naming the file, the line and what is wrong with it.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, limit=LARGEST_DATA)
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise RecordError(f"{path}, line {line} is not UTF-8; save the file as UTF-8") from error

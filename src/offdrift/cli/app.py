@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -240,10 +241,18 @@ def pairs(columns: str | None) -> dict[str, str]:
 def interruptible() -> Callable[[], None]:
     """Have SIGTERM end the command as Ctrl-C does; returns what a long command calls now and then.
 
-    That raises `KeyboardInterrupt` again if the first one was swallowed, as by a library's bare `except:` around its
-    imports.
+    That raises `KeyboardInterrupt` again if the first one was swallowed: by a library's bare `except:` around its
+    imports, or by Python, where the signal came while a `__del__` ran (which Python reports as a traceback and ignores;
+    that report is left out, since the interrupt is not lost).
     """
     received: list[int] = []
+    report = sys.unraisablehook
+
+    def unraisable(about: Any) -> None:
+        if not (received and isinstance(about.exc_value, KeyboardInterrupt)):
+            report(about)
+
+    sys.unraisablehook = unraisable
 
     def interrupt(number: int, _: object) -> None:
         received.append(number)

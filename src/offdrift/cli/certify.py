@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.text import Text
 
 from offdrift.cli.app import AFTER, Look, Of, Screen, app
 from offdrift.cli.exit_codes import ExitCode
+from offdrift.texts import read_json
 
 
 @app.command(rich_help_panel=AFTER)
@@ -205,7 +205,7 @@ def _raised_by(model: str) -> dict[str, Any] | None:
         for arm in path.parents:
             if arm.parent.name == "arms":
                 with suppress(OSError, ValueError, KeyError, TypeError):
-                    return dict(json.loads((arm.parent.parent / "run.json").read_text("utf-8"))["raises"][arm.name])
+                    return dict(read_json(arm.parent.parent / "run.json")["raises"][arm.name])
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +12,7 @@ import typer
 
 from offdrift.cli.app import Screen, lab
 from offdrift.cli.lab import Stem, next_picture, words_of, write_outputs
+from offdrift.texts import read_json
 
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 LENGTHS_OF_RESPONSES = "16,32,64,128,256,512,1024,2048,4096,8192"
@@ -228,7 +229,8 @@ def collapse(
     """
     from offdrift.judge.predictor import LoggedRun, compare_predictors
     from offdrift.lab.run_views import collapse_table
-    from offdrift.show.json_access import read_lines
+    from offdrift.show.json_access import at, mapping, read_lines
+    from offdrift.show.json_access import number as number_of
 
     paths = sorted({p for folder in folders for p in folder.rglob("metrics.jsonl")})
     if not paths:
@@ -238,8 +240,10 @@ def collapse(
     runs = []
     for number, path in enumerate(paths):
         head = path.parents[2] / "run.json"
-        recipe = json.loads(head.read_text(encoding="utf-8")).get("recipe", {}) if head.is_file() else {}
-        runs.append(LoggedRun(read_lines(path)[0], recipe.get("seed", number)))
+        seed: float | None = None
+        with suppress(OSError, ValueError):  # a run without its head is one of its own seed
+            seed = number_of(at(mapping(read_json(head)), "recipe", "seed"))
+        runs.append(LoggedRun(read_lines(path)[0], number if seed is None else int(seed)))
     scale = {"horizon": horizon, "recovery": recovery, "window": window, "smooth": smooth}
     result = compare_predictors(runs, **scale, folds=folds)
     if screen.as_json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 
 from offdrift.cli.app import AFTER, Screen, app
+from offdrift.texts import read_json
 
 
 @app.command(rich_help_panel=AFTER)
@@ -60,7 +60,7 @@ def report(
         from offdrift.train.view import run_summary
 
         page, view = write_report(run, limit=limit), run_summary(read_run(run), width=screen.width)
-        stored = json.loads((run / "run.json").read_text("utf-8")) if screen.as_json else None
+        stored = read_json(run / "run.json") if screen.as_json else None
     if screen.as_json:
         screen.json(stored, indent=None)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.markup import escape
 
 from offdrift.cli.app import DURING, Screen, app, interruptible
 from offdrift.cli.exit_codes import ExitCode
+from offdrift.texts import read_json
 
 if TYPE_CHECKING:
     from offdrift.train.recipe import Recipe
@@ -111,7 +111,7 @@ def train(
     if main_process:
         page = write_report(folder)
         if screen.as_json:
-            screen.json(json.loads((folder / "run.json").read_text("utf-8")), indent=None)
+            screen.json(read_json(folder / "run.json"), indent=None)
         else:
             screen.show(run_summary(read_run(folder), width=screen.width), "")
             screen.wrote(report=page)

@@ -23,6 +23,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from offdrift.errors import EngineError
+from offdrift.texts import check_file, read_json
 
 INT8_LEVELS = 127
 """Largest magnitude on the symmetric int8 grid."""
@@ -318,12 +319,12 @@ def rounded(weights: Iterable[tuple[str, Tensor]], linear: frozenset[str]) -> It
 def loadable(path: str, linear: frozenset[str]) -> Iterator[str]:
     """A folder that vLLM opens: the checkpoint itself, or meanwhile one whose `linear` matrices are W8A8.
 
-    Raises: `EngineError` if `path` is no folder with safetensors files.
+    Raises: `EngineError` if `path` is no folder with safetensors files, or one of them is damaged.
     """
     if not linear:
         yield path
         return
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 
     files = sorted(Path(path).glob("*.safetensors"))
@@ -336,12 +337,16 @@ def loadable(path: str, linear: frozenset[str]) -> Iterator[str]:
         for each in Path(path).iterdir():
             if each.is_file() and each.name != "config.json" and ".safetensors" not in each.name:
                 shutil.copy(each, folder)
-        for each in files:
-            with safe_open(each, "pt") as tensors:
-                named = ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
-                save_file(dict(rounded(named, linear)), Path(folder) / each.name, {"format": "pt"})
-        config = json.loads((Path(path) / "config.json").read_text())
-        (Path(folder) / "config.json").write_text(json.dumps({**config, "quantization_config": W8A8}))
+        try:
+            for each in files:
+                check_file(each)
+                with safe_open(each, "pt") as tensors:
+                    named = ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
+                    save_file(dict(rounded(named, linear)), Path(folder) / each.name, {"format": "pt"})
+            config = read_json(Path(path) / "config.json")
+            (Path(folder) / "config.json").write_text(json.dumps({**config, "quantization_config": W8A8}))
+        except (SafetensorError, ValueError, TypeError, KeyError, OSError) as e:
+            raise EngineError(f"the checkpoint {path} cannot be read: {str(e)[:300]}; copy or save it again") from e
         yield folder
 
 

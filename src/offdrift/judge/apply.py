@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
-import tomllib
 from collections.abc import Mapping
 from typing import Any
 
 from offdrift.errors import RecipeError
+from offdrift.texts import parse_toml
 
 HALF = "half of yours"
 """What a snippet says beside a number that depends on the run."""
@@ -44,8 +44,8 @@ def apply_fix(recipe: Mapping[str, Any], snippet: str, arm: str) -> dict[str, An
     if arm not in arms:
         raise RecipeError(f"arm {arm!r}: the recipe has {', '.join(arms) or 'none'}; name one of its arms")
     try:
-        changes = tomllib.loads(snippet)
-    except tomllib.TOMLDecodeError as e:
+        changes = parse_toml(snippet)
+    except ValueError as e:
         raise RecipeError(f"the fix's snippet is not valid TOML: {e}; see src/offdrift/judge/fixes.toml") from e
     own = arms[arm]
     halved = set(re.findall(rf"^\s*(\w+)\s*=.*#.*{HALF}", snippet, re.MULTILINE))

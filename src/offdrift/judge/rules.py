@@ -21,7 +21,6 @@ from __future__ import annotations
 import difflib
 import math
 import operator
-import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
@@ -34,6 +33,7 @@ from offdrift.judge.findings import Confidence, Evidence, Relation, Severity
 from offdrift.judge.readings import READINGS
 from offdrift.judge.readings.view import Reading
 from offdrift.methods import METHODS
+from offdrift.texts import read_toml
 
 HERE = Path(__file__).parent
 TABLES = ("thresholds", "rules", "fixes")
@@ -201,10 +201,10 @@ def _tables() -> dict[str, Any]:
 
 def _toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return read_toml(path)
     except OSError as e:
         raise RecipeError(f"{path} cannot be read: {e.strerror or e}") from e
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+    except ValueError as e:
         raise RecipeError(f"{path} cannot be read as TOML: {e}") from e
 
 

@@ -12,7 +12,6 @@ Source: the survey of off-policy corrections, open problem 5.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +24,7 @@ from jaxtyping import Float
 from offdrift.errors import BadValueError, RecordError
 from offdrift.judge.collapse import auroc
 from offdrift.show.json_access import items, mapping, number, read_lines, text
+from offdrift.texts import read_json
 
 PUBLISHED = (50.0, 1.0)
 """c and alpha of the conjecture, for models of 4 to 70 billion parameters."""
@@ -343,7 +343,7 @@ def read_runs(path: Path, *, arms: Sequence[str] = (), family: str = "") -> list
     """
     file = path / "sweep.json" if path.is_dir() else path
     try:
-        content = mapping(json.loads(file.read_text(encoding="utf-8")))
+        content = mapping(read_json(file))
     except (OSError, ValueError) as e:
         raise RecordError(
             f"{file} cannot be read ({e}); give the folder of a finished `offdrift sweep`, or a file of "

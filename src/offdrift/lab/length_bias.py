@@ -10,7 +10,6 @@ Reference: Li et al., arXiv:2512.23075v5, Appendix F, eq. 97 and Table 2.
 from __future__ import annotations
 
 import math
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from offdrift.errors import BadValueError, RecordError, ShapeError
 from offdrift.lab.policy import token_kl
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
+from offdrift.texts import read_arrays, read_bytes
 
 AnyGate = Gate | LengthNeutralGate
 
@@ -267,13 +267,14 @@ def read_recording(path: Path) -> Stream:
     Raises: `RecordError` naming the file if it is missing, corrupt, or not a recording.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            name, log_ratio, kl = str(file["name"]), file["log_ratio"], file["kl"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        file = read_arrays(read_bytes(path))
+        name, log_ratio, kl = str(file["name"]), file["log_ratio"], file["kl"]
+    except (OSError, ValueError, KeyError) as error:
         raise RecordError(
             f"{path} is not a recording of drift: {error}; make one with benchmarks/record_drift.py"
         ) from error
     good = log_ratio.ndim == 2 and log_ratio.shape == kl.shape and kl.size > 0
+    good = good and log_ratio.dtype.kind == kl.dtype.kind == "f"
     if not good or not np.isfinite(log_ratio).all() or not (kl >= 0).all():
         raise RecordError(
             f"{path}: log_ratio {log_ratio.shape} and kl {kl.shape} must be finite, [sequences, "

@@ -8,7 +8,6 @@ nature: a fit holds for the model, learning rate and method that it was measured
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,8 @@ import numpy as np
 from offdrift.errors import RecordError
 from offdrift.judge import Finding, diagnose, load_rules
 from offdrift.judge.kl_choice import joined_z, kl_metrics
-from offdrift.show.json_access import at, mapping, number, rows
+from offdrift.show.json_access import at, mapping, number, read_lines, rows
+from offdrift.texts import read_json
 
 EXPONENTS = np.linspace(0.25, 3.0, 56)
 """Values of c that are tried."""
@@ -159,12 +159,14 @@ def _measurements(path: Path) -> tuple[list[dict[str, Any]], str]:
     file = path / "audit.json" if (path / "audit.json").is_file() else path
     try:
         if file.is_file():
-            table = rows(at(mapping(json.loads(file.read_text("utf-8"))), "facets", "lag"))
+            table = rows(at(mapping(read_json(file)), "facets", "lag"))
             # A bucket of several lags stands at its middle; the last has no end, and no place.
-            placed = [r | {"lag": (r["low"] + r["high"]) / 2} for r in table if r.get("high") is not None]
+            ends = [(r, number(r.get("low")), number(r.get("high"))) for r in table]
+            placed = [r | {"lag": (low + high) / 2} for r, low, high in ends if low is not None and high is not None]
             return placed, "lags"
-        lines = (path / "metrics.jsonl").read_text("utf-8").split("\n")
+        if not (path / "metrics.jsonl").is_file():
+            raise FileNotFoundError("it is no audit.json and holds no metrics.jsonl")
+        steps, _ = read_lines(path / "metrics.jsonl")
     except (OSError, ValueError) as e:
         raise RecordError(f"{path} holds no drift by lag ({e}); give an audit.json, or an arm's folder") from e
-    steps = rows([json.loads(line) for line in lines[:-1]])
     return [s | {"lag": s.get("version_lag/mean"), "tokens": s.get("batch/tokens")} for s in steps], "updates"

@@ -7,8 +7,6 @@ example of `phases`, and is listed as assumed.
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ from offdrift.records import store
 from offdrift.records.rollouts import Rollouts, concatenate
 from offdrift.schedules import override, schedule
 from offdrift.show.json_access import at, mapping, number, read_lines, rows
+from offdrift.texts import parse_toml, read_json
 
 SKIPPED = 4
 """First batches of an arm that are left out: queues fill, and memory is touched for the first time."""
@@ -157,8 +156,8 @@ def _changed(changes: Iterable[str]) -> dict[str, Any]:
         if not (equals and part) or (not key and part != "name"):
             raise RecipeError(f"--set {change!r}: expected part.key=value, for instance trainer.group=1.5")
         try:
-            value = tomllib.loads(f"x = {text.strip()}")["x"]
-        except tomllib.TOMLDecodeError:  # a bare word
+            value = parse_toml(f"x = {text.strip()}")["x"]
+        except ValueError:  # a bare word
             value = text.strip()
         if key:
             values.setdefault(part, {})[key] = value
@@ -190,7 +189,7 @@ def read_arm(path: Path) -> Source:
     """What an arm of a run has measured; of a run with several, that which draws and trains in turn, or the first."""
     folder = path if (path / "metrics.jsonl").is_file() else _arm_of(path)
     try:
-        recipe = mapping(json.loads((folder.parents[1] / "run.json").read_text("utf-8")).get("recipe"))
+        recipe = mapping(mapping(read_json(folder.parents[1] / "run.json")).get("recipe"))
     except (OSError, ValueError, IndexError, AttributeError) as e:
         raise RecordError(f"{folder} belongs to no run: there is no readable run.json two folders above it") from e
     pipeline, rollout, optim = (mapping(recipe.get(name)) for name in ("pipeline", "rollout", "optim"))
@@ -256,7 +255,10 @@ def _arm_of(path: Path) -> Path:
     folders = sorted(file.parent for file in path.glob("arms/*/metrics.jsonl"))
     if not folders:
         raise RecordError(f"{path} holds no arm with metrics yet; give a run that has trained a few batches")
-    recipe = mapping(json.loads((path / "run.json").read_text("utf-8")).get("recipe"))
+    try:
+        recipe = mapping(mapping(read_json(path / "run.json")).get("recipe"))
+    except (OSError, ValueError) as e:
+        raise RecordError(f"{path} is no run: its run.json cannot be read ({e})") from e
     return min(folders, key=lambda f: (not _in_turn(recipe, f.name), f.name))
 
 
@@ -295,7 +297,7 @@ def seconds_of(folder: Path, workers: int) -> list[Spent]:
 def _drawn(folder: Path) -> dict[int, Rollouts]:
     """The responses that the folder still has, by batch."""
     batches: dict[int, list[Rollouts]] = {}
-    for file in sorted((folder / "rollouts").glob("batch-*.parquet")):  # a part per process
+    for file in sorted((folder / "rollouts").glob("batch-[0-9][0-9][0-9][0-9][0-9][0-9]*.parquet")):  # one per process
         batches.setdefault(int(file.name.removeprefix("batch-")[:6]), []).append(store.read(file))
     return {index: concatenate(parts) for index, parts in batches.items()}
 
@@ -444,7 +446,7 @@ def fit_rates(batches: Sequence[Draws], *, steps: int = 1, call: float = 0.0) ->
 def read_audit(file: Path) -> Source:
     """What an audit says: lengths by bucket, workers, and drift by lag where versions were logged."""
     try:
-        audit = mapping(json.loads(file.read_text("utf-8")))
+        audit = mapping(read_json(file))
     except (OSError, ValueError) as e:
         raise RecordError(f"cannot read {file}: {e}; give an audit.json, or the folder that holds it") from e
     if audit.get("kind") != "audit":

@@ -6,7 +6,6 @@ Read from TOML (`read_phases`). All times are seconds of one machine's wall cloc
 from __future__ import annotations
 
 import math
-import tomllib
 from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
@@ -16,6 +15,7 @@ import numpy as np
 from jaxtyping import Int
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from offdrift import texts
 from offdrift.errors import RecipeError
 
 Count = Annotated[int, Field(ge=1)]
@@ -291,10 +291,12 @@ def read_phases(path: Path) -> Phases:
 def read_toml(path: Path) -> dict[str, Any]:
     """What a TOML file holds. Raises: `RecipeError` if it is none."""
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        text = texts.read_text(path)
     except (OSError, UnicodeDecodeError) as e:
         raise RecipeError(f"cannot read {path}: {e}; give a TOML file with the phases of a run") from e
-    except tomllib.TOMLDecodeError as e:
+    try:
+        return texts.parse_toml(text)
+    except ValueError as e:
         raise RecipeError(f"{path} is no TOML: {e}") from e
 
 

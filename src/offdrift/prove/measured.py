@@ -5,7 +5,6 @@ Read from what these store, without torch and without trusting its shape.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from offdrift.errors import RecordError
-from offdrift.show.json_access import mapping, number, rows
+from offdrift.show.json_access import mapping, number, read_lines
+from offdrift.texts import read_json
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ def _measurements(path: Path) -> tuple[list[dict[str, Any]], int | None]:
     file = next((f for f in files if f.is_file()), None)
     try:
         if file is None:  # an arm
-            lines = (path / "metrics.jsonl").read_text("utf-8").split("\n")
-            run = mapping(json.loads((path.parent.parent / "run.json").read_text("utf-8")))
-            steps = [json.loads(line) for line in lines[:-1]]  # behind the last newline is what is being written
-            return rows(steps), _longest(mapping(run.get("recipe")).get("rollout"))
-        head = mapping(json.loads(file.read_text("utf-8")))
+            if not (path / "metrics.jsonl").is_file():
+                raise FileNotFoundError("it is no file and holds no metrics.jsonl")
+            run = mapping(read_json(path.parent.parent / "run.json"))
+            return read_lines(path / "metrics.jsonl")[0], _longest(mapping(run.get("recipe")).get("rollout"))
+        head = mapping(read_json(file))
     except (OSError, ValueError) as e:
         raise RecordError(
             f"{path} holds no measured drift ({e}); give a run's folder, an arm's, or an audit.json or check.json"

@@ -15,7 +15,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from offdrift.records.rollouts import (
     cumulative,
 )
 from offdrift.records.schema import ROLLOUTS_KEY
+from offdrift.texts import LARGEST_DATA, check_file, parse_json, read_bytes
 
 FORMAT = 4
 READABLE = (1, 2, 3, FORMAT)
@@ -240,10 +241,21 @@ def read_drawn_by(path: str | os.PathLike[str]) -> tuple[Provenance, list[int]]:
         return Provenance.from_text(json.dumps(header["provenance"])), sorted(versions)
 
 
+LARGEST, RATIO = 4 << 30, 64
+"""Bytes that a row group may decode to, or how many times what it takes on disk, if that is more."""
+
+Malformed = (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError, MemoryError)
+"""What a header or columns raise that are not what this library writes."""
+
+
 @contextmanager
 def _table(path: Path, columns: list[str] | None = None) -> Iterator[tuple[pa.Table, dict[str, Any]]]:
     """A file's columns and header; a `RecordError` where the file or what is made of it is wrong."""
     try:
+        check_file(path)
+        metadata = pq.read_metadata(path)
+        for group in map(metadata.row_group, range(metadata.num_row_groups)):
+            _check_decoded(group, path)
         whole = pq.read_schema(path)
         wanted = columns if columns and set(columns) <= set(whole.names) else None
         table = pq.read_table(path, memory_map=True, columns=wanted, page_checksum_verification=True)
@@ -256,7 +268,7 @@ def _table(path: Path, columns: list[str] | None = None) -> Iterator[tuple[pa.Ta
     if KEY not in metadata:
         raise RecordError(f"{path} is a Parquet file, but not of this library (columns {table.column_names[:8]})")
     try:
-        header = json.loads(metadata[KEY])
+        header = parse_json(metadata[KEY])
         if header.get("format") not in READABLE:
             raise RecordError(
                 f"{path} has record format {header.get('format')}, this version reads "
@@ -265,8 +277,19 @@ def _table(path: Path, columns: list[str] | None = None) -> Iterator[tuple[pa.Ta
         yield table, header
     except RecordError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, pa.ArrowException) as e:
-        raise RecordError(f"{path} does not hold what its header says: {e!r}") from e
+    except (*Malformed, pa.ArrowException) as e:
+        raise RecordError(f"{path} does not hold what its header says: {repr(e)[:300]}") from e
+
+
+def _check_decoded(group: Any, path: Path) -> None:
+    """Raise `RecordError` where a row group decodes to far more than it takes: runs of equal values, by the billion."""
+    columns = [group.column(i) for i in range(group.num_columns)]
+    decoded = sum(max(c.total_uncompressed_size, 8 * c.num_values) for c in columns)
+    if decoded > max(LARGEST, RATIO * sum(c.total_compressed_size for c in columns)):
+        raise RecordError(
+            f"{path} decodes to {decoded / 2**20:,.0f} MiB, more than {RATIO} times what it takes on disk, "
+            "which no batch that was drawn does; delete it and draw the batch again"
+        )
 
 
 def _list(values: Tensor, offsets: Tensor, kind: pa.DataType) -> pa.Array:
@@ -321,18 +344,25 @@ def delete(path: Path) -> int:
     """
 
     def head_of(batch: Path) -> str | None:
-        header = json.loads((pq.read_schema(batch).metadata or {}).get(KEY, b"{}"))
-        return (header.get("evidence") or {}).get("head")
+        """The name of a file's head; None of what has none, is damaged, or names what `write_head` would not."""
+        with suppress(OSError, pa.ArrowException, ValueError, AttributeError):
+            header = parse_json((pq.read_schema(batch).metadata or {}).get(KEY, b"{}"))
+            name = (header.get("evidence") or {}).get("head")
+            return name if isinstance(name, str) and re.fullmatch(HEAD_NAME, name) else None
+        return None
 
     head, freed = head_of(path), path.stat().st_size
     path.unlink()
     if head is not None and all(head_of(other) != head for other in path.parent.glob("*.parquet")):
-        freed += _path(path.parent, head).stat().st_size
-        _path(path.parent, head).unlink()
+        with suppress(FileNotFoundError):
+            freed += _path(path.parent, head).stat().st_size
+            _path(path.parent, head).unlink()
     return freed
 
 
 FOLDER = "heads"
+HEAD_NAME = "[0-9a-f]{64}"
+"""A SHA-256: no name from a file's header becomes a path unless it is one."""
 ROUNDING = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float16, torch.bfloat16)}
 """Dtypes that an engine's logits may have, by name."""
 
@@ -361,11 +391,11 @@ def read_head(folder: Path, name: str, *, wanted_by: Path) -> Head:
 
     Raises: `RecordError` naming both files if the head is missing or has other content.
     """
-    if not re.fullmatch("[0-9a-f]{64}", name):
+    if not (isinstance(name, str) and re.fullmatch(HEAD_NAME, name)):
         raise RecordError(f"{wanted_by} names its output head {name!r}, which is no SHA-256")
     path = _path(folder, name)
     try:
-        data = path.read_bytes()
+        data = read_bytes(path, limit=LARGEST_DATA)
     except OSError as e:
         raise RecordError(
             f"cannot read {path} ({e.strerror}), the output head that {wanted_by} refers to; copy "
@@ -377,13 +407,13 @@ def read_head(folder: Path, name: str, *, wanted_by: Path) -> Head:
             "what its name says. Restore it from a copy, or draw the batch again"
         )
     try:
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        rest = json.loads(header["__metadata__"]["head"])
+        header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        rest = parse_json(header["__metadata__"]["head"])
         rounding = None if rest["round_to"] is None else ROUNDING[rest["round_to"]]
         tensors = load(data)
         return Head(tensors["weight"], tensors.get("bias"), rest["scale"], rest["soft_cap"], rounding)
-    except (SafetensorError, KeyError, TypeError, ValueError) as e:
-        raise RecordError(f"{path} does not hold an output head: {e!r}") from e
+    except (SafetensorError, *Malformed) as e:
+        raise RecordError(f"{path} does not hold an output head: {repr(e)[:300]}") from e
 
 
 def _path(folder: Path, name: str) -> Path:

@@ -7,12 +7,13 @@ deceiving: control characters, marks that reorder their neighbors, and half surr
 
 from __future__ import annotations
 
-import json
 import math
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from offdrift.texts import LARGEST_DATA, parse_json, read_bytes
 
 Fields = Mapping[str, Any]
 
@@ -71,15 +72,20 @@ def at(fields: Fields, *path: str) -> Any:
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The JSON objects of a line file, and how many lines before the last, which may be half written, were not one."""
-    if not path.is_file():
+    """The JSON objects of a line file, and how many lines before the last, which may be half written, were not one.
+
+    Raises: `OSError` for what is there and is no file, or larger than `LARGEST_DATA`.
+    """
+    try:
+        content = read_bytes(path, limit=LARGEST_DATA)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return [], 0
     # Split on \n alone: str.splitlines would also cut a text at a raw U+2028.
-    lines = [line for line in path.read_text("utf-8", "replace").split("\n") if line.strip()]
+    lines = [line for line in content.decode("utf-8", "replace").split("\n") if line.strip()]
     rows, bad = [], 0
     for position, line in enumerate(lines):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             row = None
         if isinstance(row, dict):

@@ -296,11 +296,14 @@ def finish(arm: Arm) -> dict[str, Any]:
         if run.accelerator.is_main_process:
             weights[name] = weight.cpu()
     if run.accelerator.is_main_process:
-        save_for_engine(run.model, run.tokenizer, arm.files.path / "model", weights=weights)
+        with arm.files.storing("model") as path:
+            save_for_engine(run.model, run.tokenizer, path, weights=weights)
         if arm.drafter is not None:
-            save_for_engine(arm.drafter.model, run.tokenizer, arm.files.path / "drafter")
+            with arm.files.storing("drafter") as path:
+                save_for_engine(arm.drafter.model, run.tokenizer, path)
         if adapted:
-            save_adapter(model, arm.files.path / "adapter")
+            with arm.files.storing("adapter") as path:
+                save_adapter(model, path)
         arm.files.finish(summary)
     for tracker in run.accelerator.trackers:
         tracker.finish()

@@ -41,6 +41,7 @@ from offdrift.objectives.ewma import ewma_update
 from offdrift.records.atomic import write_atomically
 from offdrift.records.rollouts import OLD_STATUS, Rollouts, Routes
 from offdrift.segments import Segments
+from offdrift.texts import check_file
 from offdrift.train import recipe
 from offdrift.train.sharded import anywhere, in_step, is_sharded, local_weights
 
@@ -503,6 +504,7 @@ def write_weights(weights: Weights, file: Path) -> None:
 def read_weights(file: Path) -> Weights:
     """Read weights back. Raises: `CheckpointError` naming the file."""
     try:
+        check_file(file)
         return load_file(file)
     except (OSError, SafetensorError) as e:
         raise CheckpointError(

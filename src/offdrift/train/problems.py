@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from offdrift.errors import RecipeError
+from offdrift.texts import LARGEST_DATA, read_bytes
 
 Split = Literal["train", "eval"]
 
@@ -85,7 +86,7 @@ def read_problems(path: Path) -> ProblemFile:
     Raises: `RecipeError` naming the file, the line, and what was expected.
     """
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, limit=LARGEST_DATA)
     except OSError as error:
         raise RecipeError(
             f"task = {str(path)!r}: {error.strerror}; expected a file with a JSON object a line"

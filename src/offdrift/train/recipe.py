@@ -7,7 +7,6 @@ file and what was expected.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from offdrift.methods.describe import DEFAULT_ADVANTAGE, raised_by
 from offdrift.methods.method import Interpolated, RolloutAsOld
 from offdrift.schedules import Schedule, schedule
 from offdrift.schedules import override as with_rules
+from offdrift.texts import parse_toml, read_toml
 from offdrift.train.environments import ENVIRONMENTS, check_turns, is_environment
 from offdrift.train.fusion import Fusion, Mixture
 from offdrift.train.optim import Optim
@@ -523,12 +523,12 @@ def load_recipe(path: str | Path, *, changes: Sequence[str] = (), arm: str | Non
     """
     path = Path(path)
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = read_toml(path)
     except OSError as e:
         raise RecipeError(
             f"cannot read recipe {path}: {e.strerror}; `offdrift train tiny` is an example, of those in {own_recipes()}"
         ) from e
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+    except ValueError as e:
         raise RecipeError(f"{path} is not valid TOML: {e}") from e
     for change in changes:
         key, equals, text = change.partition("=")
@@ -541,8 +541,8 @@ def load_recipe(path: str | Path, *, changes: Sequence[str] = (), arm: str | Non
             if not isinstance(table, dict):
                 raise RecipeError(f"--set {change!r}: {parent!r} is a value, not a table")
         try:
-            table[last] = tomllib.loads(f"x = {text.strip()}")["x"]
-        except tomllib.TOMLDecodeError:  # a bare word
+            table[last] = parse_toml(f"x = {text.strip()}")["x"]
+        except ValueError:  # a bare word
             table[last] = text.strip()
     if arm is not None:
         try:

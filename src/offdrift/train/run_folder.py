@@ -23,8 +23,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from offdrift.records.atomic import plain as plain
 from offdrift.records.atomic import remove_half_written, write_atomically
 from offdrift.records.atomic import write_json as write_json
 from offdrift.show.json_access import read_lines
+from offdrift.texts import read_json
 from offdrift.train.stored import FORMAT
 
 LINE_FILES = ("metrics", "eval", "samples", "findings")
@@ -62,7 +64,7 @@ class RunFolder:
     def head(self) -> dict[str, Any]:
         """Content of `run.json`. Raises: `CheckpointError` if there is no run here."""
         try:
-            return json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+            return read_json(self.path / "run.json")
         except (OSError, ValueError) as e:
             raise CheckpointError(f"there is no run to resume at {self.path} ({e}); start it without --resume") from e
 
@@ -95,7 +97,7 @@ class ArmFolder:
     def summary(self) -> dict[str, Any] | None:
         """The arm's row of the table, or None if the arm has not finished."""
         try:
-            return json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+            return read_json(self.path / "summary.json")
         except (OSError, ValueError):
             return None
 
@@ -150,6 +152,21 @@ class ArmFolder:
                 return
             if not stays and index not in by_age[-1].name:
                 excess -= store.delete(file)
+
+    @contextmanager
+    def storing(self, name: str) -> Iterator[Path]:
+        """The path of a folder that is being written under this one, such as `model`.
+
+        Raises: `RecordError` naming it where the disk is full or it may not be written, as libraries do not.
+        """
+        path = self.path / name
+        try:
+            yield path
+        except (OSError, SafetensorError) as e:  # which wraps a full disk
+            raise RecordError(
+                f"cannot write {path}: {getattr(e, 'strerror', None) or e}; free disk space, then continue with "
+                "--resume"
+            ) from e
 
     def clear(self) -> None:
         """Forget everything: the arm starts over."""

@@ -8,7 +8,6 @@ held-out prompts cannot tell from chance is called that.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ from offdrift.schedules import override as with_rules
 from offdrift.schedules import schedule
 from offdrift.show.json_access import items, mapping, number, numbers, read_lines, text
 from offdrift.show.numbers import duration, fixed, percent, short
+from offdrift.texts import read_json
 
 FORMAT = 1
 """The layout of run folders that this reader reads."""
@@ -259,7 +259,7 @@ def read_run(run_dir: Path) -> Run:
     """
     path = run_dir / "run.json"
     try:
-        head = json.loads(path.read_text(encoding="utf-8"))
+        head = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         raise RecordError(
             f"{run_dir} holds no run.json, so it is not a run folder; give the folder that training printed at its end"
@@ -323,7 +323,7 @@ def _read_arm(folder: Path, table: Mapping[str, Row]) -> Arm:
     (metrics, evals, samples, findings), skipped = zip(*map(read_lines, files), strict=True)
     summary: Row = {}
     with suppress(FileNotFoundError, ValueError):  # not written yet, or being written
-        summary = mapping(json.loads((folder / "summary.json").read_text(encoding="utf-8")))
+        summary = mapping(read_json(folder / "summary.json"))
     summary = summary or table.get(folder.name, {})
     metrics, evals = _by_update(metrics), _by_update(evals)
     return Arm(

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import time
-import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -36,6 +36,7 @@ from offdrift.records.atomic import plain, remove_half_written, write_json
 from offdrift.show.json_access import mapping
 from offdrift.show.numbers import duration
 from offdrift.stats import METRICS
+from offdrift.texts import read_json, read_toml
 from offdrift.train.parts import FolderName, Natural, Part, Positive
 from offdrift.train.places import base_recipe, found_beside, own_recipes
 from offdrift.train.recipe import Recipe, load_recipe, problems
@@ -90,6 +91,10 @@ class Compare(Part):
         return self.larger_is or ("better" if row is None else row.larger_is)
 
 
+MOST_RUNS = 10_000
+"""Runs of a sweep: each is checked before the first is made, and has a folder."""
+
+
 class Sweep(Part):
     """A sweep file: what to run how often, and what to compare."""
 
@@ -116,6 +121,8 @@ class Sweep(Part):
     @classmethod
     def _counted(cls, seeds: Any) -> Any:
         if isinstance(seeds, int) and not isinstance(seeds, bool):
+            if seeds > MOST_RUNS:
+                raise ValueError(f"seeds = {seeds}: more than the {MOST_RUNS:,} runs that a sweep may have")
             seeds = range(seeds)
         seeds = list(seeds) if isinstance(seeds, list | tuple | range) else seeds
         if isinstance(seeds, list) and (not seeds or len({*map(str, seeds)}) < len(seeds)):
@@ -138,6 +145,8 @@ class Sweep(Part):
                 raise ValueError(f"values.{key} = {choices!r}: give the list of values that it takes")
             if len({*map(repr, choices)}) < len(choices):
                 raise ValueError(f"values.{key} = {choices} has a value twice; leave one out")
+        if (runs := len(self.seeds) * math.prod(map(len, values.values()))) > MOST_RUNS:
+            raise ValueError(f"{runs:,} runs of each arm are more than the {MOST_RUNS:,} that a sweep may have")
         if self.arms is not None and (not self.arms or len({*self.arms}) < len(self.arms)):
             raise ValueError(f"arms = {list(self.arms)}: give one at least, each once, or leave arms out for all")
         return self
@@ -227,7 +236,7 @@ class Cell:
 def stored_json(path: Path) -> dict[str, Any]:
     """A JSON object on disk; empty if it is not there, or not whole."""
     with suppress(OSError, ValueError):
-        return mapping(json.loads(path.read_text(encoding="utf-8")))
+        return mapping(read_json(path))
     return {}
 
 
@@ -273,12 +282,12 @@ def load_sweep(path: Path, folder: Path | None = None, *, changes: Sequence[str]
     Raises: `RecipeError` naming file, key and what was expected, for a run too.
     """
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = read_toml(path)
     except OSError as e:
         raise RecipeError(
             f"cannot read sweep {path}: {e.strerror}; {own_recipes() / 'sweep.toml'} is an example"
         ) from e
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+    except ValueError as e:
         raise RecipeError(f"{path} is not valid TOML: {e}") from e
     try:
         sweep = Sweep.model_validate(content)

@@ -35,8 +35,8 @@ def number_of(cell: Cell, compare: Compare) -> float | None:
 def curve(cell: Cell, metric: str) -> list[tuple[int, float]]:
     """Updates of a run and a metric there, in order; what is missing or not finite is left out."""
     name, key = ("eval", "reward") if metric == HELD_OUT else ("metrics", metric)
-    rows = {int(row["update"]): value for row in cell.files.rows(name) if (value := number(row.get(key))) is not None}
-    return sorted(rows.items())
+    points = [(number(row.get("update")), number(row.get(key))) for row in cell.files.rows(name)]
+    return sorted({int(at): value for at, value in points if at is not None and value is not None}.items())
 
 
 def collapsed(cell: Cell, compare: Compare) -> bool:
@@ -56,7 +56,7 @@ def patience(cell: Cell, compare: Compare) -> int:
 
 def reached(cell: Cell) -> int:
     """The last update that a run has recorded; 0 before the first."""
-    return max((int(row["update"]) for row in cell.files.rows("metrics")), default=0)
+    return max((int(number(row.get("update")) or 0) for row in cell.files.rows("metrics")), default=0)
 
 
 def results(grid: Grid) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def results(grid: Grid) -> dict[str, Any]:
             "collapsed": sum(bool(run["collapsed"]) for run in own),
         }
         table.append(row | _compared(decided.get(setting), baselines.get(setting)))
-    versions = {json.dumps(head["versions"], sort_keys=True) for head in heads.values() if "versions" in head}
+    versions = {json.dumps(of, sort_keys=True) for head in heads.values() if (of := mapping(head.get("versions")))}
     return {
         "kind": "sweep",
         "format": FORMAT,

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from offdrift.errors import RecipeError, RecordError
 from offdrift.records.atomic import write_atomically
+from offdrift.texts import check_file
 from offdrift.train.environments import Environment
 from offdrift.train.episodes import demonstrated
 from offdrift.train.models import default_cache_dir, prompt_ids
@@ -218,6 +219,7 @@ def _restored(model: PreTrainedModel, file: Path) -> bool:
     if not file.is_file():
         return False
     try:
+        check_file(file)
         weights = load_file(file)
         shapes = {name: p.shape for name, p in model.named_parameters()}
         if {name: w.shape for name, w in weights.items()} != shapes:

@@ -12,12 +12,13 @@ import json
 import os
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+import httpcore
 import httpx
 import torch
 
@@ -29,8 +30,12 @@ BUSY = (429, 502, 503, 504)
 """Statuses worth a retry. 500 is not one: there an engine has died."""
 EXCERPT = 300
 """Characters of an answer that an error quotes."""
-SMALL = 2**24
-"""Bytes of an answer that carries no log-probs."""
+SMALL = 2**22
+"""Bytes of an answer that carries no log-probs: decoded, JSON takes up to 25 times its bytes."""
+DEEPEST = 64
+"""Brackets in brackets of such an answer."""
+LONGEST = 4096
+"""Characters of a name that a server gives and a record keeps."""
 
 
 class StatusError(EngineError):
@@ -46,7 +51,8 @@ class Server:
 
     Args:
         url: as OpenAI clients take it, `http://HOST:PORT/v1`; the `/v1` may be left out.
-        timeout: seconds without a byte from the server; it sends nothing while it draws.
+        timeout: seconds without a byte from the server, which sends nothing while it draws; and seconds that the rest
+            of an answer may take from its first byte on, so that one that trickles ends too.
         retries: further tries where the server is busy or the connection breaks. Only for requests
             that may be sent twice: a draw is a function of its seed, so its answer is the same.
         insecure: whether `http://` may go to another machine, where everyone on the way can read and change
@@ -82,13 +88,15 @@ class Server:
         # An idle connection may have been closed by the server meanwhile. Last tries therefore open
         # a new one, through a client that keeps none.
         tls = ssl.create_default_context()
+        # A name such as `localhost` is what a resolver makes of it: where the address that answers is another
+        # machine's after all, nothing is sent.
+        only_here = parts.scheme == "http" and not insecure
         self._pooled, self._fresh = (
             httpx.Client(
                 timeout=timeout,
-                verify=tls,
+                transport=_Transport(tls, idle, _Network(float(timeout), only_here)),
                 trust_env=False,
                 follow_redirects=False,
-                limits=httpx.Limits(max_keepalive_connections=idle, keepalive_expiry=None),
                 headers={"Accept-Encoding": "identity", "Content-Type": "application/json"},
                 cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             )
@@ -132,7 +140,7 @@ class Server:
             except httpx.TimeoutException as error:
                 # A server that is too slow becomes no faster by the same request once more.
                 raise EngineError(
-                    f"{where}: no answer within {self._timeout:g} s; raise timeout, or lower concurrency"
+                    f"{where}: no whole answer within {self._timeout:g} s; raise timeout, or lower concurrency"
                 ) from error
             except (httpx.TransportError, httpx.InvalidURL) as error:
                 if not left:
@@ -158,6 +166,8 @@ class Server:
                 content += piece
                 if len(content) > limit:
                     break
+        if key and (repeated := key.encode()) in content:  # in a name or a version it would be recorded
+            content = content.replace(repeated, b"***")
         return answer.status_code, bytes(content)
 
 
@@ -166,6 +176,75 @@ def _on_this_machine(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
         return host == "localhost" or host.endswith(".localhost")
+
+
+class _Transport(httpx.HTTPTransport):
+    """httpx's own, over a network of ours, of which it lets nobody choose another."""
+
+    def __init__(self, tls: ssl.SSLContext, idle: int | None, network: httpcore.NetworkBackend) -> None:
+        super().__init__(verify=tls, trust_env=False)
+        self._pool = httpcore.ConnectionPool(
+            ssl_context=tls, max_keepalive_connections=idle, keepalive_expiry=None, network_backend=network
+        )
+
+
+class _Network(httpcore.NetworkBackend):
+    """Connections whose answers end in time, and to this machine alone where nothing is encrypted."""
+
+    def __init__(self, timeout: float, only_here: bool) -> None:
+        self._network, self._timeout, self._only_here = httpcore.SyncBackend(), timeout, only_here
+
+    def connect_tcp(self, host: str, *args: Any, **options: Any) -> httpcore.NetworkStream:
+        """A connection. Raises: `EngineError` where it leads to another machine and may not."""
+        stream = self._network.connect_tcp(host, *args, **options)
+        address = str(stream.get_extra_info("server_addr")[0])
+        if self._only_here and not _on_this_machine(address.partition("%")[0]):
+            stream.close()
+            raise EngineError(
+                f"{host} is {address}, another machine, to which http:// sends prompts and keys in the clear; use "
+                "https://, or the address 127.0.0.1 or [::1]"
+            )
+        return _Stream(stream, self._timeout)
+
+    def sleep(self, seconds: float) -> None:
+        """See `httpcore.NetworkBackend`."""
+        self._network.sleep(seconds)
+
+
+class _Stream(httpcore.NetworkStream):
+    """A connection on which an answer, from its first byte on, takes at most so long, headers included."""
+
+    def __init__(self, stream: httpcore.NetworkStream, timeout: float) -> None:
+        self._stream, self._timeout = stream, timeout
+        self._begun: float | None = None
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        """Bytes of an answer. Raises: `httpcore.ReadTimeout` where it has taken too long as a whole."""
+        if self._begun is None:
+            content = self._stream.read(max_bytes, timeout)
+            self._begun = time.monotonic()
+            return content
+        left = self._begun + self._timeout - time.monotonic()
+        if left <= 0:
+            raise httpcore.ReadTimeout("the answer trickles")
+        return self._stream.read(max_bytes, left if timeout is None else min(timeout, left))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        """Bytes of a request; what comes next is another answer."""
+        self._begun = None
+        self._stream.write(buffer, timeout)
+
+    def close(self) -> None:
+        """See `httpcore.NetworkStream`."""
+        self._stream.close()
+
+    def start_tls(self, *args: Any, **options: Any) -> httpcore.NetworkStream:
+        """See `httpcore.NetworkStream`."""
+        return _Stream(self._stream.start_tls(*args, **options), self._timeout)
+
+    def get_extra_info(self, info: str) -> Any:
+        """See `httpcore.NetworkStream`."""
+        return self._stream.get_extra_info(info)
 
 
 def _key() -> str:
@@ -182,9 +261,26 @@ def _parsed(content: bytes, limit: int, where: str) -> Any:
             "is another service behind this address?"
         )
     try:
-        return json.loads(content) if content.strip() else None
+        answer = json.loads(content) if content.strip() else None
     except (ValueError, RecursionError) as error:
         raise EngineError(f"{where} was not answered with JSON: {_excerpt(content)}") from error
+    if limit == SMALL and _deeper(answer, DEEPEST):
+        raise EngineError(f"{where} was answered with brackets in brackets, {DEEPEST} deep: {_excerpt(content)}")
+    return answer
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects are nested deeper than this: further on they are compared and printed."""
+    layer = [value]
+    for _ in range(levels):
+        layer = [x for holder in layer if isinstance(holder, list | dict) for x in _inside(holder)]
+        if not layer:
+            return False
+    return any(isinstance(x, list | dict) for x in layer)
+
+
+def _inside(holder: list[Any] | dict[str, Any]) -> Iterable[Any]:
+    return holder.values() if isinstance(holder, dict) else holder
 
 
 def _excerpt(content: bytes) -> str:
@@ -231,7 +327,7 @@ def identify(server: Server, model: str | None) -> Served:
     cards = server.get("/v1/models")
     cards = cards.get("data") if isinstance(cards, dict) else None
     cards = cards if isinstance(cards, list) else []
-    cards = [c for c in cards if isinstance(c, dict) and isinstance(c.get("id"), str)]
+    cards = [c for c in cards if isinstance(c, dict) and isinstance(c.get("id"), str) and len(c["id"]) <= LONGEST]
     names = [c["id"] for c in cards]
     if model is None and len(names) != 1:
         raise EngineError(f"{server.url} serves {_listed(names)}; say which one with model = NAME")
@@ -240,7 +336,7 @@ def identify(server: Server, model: str | None) -> Served:
     card = cards[names.index(model) if model is not None else 0]
     length = card.get("max_model_len")
     length = length if isinstance(length, int) and length > 0 else None
-    roots = [str(c.get("root") or c["id"]) for c in cards]
+    roots = [str(c.get("root") or c["id"])[:LONGEST] for c in cards]
     root = roots[cards.index(card)]
     served = Served(
         "unknown", card["id"], root, length, aliases=tuple(n for n, r in zip(names, roots, strict=True) if r == root)

@@ -12,6 +12,7 @@ Answers are untrusted, so every number in them is checked.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -99,7 +100,13 @@ def read(
     Raises: `EngineError` naming the field that is missing, of another type or out of range; or if
         the response was cut, or ended by a token that ends nothing here.
     """
-    answer = _PARSERS[api](content, prompt)
+    try:
+        return _read(_PARSERS[api](content, prompt), sampling, evidence, vocab_size)
+    except RecursionError:
+        raise _odd("it is nested too deeply") from None
+
+
+def _read(answer: _Parsed, sampling: Sampling, evidence: EvidenceKind, vocab_size: int) -> Answer:
     for i, token in enumerate(answer.tokens):
         if not (_whole(token) and 0 <= token < vocab_size):
             raise _odd(f"token {i} is {_short(token)}; the vocabulary has {vocab_size} tokens")
@@ -278,7 +285,11 @@ def _logp(value: Any) -> float:
 
 
 def _short(value: Any) -> str:
-    return repr(value)[:80]
+    return _BRIEF.repr(value)[:80]
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxlong = _BRIEF.maxother = 200
 
 
 def _odd(problem: str) -> EngineError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import shutil
 import tempfile
 import uuid
@@ -254,10 +255,18 @@ def _routes(encoded: Any, positions: int) -> Integer[Tensor, "p layers k"]:
             "dense model has none)"
         )
     try:
-        routes = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise EngineError(f"routed_experts cannot be read: {error}") from error
-    if routes.ndim != 3 or len(routes) != positions or routes.dtype.kind not in "iu":
+        content = base64.b64decode(encoded, validate=True)
+        # Not `np.load`, which also opens archives, and reads a header that claims petabytes.
+        stream = io.BytesIO(content)
+        major, _ = np.lib.format.read_magic(stream)
+        header = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}[major]
+        shape, _, kind = header(stream)
+        if math.prod(shape) * kind.itemsize > len(content):
+            raise ValueError(f"it claims shape {shape} in {len(content)} bytes")
+        routes = np.load(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, EOFError, OSError, KeyError, TypeError, OverflowError, RecursionError, MemoryError) as error:
+        raise EngineError(f"routed_experts cannot be read: {str(error)[:200]}") from error
+    if routes.ndim != 3 or len(routes) != positions or 0 in routes.shape or routes.dtype.kind not in "iu":
         raise EngineError(
             f"routed_experts has shape {routes.shape} and dtype {routes.dtype}; {positions} positions "
             "of whole numbers by layer and choice were expected"

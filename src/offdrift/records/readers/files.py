@@ -5,13 +5,13 @@ from __future__ import annotations
 import glob as local_glob
 import os
 import re
-import stat
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from offdrift import texts
 from offdrift.errors import RecordError
 from offdrift.records.batch import Logged
 
@@ -136,6 +136,27 @@ def is_url(path: str) -> bool:
     return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path))
 
 
+SECRET = re.compile(r"(?i)(^|[-_])(sig|signature|token|key|secret|password|credential)$")
+"""Names of a query's parts that give whoever has the address a right."""
+
+
+def _check_secrets(path: str) -> None:
+    """Raise `RecordError` for a URL with a password or a signature: an audit stores which files it has read."""
+    if not is_url(path):
+        return
+    scheme, _, rest = path.partition("://")
+    place, _, query = rest.partition("?")
+    authority, slash, inside = place.partition("/")
+    user, at, host = authority.rpartition("@")
+    names = [name for pair in query.split("&") if SECRET.search(name := pair.partition("=")[0])]
+    if (at and ":" in user) or names:
+        what = f"{', '.join(names)} in its query" if names else "a password"
+        raise RecordError(
+            f"{scheme}://{host}{slash}{inside} was given with {what}, which an audit would store with the address; put "
+            "it into the settings of the store (environment variables, fsspec's configuration), or copy the files"
+        )
+
+
 def _store(path: str) -> tuple[Any, str]:
     """The file system of a URL, and the path inside it."""
     try:
@@ -156,34 +177,17 @@ def opened(path: str) -> Iterator[Bytes]:
             fs, inside = _store(path)
             file = fs.open(inside, "rb")
         else:
-            file = open(path, "rb", opener=_open_regular)  # noqa: SIM115
+            file = open(path, "rb", opener=texts.regular)  # noqa: SIM115
     except Problem as e:
         raise missing(path, e) from e
     with file:
         yield file
 
 
-def _open_regular(path: str, flags: int) -> int:
-    """Opens a file and nothing else: opening a pipe waits until somebody writes to it."""
-    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-    if (why := _no_file(os.fstat(descriptor).st_mode)) is not None:
-        os.close(descriptor)
-        raise OSError(why)
-    return descriptor
-
-
-def _no_file(mode: int) -> str | None:
-    """What something is that cannot be read as a file; None if it can."""
-    if stat.S_ISREG(mode):
-        return None
-    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
-    return f"it is {kinds.get(stat.S_IFMT(mode), 'a device')}, no file"
-
-
 def _unreadable(path: str) -> str | None:
     """Why something cannot be read as a file, as far as its name tells; None if it can."""
     try:
-        return _no_file(os.stat(path).st_mode)
+        return texts.not_a_file(os.stat(path).st_mode)
     except OSError as e:
         what = "a link that leads nowhere" if os.path.islink(path) else "not there"
         return f"it is {what}: {e.strerror}"
@@ -229,6 +233,7 @@ def find(paths: Sequence[str]) -> tuple[list[str], list[BadRow]]:
     files: list[str] = []
     skipped: list[BadRow] = []
     for path in paths:
+        _check_secrets(path)
         before = len(skipped)
         named = _remote(path) if is_url(path) else _local(path, skipped)
         if not named and len(skipped) == before:

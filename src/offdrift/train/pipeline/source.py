@@ -7,7 +7,6 @@ takes a group, in its own thread.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -35,6 +35,7 @@ from offdrift.records.rollouts import (
     joined_evidence,
 )
 from offdrift.schedules import Key, Schedule
+from offdrift.texts import check_file, read_json
 from offdrift.train.buffer import Picked
 from offdrift.train.draws import penalized
 from offdrift.train.models import prompt_ids
@@ -291,7 +292,8 @@ def save_drawn(folder: Path, groups: dict[int, dict[int, Drawn]]) -> None:
 def load_drawn(folder: Path, job: Any) -> dict[int, dict[int, Drawn]]:
     """The inverse of `save_drawn`. Raises: `CheckpointError` if a file is missing or damaged."""
     try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        facts = read_json(folder / FACTS)
+        check_file(folder / FILE)
         tensors = load_file(folder / FILE)
         groups: dict[int, dict[int, Drawn]] = {}
         evidence: Evidence | None = None
@@ -311,7 +313,7 @@ def load_drawn(folder: Path, job: Any) -> dict[int, dict[int, Drawn]]:
                 recorded = (tensors["tokens"][rows], tensors["logp"][rows], of_rows)
                 drawn.deltas.append(Delta(drawn.job.key, version, *recorded, finish, kept))
             groups.setdefault(number, {})[place] = drawn
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             f"{folder / FILE} cannot be read back ({error}); remove that checkpoint and --resume from the one before"
         ) from error
