@@ -113,7 +113,7 @@ def test_a_command_can_be_read(place, line, monkeypatch):
     words = [word for word in shlex.split(line, comments=True)[1:] if word != "..."]
     if (
         (words and words[0].isupper())
-        or words[:1] in (["--help"], ["--install-completion"])
+        or words[:1] in (["--help"], ["--install-completion"], ["--version"])
         or words[-1:] == ["--help"]
     ):
         return

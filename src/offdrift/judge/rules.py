@@ -280,12 +280,15 @@ def _rule(where: str, row: Any, limits: Mapping[str, Threshold], fixes: Mapping[
     for key, choices in words.items():
         if key in row and row[key] not in choices:
             raise RecipeError(f"{where} {key} = {row[key]!r} must be one of {', '.join(map(repr, choices))}")
-    others = {key: _of_kind(f"{where} {key}", row.pop(key, []), list) for key in ("suppressed_by", "follows")}
+    others: dict[str, Any] = {
+        key: tuple(_of_kind(f"{where} {key}", s, str) for s in _of_kind(f"{where} {key}", row.pop(key, []), list))
+        for key in ("suppressed_by", "follows")
+    }
     raised = _of_kind(f"{where} raised_by", row.pop("raised_by", []), list)
     return Rule(
         **row,
         when=when,
-        **{key: tuple(_of_kind(f"{where} {key}", s, str) for s in names) for key, names in others.items()},
+        **others,
         raised_by=tuple(_condition(f"{where} raised_by", c, limits) for c in raised),
     )
 
