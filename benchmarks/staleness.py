@@ -141,7 +141,13 @@ def of_reuse(runs: list[dict]) -> list[dict]:
             equal = [(a, b) for a in change for b in change if a[0] * a[1] == b[0] * b[1] and a[0] > b[0]]
             pairs.append(mean(change[a] - change[b] for a, b in equal))
             ends.append(mean(change[cell] for cell in change if cell[0] * cell[1] > 1))
-        row = {"arm": arm, "falls": {}, "seeds": len(ends), "change_by_seed": ends, "epochs_less_minibatches_by_seed": pairs}
+        row = {
+            "arm": arm,
+            "falls": {},
+            "seeds": len(ends),
+            "change_by_seed": ends,
+            "epochs_less_minibatches_by_seed": pairs,
+        }
         for grid in seeds.values():
             for (e, m), run in grid.items():
                 count = row["falls"].setdefault(str(e * m), [0, 0])
