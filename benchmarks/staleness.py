@@ -15,9 +15,9 @@ evaluations. Written down before any run was looked at:
 
 Then by arm and values: means over seeds with Student intervals of 95 %, and the change less the baseline's, paired by
 seed, decided by Holm's procedure within a sweep. ESS is of sequences, the median over updates at 75 to 100 % of the
-largest lag. Of epochs times minibatches also, by arm: the change of that number with every doubling of epochs and of
-minibatches (least squares in each seed's grid), how many runs fall by updates a batch, and, at equal updates a batch, more epochs
-less more minibatches (the mean of all pairs of cells, by seed). Reads finished runs; seconds.
+largest lag. Of epochs times minibatches also, by arm: the change with every doubling of epochs and of minibatches (least
+squares in each seed's grid), how many runs fall by updates a batch, and, at equal updates a batch, more epochs less more
+minibatches (the mean of all pairs of cells, by seed). Reads finished runs; seconds.
 """
 
 import argparse

@@ -78,7 +78,7 @@ class Law:
 
     @property
     def inverse_alpha(self) -> float:
-        """Weight of log L over that of log ESS: 1 by the conjecture, 0 if the lag says nothing beside ESS; may be nan."""
+        """Weight of log L over that of log ESS: 1 by the conjecture, 0 if the lag adds nothing; nan if alpha is 0."""
         return 1 / self.alpha if self.alpha else math.nan
 
     @property
