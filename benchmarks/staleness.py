@@ -15,7 +15,9 @@ evaluations. Written down before any run was looked at:
 
 Then by arm and values: means over seeds with Student intervals of 95 %, and the change less the baseline's, paired by
 seed, decided by Holm's procedure within a sweep. ESS is of sequences, the median over updates at 75 to 100 % of the
-largest lag. Reads finished runs; seconds.
+largest lag. Of epochs times minibatches also, by arm: the change with every doubling of epochs and of minibatches (least
+squares in each seed's grid), how many runs fall by updates a batch, and, at equal updates a batch, more epochs less more
+minibatches (the mean of all pairs of cells, by seed). Reads finished runs; seconds.
 """
 
 import argparse
@@ -23,8 +25,9 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
+import numpy as np
 from measure import machine
 
 from offdrift.records.atomic import plain
@@ -34,6 +37,13 @@ from offdrift.stats import compare_all, over_seeds
 ERRORS, KEPT, LAST, STRETCH = 3.0, 0.7, 2, 0.75
 CLIPS = ("ppo_clip", "ppo_bypass")
 """Arms that are PPO's clip on all of the lag."""
+REUSE = ("optim.epochs", "optim.minibatches")
+REUSE_WORDS = {
+    "change": "end less start, mean of the cells of more than one update a batch",
+    "epochs": "with every doubling of epochs",
+    "minibatches": "with every doubling of minibatches",
+    "epochs_less_minibatches": "more epochs less more minibatches at equal updates",
+}
 
 
 def standard_error(p: float, q: float, n: int) -> float:
@@ -110,7 +120,43 @@ def of_sweep(folder: Path) -> dict:
             row["less_baseline"] = asdict(c.difference) | {"p_holm": c.p_adjusted, "verdict": c.verdict}
         settings.append(row)
     facts = {"name": content["name"], "changes": content["changes"], "versions": content["versions"]}
-    return facts | {"of": len(content["runs"]), "settings": settings, "runs": runs}
+    content = facts | {"of": len(content["runs"]), "settings": settings, "runs": runs}
+    return content | ({"reuse": of_reuse(runs)} if runs and set(runs[0]["values"]) == set(REUSE) else {})
+
+
+def of_reuse(runs: list[dict]) -> list[dict]:
+    """Of each arm on a grid of epochs and minibatches; the seeds are those that have the whole grid."""
+    arms: dict[str, dict[int, dict[tuple[int, int], dict]]] = {}
+    for run in runs:
+        cell = run["values"]["optim.epochs"], run["values"]["optim.minibatches"]
+        arms.setdefault(run["arm"], {}).setdefault(run["seed"], {})[cell] = run
+    whole = max(len(grid) for seeds in arms.values() for grid in seeds.values())
+    rows = []
+    for arm, seeds in arms.items():
+        slopes, pairs, ends = [], [], []
+        for grid in (grid for grid in seeds.values() if len(grid) == whole):
+            change = {cell: run["end"] - run["start"] for cell, run in grid.items()}
+            x = np.array([[1.0, math.log2(e), math.log2(m)] for e, m in change])
+            slopes.append(np.linalg.lstsq(x, np.array(list(change.values())), rcond=None)[0])
+            equal = [(a, b) for a in change for b in change if a[0] * a[1] == b[0] * b[1] and a[0] > b[0]]
+            pairs.append(mean(change[a] - change[b] for a, b in equal))
+            ends.append(mean(change[cell] for cell in change if cell[0] * cell[1] > 1))
+        row = {
+            "arm": arm,
+            "falls": {},
+            "seeds": len(ends),
+            "change_by_seed": ends,
+            "epochs_less_minibatches_by_seed": pairs,
+        }
+        for grid in seeds.values():
+            for (e, m), run in grid.items():
+                count = row["falls"].setdefault(str(e * m), [0, 0])
+                count[0] += run["falls"]
+                count[1] += 1
+        numbers = {"change": ends, "epochs": [w[1] for w in slopes], "minibatches": [w[2] for w in slopes]}
+        numbers["epochs_less_minibatches"] = pairs
+        rows.append(row | {name: asdict(over_seeds(list(map(float, x)))) for name, x in numbers.items()})
+    return rows
 
 
 def named(arm: str, values: dict) -> str:
@@ -133,6 +179,15 @@ def show(content: dict) -> None:
         cells += [f"{less['mean']:+.3f} ({less['low']:+.3f} to {less['high']:+.3f}) {less['verdict']}" if less else ""]
         cells += [f"{row['ess'][0]:.2g} to {row['ess'][-1]:.2g}" if row["ess"] else ""]
         print("|", " | ".join([*cells, *(str(row[k]) for k in ("rises", "falls", "prospers", "overtakes"))]), "|")
+    for row in content.get("reuse", ()):
+        falls = ", ".join(f"{a} of {b} at {updates}" for updates, (a, b) in sorted(row["falls"].items(), key=by_number))
+        print(f"\n{row['arm']}, {row['seeds']} seeds: runs that fall by updates a batch: {falls}")
+        for name, words in REUSE_WORDS.items():
+            print(f"    {words}: {row[name]['mean']:+.3f} ({row[name]['low']:+.3f} to {row[name]['high']:+.3f})")
+
+
+def by_number(item: tuple[str, list[int]]) -> int:
+    return int(item[0])
 
 
 def main() -> None:
@@ -144,7 +199,9 @@ def main() -> None:
     for content in sweeps:
         show(content)
     if args.json:
-        args.json.write_text(json.dumps(plain({"machine": machine("transformers"), "sweeps": sweeps}), indent=1) + "\n")
+        text = json.dumps(plain({"machine": machine("transformers"), "sweeps": sweeps}))
+        # Six digits, as in packed runs, and no indentation: the file has every evaluation of every run.
+        args.json.write_text(json.dumps(json.loads(text, parse_float=lambda x: float(f"{float(x):.6g}"))) + "\n")
 
 
 if __name__ == "__main__":

@@ -205,6 +205,28 @@ def test_rises_falls_and_overtakings_are_those_beyond_three_standard_errors(swee
     assert by_arm["ppo_clip"]["less_baseline"]["mean"] == pytest.approx(0.4 / 3)
 
 
+def test_epochs_and_minibatches_are_told_apart_at_equal_updates():
+    """Planted: -.02 a doubling of epochs, -.01 a doubling of minibatches, and seeds that start elsewhere."""
+    staleness = imported("staleness")
+    runs = []
+    for seed in range(3):
+        for e in (1, 2, 4):
+            for m in (1, 4, 8):
+                end = 0.5 - 0.02 * math.log2(e) - 0.01 * math.log2(m) + 0.1 * seed
+                row = {"arm": "none", "seed": seed, "start": 0.5, "end": end, "falls": e * m == 32}
+                runs.append(row | {"values": {"optim.epochs": e, "optim.minibatches": m}})
+    (row,) = staleness.of_reuse([*runs, runs[0] | {"seed": 9}])  # the last seed lacks the rest of the grid
+    means = {name: row[name]["mean"] for name in staleness.REUSE_WORDS}
+    assert means["epochs"] == pytest.approx(-0.02)
+    assert means["minibatches"] == pytest.approx(-0.01)
+    # 4 x 1 less 1 x 4, 2 x 4 less 1 x 8, 4 x 4 less 2 x 8: two doublings of each, then one and one.
+    assert means["epochs_less_minibatches"] == pytest.approx((-0.02 - 0.01 - 0.01) / 3)
+    assert means["change"] == pytest.approx(0.1 - (9 * 0.02 + 15 * 0.01) / 8)
+    assert row["seeds"] == 3
+    assert row["falls"]["32"] == [3, 3]
+    assert row["falls"]["8"] == [0, 6]
+
+
 def test_an_archive_of_a_sweep_says_what_its_folder_says(sweep_folder, tmp_path, monkeypatch, capsys):
     pack, staleness = imported("pack"), imported("staleness")
     folder = sweep_folder(none=[(0.3, 0.5, 0.1)], token_tis=[(0.3, 0.4, 0.5)])

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,12 +28,27 @@ def test_a_planted_law_is_recovered():
     assert law.alpha == pytest.approx(1.2, abs=0.15)
     assert math.log(law.c) == pytest.approx(math.log(30), abs=0.2)
     assert law.sharpness > 1
+    assert law.inverse_alpha == 1 / law.alpha
 
 
 def test_rules_that_look_at_one_of_the_two_ignore_the_other():
     runs = world("f", c=30, alpha=1.0)
     assert fit(runs, rule="ess")[2] == 0
     assert fit(runs, rule="lag")[1] == 0
+
+
+def test_the_lags_weight_over_that_of_ess_is_found_where_alpha_has_none():
+    """1/alpha has an interval where the lag has no weight: around 0, without the 1 of the conjecture."""
+    rows = [judge(world("f", c=30, alpha=1, by=by, n=150), draws=60)["families"][0] for by in ("ess", "law")]
+    (low, high), (least, most) = (row["inverse_alpha_interval"] for row in rows)
+    assert rows[0]["alpha_interval"] is None
+    assert low < 0 < high < 0.5
+    assert 0.5 < least < 1 < most < 1.5
+    assert rows[1]["inverse_alpha"] == 1 / rows[1]["alpha"]
+    assert math.isnan(as_law(np.array([0.0, 0.0, 1.0])).inverse_alpha)
+    alone = [replace(run, lag=8.0) for run in world("f", c=30, alpha=1)]
+    one_lag = judge(alone, draws=20)["families"][0]
+    assert one_lag["inverse_alpha"] is one_lag["inverse_alpha_interval"] is None
 
 
 def test_one_law_in_two_families_holds_out_of_sample():

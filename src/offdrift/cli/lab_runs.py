@@ -191,6 +191,7 @@ def lag_law(
             screen.show(table)
         screen.out.print(
             "Intervals of α, of the law's AUROC and of its difference to that of ESS alone: a bootstrap over settings. "
+            "1/α is the weight of the lag over that of ESS: 1 by the conjecture, 0 if the lag says nothing beside ESS. "
             "50 ESS right: runs that the conjectured law (c = 50, α = 1) sorts rightly.",
             style="dim",
             markup=False,

@@ -77,6 +77,11 @@ class Law:
     """Change of the log-odds per factor of e in lag; at most 0 means that longer lags were no less stable."""
 
     @property
+    def inverse_alpha(self) -> float:
+        """Weight of log L over that of log ESS: 1 by the conjecture, 0 if the lag adds nothing; nan if alpha is 0."""
+        return 1 / self.alpha if self.alpha else math.nan
+
+    @property
     def c(self) -> float:
         """The largest safe lag at ESS = 1, updates."""
         return math.exp(min(700.0, self.log_c))
@@ -234,11 +239,15 @@ def judge(
             # Where the lag may have no weight beside ESS, alpha is a quotient by what may be 0.
             if sharpness is not None and sharpness[0] > 0:
                 alphas[family] = [x.alpha for x in again]
+            # Lags of one length say nothing of the lag's weight.
+            inverse = [x.inverse_alpha for x in (law, *again) if len({run.lag for run in own}) > 1]
             row |= {
                 "c": law.c,
                 "c_interval": _interval(math.exp(min(700.0, x.log_c)) for x in again),
                 "alpha": law.alpha,
                 "alpha_interval": _interval(alphas.get(family, [])),
+                "inverse_alpha": inverse[0] if inverse and math.isfinite(inverse[0]) else None,
+                "inverse_alpha_interval": _interval(inverse[1:]),
                 "sharpness": law.sharpness,
                 "sharpness_interval": sharpness,
                 "in_sample": {rule: quality(own, scores(own, w), keep=keep) for rule, w in fitted[family].items()},

@@ -81,7 +81,7 @@ def lag_law_tables(result: Mapping[str, Any]) -> list[Table]:
     laws = empty_table(
         "L_max = c ESS^α, fitted in each family of runs",
         left=["family"],
-        right=["runs", "stable", "c", "α", "95 %", "50 ESS right"],
+        right=["runs", "stable", "c", "α", "95 %", "1/α: 95 %", "50 ESS right"],
     )
     for row in result["families"]:
         right = row["published"]["accuracy"]
@@ -89,6 +89,7 @@ def lag_law_tables(result: Mapping[str, Any]) -> list[Table]:
             row["family"],
             *(str(row["runs"]), str(row["stable"]), _short(row.get("c")), _short(row.get("alpha"))),
             _ends(row.get("alpha_interval"), _short),
+            _ends(row.get("inverse_alpha_interval"), _two),
             "-" if right is None else f"{right:.0%}",
         )
     tested = empty_table(
