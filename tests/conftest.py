@@ -1,12 +1,19 @@
 """Shared checks explain their failures, whichever test imports them first; shapes are checked anew in every test."""
 
 import gc
+import signal
 
 import pytest
 
 from tests import shapes
 
 pytest.register_assert_rewrite("tests.engines.contract")
+
+
+def pytest_configure() -> None:
+    """Commands that tests interrupt must hear it, also where a suite in the background was told to ignore Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
