@@ -128,7 +128,7 @@ def test_train_interrupt_and_resume(tmp_path):
     assert str(run / "report.html") in done.stdout.replace("\n", "")
     table = json.loads((run / "run.json").read_text())["table"]
     assert [row["arm"] for row in table] == ["none", "trm_max"]
-    assert (run / "report.html").stat().st_size > 1_000_000
+    assert (run / "report.html").stat().st_size > 500_000, "plotly.js is in it, packed"
     again = shell(f"report {run}", ROOT)
     assert again.returncode == 0
     assert "Held-out reward" in again.stdout

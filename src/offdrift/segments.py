@@ -208,13 +208,13 @@ class Segments:
     def total(self, x: Float[Tensor, " n"]) -> Float[Tensor, " b"]:
         """The same sum in float64, without gradient; on a host by numpy, whose reductions are faster."""
         x = x.detach().double()
-        if x.device.type != "cpu":
+        if x.device.type != "cpu" or transformed():
             return torch.segment_reduce(x, "sum", offsets=self.cu_seqlens, unsafe=True)
         return self._reduced(np.add, x.numpy())
 
     def largest(self, x: Float[Tensor, " n"]) -> Float[Tensor, " b"]:
         """Largest value of each segment in float64, without gradient; 0 where it is empty."""
-        if x.device.type != "cpu":
+        if x.device.type != "cpu" or transformed():
             return self.max(x.detach().double())
         return self._reduced(np.maximum, x.detach().numpy())
 

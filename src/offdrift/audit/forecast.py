@@ -141,7 +141,7 @@ def _duration(seconds: float) -> str:
     """Seconds in the unit that a person would use.
 
     Example:
-        >>> _duration(0.2), _duration(90), _duration(7200), _duration(400000)
+        >>> _duration(0.2), _duration(90.0), _duration(7200.0), _duration(400000.0)
         ('0.2 s', '1.5 min', '2.0 h', '4.6 days')
     """
     for unit, size in (("days", 86400.0), ("h", HOUR), ("min", 60.0)):

@@ -117,8 +117,9 @@ def slice_of(pieces: list[Piece], part: int, of: int) -> list[Piece]:
     The slices of one log hold each piece once, and what an audit stores of them is what it stores of the whole.
 
     Example:
-        >>> [slice_of([*"abcde"], part, 3) for part in (1, 2, 3)]
-        [['a'], ['b', 'c'], ['d', 'e']]
+        >>> pieces = [Piece("log.jsonl", i, i + 1, "jsonl") for i in range(5)]
+        >>> [[piece.start for piece in slice_of(pieces, part, 3)] for part in (1, 2, 3)]
+        [[0], [1, 2], [3, 4]]
     """
     return pieces[(part - 1) * len(pieces) // of : part * len(pieces) // of]
 

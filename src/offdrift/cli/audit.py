@@ -93,8 +93,8 @@ def audit(
     offdrift audit runs/tiny/arms/none
     offdrift audit 's3://bucket/run/token_exports/*/rank_*.jsonl' --workers 8
     offdrift audit rollouts.jsonl --columns logp_rollout=vllm_lp --fail-on act
-    offdrift audit LOGS --dry-run                    # tokens, hours, memory, and how to split it
-    offdrift audit LOGS --slice 3/8 --out SHARED     # on the third of eight machines; at last without --slice
+    offdrift audit LOGS --dry-run                  # tokens, hours, memory, slices
+    offdrift audit LOGS --slice 3/8 --out SHARED   # a machine each, then without
     """
     from offdrift.audit.conclude import arms_of_run, conclude, run_context, write_audit
     from offdrift.audit.page import write_audit_page

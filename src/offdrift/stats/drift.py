@@ -21,7 +21,17 @@ from offdrift.correction import Corrected
 from offdrift.divergence.evidence import Divergence, Grade
 from offdrift.errors import BadValueError
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import LOG_RATIO_LIMIT, NEAR, blocks, clamped, largest_of, log_sums, totals, vector_of
+from offdrift.numerics import (
+    LOG_RATIO_LIMIT,
+    NEAR,
+    blocks,
+    clamped,
+    largest_of,
+    log_sums,
+    totals,
+    transformed,
+    vector_of,
+)
 from offdrift.ratios import stopped_log_ratio
 from offdrift.segments import Segments
 from offdrift.stats.alphas import PAIRS, reweighted_tv, tv_bins
@@ -320,7 +330,7 @@ def _token_pass(
     Three exponentials per token; on a host, where asking costs nothing, two if no |l| is beyond `NEAR`.
     """
     largest = [largest_of(raw), largest_of(-raw)]
-    near = raw.is_cpu and raw.numel() > 0 and all(float(x.max()) <= NEAR for x in largest)
+    near = raw.is_cpu and raw.numel() > 0 and not transformed() and all(float(x.max()) <= NEAR for x in largest)
     limited = clamped(raw)
     excess = limited.expm1()  # ratio - 1, exact for small log-ratios
     p = first.exp()
