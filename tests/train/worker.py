@@ -32,7 +32,9 @@ def main(folder: str, *words: str) -> None:
     def finish_and_sum(arm):
         parts = (arm.model.parameters(), arm.align.last.values(), [arm.perturb.log_sigma])
         sums = [sum(float(x.detach().double().abs().sum()) for x in part) for part in parts]
-        print("sums", json.dumps([arm.name, *sums]), flush=True)
+        # One write, since another process writes to the same pipe.
+        sys.stdout.write(f"sums {json.dumps([arm.name, *sums])}\n")
+        sys.stdout.flush()
         return finish(arm)
 
     if "--sums" in words:
