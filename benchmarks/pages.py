@@ -6,8 +6,8 @@ three seeds; audit: as many points as audits store; check and plan have no steps
 navigation: when text is painted, when the charts on the screen are drawn and the page answers, and when all are; and
 the processor time of it.
 
-    python benchmarks/pages.py
-    python benchmarks/pages.py --steps 1000 --opens 3 --keep runs/pages
+    python -m benchmarks.pages
+    python -m benchmarks.pages --steps 1000 --opens 3 --keep runs/pages
 
 Needs Chromium. The numbers are those of the machine; other load on it counts.
 """
