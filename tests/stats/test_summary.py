@@ -143,3 +143,15 @@ def test_every_metric_has_a_unit_a_formula_and_a_direction(name):
     assert row.unit in ("nat", "1", "task", "task^2", "token", "step", "s", "byte")
     assert row.formula
     assert row.larger_is in ("worse", "better", "neither")
+
+
+@pytest.mark.parametrize("size", [3.9, 4.1, 25.0])
+def test_sums_of_ratios_are_exact_on_both_sides_of_the_shortcut_for_small_ones(size):
+    """Up to `numerics.NEAR` exponentials are spared; beyond it none may be limited or lost."""
+    segments, rollout = Segments.from_lengths([2]), torch.tensor([-30.0, -1.0])
+    raw = torch.tensor([size, -min(size, 4.0)])
+    numbers = DriftStats.of(LogProbs.pack(rollout, rollout + raw, segments=segments)).to_host()
+    assert numbers["full/log_w"] == pytest.approx(float(raw.double().logsumexp(0)), abs=1e-6)
+    assert numbers["full/log_w2"] == pytest.approx(float((2 * raw.double()).logsumexp(0)), abs=1e-6)
+    rise = (rollout + raw).double().exp() - rollout.double().exp()
+    assert numbers["full/d_abs"] == pytest.approx(float(rise.abs().sum()), rel=1e-5)
