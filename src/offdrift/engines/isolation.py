@@ -55,12 +55,21 @@ def host_kept(*, compiling: bool = False) -> Iterator[None]:
 
 @contextmanager
 def sigterm_kept() -> Iterator[None]:
-    """Keep a handler of SIGTERM, if there is one: Ray replaces it by one that leaves the interpreter at once."""
+    """Keep a handler of SIGTERM, if there is one: Ray replaces it by one that leaves the interpreter at once.
+
+    A signal that comes while Ray's handler stands goes to the one that is kept.
+    """
     handler = signal.getsignal(signal.SIGTERM)
+    kept = threading.current_thread() is threading.main_thread() and handler not in (None, signal.SIG_DFL)
     try:
         yield
+    except SystemExit as left:
+        if kept and callable(handler) and left.code == signal.SIGTERM:
+            signal.signal(signal.SIGTERM, handler)
+            handler(signal.SIGTERM, None)
+        raise
     finally:
-        if threading.current_thread() is threading.main_thread() and handler not in (None, signal.SIG_DFL):
+        if kept:
             signal.signal(signal.SIGTERM, handler)
 
 
