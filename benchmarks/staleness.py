@@ -167,7 +167,7 @@ def named(arm: str, values: dict) -> str:
 
 def show(content: dict) -> None:
     """The table of a sweep."""
-    print(f"\n{content['name']}: {len(content['runs'])} of {content['of']} runs\n")
+    print(f"\n{' '.join([content['name'], *content['changes']])}: {len(content['runs'])} of {content['of']} runs\n")
     print("| setting | seeds | end less start | less the baseline | ESS | rise | fall | both | overtake |")
     for row in content["settings"]:
         change, less = row["change"], row.get("less_baseline")
