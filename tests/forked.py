@@ -16,6 +16,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -49,12 +50,12 @@ class Forked:
     def send_signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
-    def lines(self) -> Iterator[str]:
-        """Those of the output as they are written, to the end of the process."""
+    def lines(self, file: Path) -> Iterator[str]:
+        """Those of `out` or `err` as they are written, to the end of the process."""
         place, ended = 0, False
         while not ended:
             ended = not self.process.is_alive()
-            text = self.out.read_text() if self.out.exists() else ""
+            text = file.read_text() if file.exists() else ""
             *whole, _ = text[place:].split("\n")
             for line in whole:
                 place += len(line) + 1
@@ -68,6 +69,12 @@ class Forked:
             self.process.kill()
             raise subprocess.TimeoutExpired(str(self.out), timeout)
         return subprocess.CompletedProcess([], self.process.exitcode, self.out.read_text(), self.err.read_text())
+
+
+def forked(words: str | Sequence[str], cwd: Path, printed: Path | None = None, **environment: str) -> Forked:
+    """`offdrift WORDS` in a folder; what it prints goes to files in another, which is the same unless it is named."""
+    folder = Path(tempfile.mkdtemp(prefix="printed-", dir=printed or cwd))
+    return Forked(["offdrift", *(words.split() if isinstance(words, str) else words)], folder / "of", cwd=cwd, **environment)
 
 
 def pair(words: Sequence[str], output: Path, *, timeout: float = 240) -> list[str]:

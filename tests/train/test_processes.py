@@ -39,7 +39,7 @@ def test_a_process_killed_without_warning_is_resumed_step_for_step(tmp_path):
     torch.set_num_threads(1)
     train(small_recipe(), tmp_path / "whole")
     killed = Forked([WORKER, str(tmp_path / "cut")], tmp_path / "killed")
-    for line in killed.lines():
+    for line in killed.lines(killed.out):
         if line.startswith("update trm_max 4"):
             killed.send_signal(signal.SIGKILL)
             break

@@ -5,6 +5,7 @@ One launch of this file as a module makes all runs that the tests look at.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -70,6 +71,7 @@ def small_models(patch: pytest.MonkeyPatch) -> None:
 
 def main(folder: Path) -> None:
     """All runs, in each of the processes."""
+    gc.freeze()  # what was imported stays: every arm ends with a full collection, which walks it
     rank, patch = int(os.environ["RANK"]), pytest.MonkeyPatch()
     TASKS["digits"] = Digits()
     small_models(patch)
