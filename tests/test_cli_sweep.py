@@ -12,6 +12,7 @@ import pytest
 
 from tests.forked import Forked, forked
 from tests.test_cli import shell
+from tests.train.test_kills import IMPATIENT
 
 SWEEP = """
 name = "s"
@@ -133,7 +134,7 @@ def test_on_ray_an_interrupt_a_kill_and_a_lost_worker_lose_nothing(folder):
     changes = "--set batches=40 --set log.eval_every=40"
 
     def start() -> Forked:
-        return forked(f"sweep s.toml --ray local {changes}", folder)
+        return forked(f"sweep s.toml --ray local {changes}", folder, **IMPATIENT)
 
     def children() -> list[psutil.Process]:
         return psutil.Process(process.pid).children(recursive=True)
@@ -183,7 +184,7 @@ def test_on_ray_an_interrupt_a_kill_and_a_lost_worker_lose_nothing(folder):
     assert forked(f"sweep s.toml {changes}", folder).wait(240).returncode == 0
     assert forked(f"sweep s.toml {changes} --out whole", folder).wait(240).returncode == 0
     assert numbers(folder / "runs/s") == numbers(folder / "whole")
-    assert left(others, 100) == []  # agents of Ray look for a minute for the server that is gone
+    assert left(others, 100) == []
 
 
 @pytest.mark.parametrize(

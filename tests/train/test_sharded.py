@@ -56,6 +56,8 @@ COMMON = {
     "lag": {"sync_every": 2, "queue": 1},
     "batches": 5,
     "reference": {"offload": True},
+    # Evaluated at the beginning, at the end and once in between.
+    "log": {"eval_every": 3, "eval_prompts": 4, "checkpoint_every": 2, "samples_every": 2, "trackers": []},
 }
 
 
