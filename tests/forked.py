@@ -74,7 +74,9 @@ class Forked:
 def forked(words: str | Sequence[str], cwd: Path, printed: Path | None = None, **environment: str) -> Forked:
     """`offdrift WORDS` in a folder; what it prints goes to files in another, which is the same unless it is named."""
     folder = Path(tempfile.mkdtemp(prefix="printed-", dir=printed or cwd))
-    return Forked(["offdrift", *(words.split() if isinstance(words, str) else words)], folder / "of", cwd=cwd, **environment)
+    return Forked(
+        ["offdrift", *(words.split() if isinstance(words, str) else words)], folder / "of", cwd=cwd, **environment
+    )
 
 
 def pair(words: Sequence[str], output: Path, *, timeout: float = 240) -> list[str]:

@@ -178,7 +178,9 @@ def test_two_processes_project_perturb_and_adapt_alike(tmp_path):
     settings = {"arms": arms, "optim": {**layer, "token_budget": 40}, "lora": {"rank": 2}, "batches": 3}
     words = ["--short", "--sums", *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
     printed = pair([WORKER, str(tmp_path / "two"), *words], tmp_path / "printed")
-    lines = [json.loads(line.removeprefix("sums ")) for text in printed for line in text.splitlines() if line[:5] == "sums "]
+    lines = [
+        json.loads(line.removeprefix("sums ")) for text in printed for line in text.splitlines() if line[:5] == "sums "
+    ]
     for arm in arms:
         first, second = (line for line in lines if line[0] == arm)
         assert first == second
