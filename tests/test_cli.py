@@ -19,6 +19,7 @@ from offdrift.cli.exit_codes import MEANINGS, ExitCode
 from offdrift.records.recorder import write_log
 from tests.audit.logs import drawn as logged
 from tests.command import command
+from tests.forked import forked
 
 ROOT = Path(__file__).parents[1]
 TINY_CHECK = (
@@ -105,31 +106,28 @@ def test_train_interrupt_and_resume(tmp_path):
     run = tmp_path / "run"
     changes = [w for change in SMALL for w in ("--set", change)]
     words = ["train", "recipes/tiny.toml", *changes, "--out", str(run), "--arms", "none,trm_max"]
-    command = [sys.executable, "-u", "-m", "offdrift", *words]
-    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as started:  # fmt: skip
-        assert started.stdout is not None
-        seen = []
-        for line in started.stdout:
-            seen.append(line)
-            if "trm_max  L = -A" in line:  # the second arm begins
-                started.send_signal(signal.SIGINT)
-    output = "".join(seen)
-    assert started.returncode == 130, output
+    started = forked(words, ROOT, tmp_path)
+    for line in started.lines(started.err):
+        if "trm_max  L = -A" in line:  # the second arm begins
+            started.send_signal(signal.SIGINT)
+    done = started.wait(60)
+    output = done.stdout + done.stderr
+    assert done.returncode == 130, output
     printed = output.replace("\n", "")
     assert f"--arms none,trm_max --out {run} --resume" in printed, "the way back repeats the flags"
     assert "--set batches=48" in printed
     assert "Traceback" not in output
-    refused = shell(shlex.join(words), ROOT)
+    refused = forked(words, ROOT, tmp_path).wait(60)
     assert refused.returncode == 2
     assert "already holds a run" in refused.stderr
-    done = shell(shlex.join([*words, "--resume"]), ROOT)
+    done = forked([*words, "--resume"], ROOT, tmp_path).wait(180)
     assert done.returncode == 0, done.stderr
     assert "already finished" in done.stderr
     assert str(run / "report.html") in done.stdout.replace("\n", "")
     table = json.loads((run / "run.json").read_text())["table"]
     assert [row["arm"] for row in table] == ["none", "trm_max"]
     assert (run / "report.html").stat().st_size > 500_000, "plotly.js is in it, packed"
-    again = shell(f"report {run}", ROOT)
+    again = forked(["report", str(run)], ROOT, tmp_path).wait(60)
     assert again.returncode == 0
     assert "Held-out reward" in again.stdout
 

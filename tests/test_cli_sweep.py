@@ -4,15 +4,15 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.test_cli import environment, shell
+from tests.forked import Forked, forked
+from tests.test_cli import shell
+from tests.train.test_kills import IMPATIENT
 
 SWEEP = """
 name = "s"
@@ -67,7 +67,7 @@ def test_everything_is_checked_before_anything_runs(folder, words, code, said):
         assert [row["baseline"] for row in json.loads(done.stdout)["settings"]] == [None, "none"]
 
 
-def wait_for(begun, process) -> None:
+def wait_for(begun, process: Forked) -> None:
     for _ in range(6000):
         if begun() or process.poll() is not None:
             return
@@ -77,11 +77,6 @@ def wait_for(begun, process) -> None:
 @pytest.mark.slow
 def test_ctrl_c_loses_nothing_and_a_worker_that_is_killed_is_one_failed_run(folder):
     options = "sweep s.toml --jobs 2 --set batches=60 --set log.eval_every=60"
-    words = [sys.executable, "-m", "offdrift", *options.split()]
-
-    def start() -> subprocess.Popen:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(words, cwd=folder, env=environment(), **pipes)
 
     def lines(arm: str) -> int:
         files = folder.glob(f"runs/s/runs/{arm}/recipe/seed-0/arms/*/metrics.jsonl")
@@ -91,32 +86,32 @@ def test_ctrl_c_loses_nothing_and_a_worker_that_is_killed_is_one_failed_run(fold
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         return [int(p) for p in children if "spawn_main" in Path(f"/proc/{p}/cmdline").read_text()]
 
-    process = start()
+    process = forked(options, folder)
     wait_for(lambda: lines("none") >= 4, process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, out + err
-    assert "--jobs 2" in err
-    assert "Continue with" in err
+    done = process.wait(60)
+    assert done.returncode == 130, done
+    assert "--jobs 2" in done.stderr
+    assert "Continue with" in done.stderr
     before = {f: f.read_text() for f in folder.glob("runs/s/runs/*/recipe/*/arms/*/metrics.jsonl")}
 
     before_kill = lines("none") + 1
-    process = start()
+    process = forked(options, folder)
     wait_for(lambda: lines("none") > before_kill and workers(), process)
     os.kill(workers()[0], signal.SIGKILL)
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 1, out + err
+    done = process.wait(240)
+    assert done.returncode == 1, done
     document = json.loads((folder / "runs/s/sweep.json").read_text())
     assert sorted(run["status"] for run in document["runs"]) == ["failed", "finished"]
     (failed,) = [run for run in document["runs"] if run["status"] == "failed"]
     assert "exit status -9" in failed["error"]
-    assert "Failed: runs/" in " ".join(out.split())
+    assert "Failed: runs/" in " ".join(done.stdout.split())
     # What had been trained before Ctrl-C was not trained again: its rows are those of then, up to the checkpoint.
     for file, text in before.items():
         kept = text.splitlines()[:-2]
         assert file.read_text().splitlines()[: len(kept)] == kept
 
-    done = shell("sweep s.toml --set batches=60 --set log.eval_every=60 --json", folder)
+    done = forked("sweep s.toml --set batches=60 --set log.eval_every=60 --json", folder).wait(240)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert {run["status"] for run in document["runs"]} == {"finished"}
@@ -138,27 +133,28 @@ def test_on_ray_an_interrupt_a_kill_and_a_lost_worker_lose_nothing(folder):
     pytest.importorskip("ray")
     changes = "--set batches=40 --set log.eval_every=40"
 
-    def start() -> psutil.Popen:
-        words = [sys.executable, "-m", "offdrift", *f"sweep s.toml --ray local {changes}".split()]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return psutil.Popen(words, cwd=folder, env=environment(), **pipes)
+    def start() -> Forked:
+        return forked(f"sweep s.toml --ray local {changes}", folder, **IMPATIENT)
+
+    def children() -> list[psutil.Process]:
+        return psutil.Process(process.pid).children(recursive=True)
 
     def lines() -> int:
         files = folder.glob("runs/s/runs/*/recipe/seed-0/arms/*/metrics.jsonl")
         return sum(len(file.read_text().splitlines()) for file in files)
 
     def at_work() -> list[psutil.Process]:
-        return [p for p in process.children(recursive=True) if "ray::run_remotely" in " ".join(p.cmdline())]
+        return [p for p in children() if "ray::run_remotely" in " ".join(p.cmdline())]
 
     process = start()
     wait_for(lambda: lines() >= 4, process)
-    others = process.children(recursive=True)
+    others = children()
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, out + err
-    assert f"offdrift sweep s.toml {changes} --ray local" in err
+    done = process.wait(120)
+    assert done.returncode == 130, done
+    assert f"offdrift sweep s.toml {changes} --ray local" in done.stderr
     assert left(others, 30) == []
-    so_far = shell("report runs/s --json", folder)
+    so_far = forked("report runs/s --json", folder).wait(60)
     assert so_far.returncode == 0, so_far.stderr
     assert {run["status"] for run in json.loads(so_far.stdout)["runs"]} <= {"begun", "waiting"}
     before = {f: f.read_text() for f in folder.glob("runs/s/runs/*/recipe/*/arms/*/metrics.jsonl")}
@@ -166,11 +162,9 @@ def test_on_ray_an_interrupt_a_kill_and_a_lost_worker_lose_nothing(folder):
     reached = lines()
     process = start()
     wait_for(lambda: lines() > reached + 2 and at_work(), process)
-    others, workers = process.children(recursive=True), at_work()
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    process.stderr.close()
+    others, workers = children(), at_work()
+    process.send_signal(signal.SIGKILL)
+    process.wait(60)
     assert workers
     assert left(workers, 30) == []  # a run that went on would write beside the next one
 
@@ -178,8 +172,8 @@ def test_on_ray_an_interrupt_a_kill_and_a_lost_worker_lose_nothing(folder):
     process = start()
     wait_for(lambda: lines() > reached and at_work(), process)
     at_work()[0].kill()
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 1, out + err
+    done = process.wait(240)
+    assert done.returncode == 1, done
     runs = json.loads((folder / "runs/s/sweep.json").read_text())["runs"]
     assert sorted(run["status"] for run in runs) == ["failed", "finished"]
     assert "its process ended with WorkerCrashedError" in next(run["error"] for run in runs if run["error"])
@@ -187,10 +181,10 @@ def test_on_ray_an_interrupt_a_kill_and_a_lost_worker_lose_nothing(folder):
         kept = text.splitlines()[:-2]
         assert file.read_text().splitlines()[: len(kept)] == kept
 
-    assert shell(f"sweep s.toml {changes}", folder).returncode == 0
-    assert shell(f"sweep s.toml {changes} --out whole", folder).returncode == 0
+    assert forked(f"sweep s.toml {changes}", folder).wait(240).returncode == 0
+    assert forked(f"sweep s.toml {changes} --out whole", folder).wait(240).returncode == 0
     assert numbers(folder / "runs/s") == numbers(folder / "whole")
-    assert left(others, 100) == []  # agents of Ray look for a minute for the server that is gone
+    assert left(others, 100) == []
 
 
 @pytest.mark.parametrize(
@@ -203,7 +197,7 @@ def test_on_ray_an_interrupt_a_kill_and_a_lost_worker_lose_nothing(folder):
 @pytest.mark.slow
 def test_a_cluster_that_is_not_there_or_too_small_is_named(folder, words, said):
     pytest.importorskip("ray")
-    done = shell(f"sweep s.toml {words}", folder)
+    done = forked(f"sweep s.toml {words}", folder).wait(240)
     assert done.returncode == 1
     assert said in done.stderr
     assert "Traceback" not in done.stderr
@@ -226,7 +220,6 @@ def score(completion):
 @pytest.mark.parametrize("words", ["train base.toml --out runs/s", "sweep s.toml --set batches=6"])
 def test_an_interrupt_that_a_library_swallows_ends_the_command_all_the_same(folder, words):
     (folder / "score.py").write_text(SWALLOWS)
-    command = [sys.executable, "-m", "offdrift", *f"{words} --set reward=score.py:score".split()]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=600)
+    done = forked(f"{words} --set reward=score.py:score", folder).wait(240)
     assert done.returncode == 130, done.stderr
     assert "Continue with" in done.stderr

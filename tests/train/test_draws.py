@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import tomllib
 from collections import Counter
 from dataclasses import dataclass
@@ -29,9 +27,10 @@ from offdrift.train.parts import Draws
 from offdrift.train.problems import Problem
 from offdrift.train.source import batch_seed
 from offdrift.train.tasks import TASKS
+from tests.forked import pair
 from tests.train.conftest import Digits, short_arms, small_recipe
 from tests.train.test_buffer import drawn as rollouts_with
-from tests.train.test_processes import ENVIRONMENT, ROOT
+from tests.train.test_processes import WORKER
 from tests.train.test_tokenlog import logs
 
 
@@ -371,12 +370,8 @@ def test_two_processes_fill_their_own_shares_of_a_batch(tmp_path):
         "batches": 1,
         "arms": {"none": {"method": "none"}},
     }
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "tests.train.worker")
     words = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
-    environment = {**ENVIRONMENT, "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, *launcher, str(tmp_path / "two"), "--short", *words]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    pair([WORKER, str(tmp_path / "two"), "--short", *words], tmp_path / "printed")
     shares = [read(tmp_path / f"two/arms/none/rollouts/batch-000000-rank{rank}.parquet") for rank in (0, 1)]
     assert [sorted(set(share.group_ids.tolist())) for share in shares] == [[0, 2, 4], [1, 3]]
     assert set(shares[0].prompts).isdisjoint(shares[1].prompts)

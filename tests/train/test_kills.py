@@ -19,6 +19,7 @@ import torch
 
 from offdrift.records import store
 from offdrift.train.run_folder import ArmFolder
+from tests.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -122,14 +123,19 @@ def test_what_a_killed_trainer_did_after_its_checkpoint_does_not_count(kills):
 # -- trainers
 
 
-def start(folder: Path, recipe: Path, *words: str, **environment: str) -> psutil.Popen:
-    command = [sys.executable, "-m", "offdrift", "train", str(recipe), "--out", str(folder), *words]
-    with (folder.parent / f"{folder.name}.log").open("w") as output:
-        return psutil.Popen(command, cwd=ROOT, env=ENVIRONMENT | environment, stdout=output, stderr=subprocess.STDOUT)
+IMPATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "20"}
+"""Seconds for which agents of Ray look for a server that is gone: a minute, unless it is told otherwise."""
 
 
-def finished(process: psutil.Popen, folder: Path) -> None:
-    assert process.wait(timeout=300) == 0, (folder.parent / f"{folder.name}.log").read_text()[-3000:]
+def start(folder: Path, recipe: Path, *words: str, **environment: str) -> Forked:
+    words = ("offdrift", "train", str(recipe), "--out", str(folder), *words)
+    printed = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent)) / "printed"
+    return Forked(words, printed, **environment)
+
+
+def finished(process: Forked) -> None:
+    done = process.wait(300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 @pytest.mark.slow
@@ -138,18 +144,17 @@ def test_a_killed_trainer_goes_on_with_the_same_groups(tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE.format(cpus=0.1, more="update_rounds = 2"))
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    finished(start(whole, recipe), whole)
-    trainer, arm = start(cut, recipe), cut / "arms/arm"
+    finished(start(whole, recipe, **IMPATIENT))
+    trainer, arm = start(cut, recipe, **IMPATIENT), cut / "arms/arm"
     while trainer.poll() is None and not any((arm / "checkpoints").glob(".partial-000006")):
         time.sleep(0.001)
-    others = trainer.children(recursive=True)
+    others = psutil.Process(trainer.pid).children(recursive=True)
     workers = [p for p in others if "RolloutWorker" in " ".join(p.cmdline())]
-    trainer.kill()
-    assert trainer.wait() == -signal.SIGKILL
+    trainer.send_signal(signal.SIGKILL)
+    assert trainer.wait(60).returncode == -signal.SIGKILL
     assert len(workers) == 2
     assert not [p for p in psutil.wait_procs(workers, timeout=30)[1] if p.status() != psutil.STATUS_ZOMBIE]
-    resumed = start(cut, recipe, "--resume")
-    finished(resumed, cut)
+    finished(start(cut, recipe, "--resume", **IMPATIENT))
     assert len(ArmFolder(arm).rows("metrics")) == 12
     for index in range(12):
         name = f"arms/arm/rollouts/batch-{index:06d}.parquet"
@@ -158,7 +163,6 @@ def test_a_killed_trainer_goes_on_with_the_same_groups(tmp_path):
         assert torch.equal(first.tokens, second.tokens)
         assert torch.equal(first.rollout_version, second.rollout_version)
         assert torch.equal(first.logp_rollout, second.logp_rollout)
-    # Agents of Ray look for a minute for the server that is gone.
     assert not [p for p in psutil.wait_procs(others, timeout=100)[1] if p.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -207,7 +211,7 @@ print(json.dumps([sum(node["Alive"] for node in ray.nodes()), ray.available_reso
 def test_a_run_joins_a_cluster_and_leaves_it(cluster, tmp_path):
     recipe, folder = tmp_path / "recipe.toml", tmp_path / "run"
     recipe.write_text(RECIPE.format(cpus=1, more=""))
-    finished(start(folder, recipe, **cluster), folder)
+    finished(start(folder, recipe, **cluster))
     names = {w for i in range(12) for w in store.read(folder / f"arms/arm/rollouts/batch-{i:06d}.parquet").workers}
     assert names == {"worker-0", "worker-1"}  # one core each: both machines drew
     done = subprocess.run(

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,36 +26,28 @@ from offdrift.train.loop import train
 from offdrift.train.models import load_model, tiny_tokenizer
 from offdrift.train.old_policy import score_batch
 from offdrift.train.step import train_step
+from tests.forked import Forked, pair
 from tests.train.conftest import Echo, check_episodes, short_arms, small_recipe
 from tests.train.test_loop import rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-def worker(*words: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "tests.train.worker", *words]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, **streams)
+WORKER = "tests.train.worker"
 
 
 @pytest.mark.slow
 def test_a_process_killed_without_warning_is_resumed_step_for_step(tmp_path):
     torch.set_num_threads(1)
     train(small_recipe(), tmp_path / "whole")
-    with worker(str(tmp_path / "cut")) as killed:
-        assert killed.stdout is not None
-        for line in killed.stdout:
-            if line.startswith("update trm_max 4"):
-                killed.send_signal(signal.SIGKILL)
-                break
-    assert killed.returncode == -signal.SIGKILL
+    killed = Forked([WORKER, str(tmp_path / "cut")], tmp_path / "killed")
+    for line in killed.lines(killed.out):
+        if line.startswith("update trm_max 4"):
+            killed.send_signal(signal.SIGKILL)
+            break
+    assert killed.wait(60).returncode == -signal.SIGKILL
     assert len(rows(tmp_path / "cut")) < 6
-    with worker(str(tmp_path / "cut"), "--resume") as resumed:
-        output = resumed.communicate(timeout=120)[0]
-    assert resumed.returncode == 0, output
-    assert "resume trm_max" in output
+    resumed = Forked([WORKER, str(tmp_path / "cut"), "--resume"], tmp_path / "resumed").wait(120)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resume trm_max" in resumed.stdout
     assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
     assert not list(tmp_path.rglob("*.tmp"))
 
@@ -123,14 +111,8 @@ def test_two_processes_take_the_step_that_one_takes_on_the_same_episodes(tmp_pat
 
 def two_processes(run: Path, changes: dict[str, Any]) -> Path:
     """Train in two processes that share every batch."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
     words = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
-    command = [sys.executable, *launcher, "tests.train.worker", str(run), "--short", *words]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**ENVIRONMENT, "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    pair([WORKER, str(run), "--short", *words], run.with_name("printed"))
     return run
 
 
@@ -191,19 +173,14 @@ def test_a_critic_of_two_processes_takes_the_steps_of_one(tmp_path, monkeypatch,
 @pytest.mark.slow
 def test_two_processes_project_perturb_and_adapt_alike(tmp_path):
     """The last gradient, sizes of noise and adapters are the same in both, to the last bit."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
     layer = {"lr": 1e-3, "align": {"threshold": -1.0}, "perturb": {"sigma": 0.01, "lr": 0.1}, "accumulate": 2}
     arms = {"penalized": {"method": "deepseek_v32"}, "vcpo": {"method": "vcpo"}}
     settings = {"arms": arms, "optim": {**layer, "token_budget": 40}, "lora": {"rank": 2}, "batches": 3}
     words = ["--short", "--sums", *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
-    done = subprocess.run(
-        [sys.executable, *launcher, "tests.train.worker", str(tmp_path / "two"), *words],
-        cwd=ROOT, env={**ENVIRONMENT, "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    # Both write to one pipe: what one prints may stand on a line that the other has begun.
-    lines = [json.loads(sums) for sums in re.findall(r"sums (\[[^]]*\])", done.stdout)]
+    printed = pair([WORKER, str(tmp_path / "two"), *words], tmp_path / "printed")
+    lines = [
+        json.loads(line.removeprefix("sums ")) for text in printed for line in text.splitlines() if line[:5] == "sums "
+    ]
     for arm in arms:
         first, second = (line for line in lines if line[0] == arm)
         assert first == second

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,8 @@ import pytest
 from offdrift.engines.grids import instruction_set
 from offdrift.records import FullVocab, TopK
 from offdrift.records.store import read
-from tests.engines.models import CACHE_MIB
+from tests.forked import Forked
 
-ROOT = Path(__file__).parents[2]
 IN_CI = bool(os.environ.get("CI"))
 SHORT = ("warm_start.steps=0", "batches=2", "rollout.prompts=2", "rollout.samples=2", "lag.sync_every=1", "log.eval_prompts=2", "log.trackers=[]", "log.samples_every=1")  # fmt: skip
 
@@ -27,20 +24,13 @@ def needs(package: str):
     return pytest.mark.skipif(missing and not IN_CI, reason=f"{package} is not installed")
 
 
-PROGRAM = f"""
-import functools
-from offdrift.train import context
-context.make_engine = functools.partial(context.make_engine, kv_cache_mib={CACHE_MIB})
-from offdrift.cli import main
-main()
-"""
-"""`offdrift` with a small cache of keys and values: 2 GB hold the test."""
+SMALL_CACHE = "tests.train.small_cache"
 
 
-def run(recipe: str, folder: Path, arms: str, *changes: str, start: tuple[str, str] = ("-m", "offdrift")) -> dict:
+def run(recipe: str, folder: Path, arms: str, *changes: str, program: str = "offdrift") -> dict:
     words = [w for c in (*SHORT, *changes) for w in ("--set", c)]
-    command = [sys.executable, *start, "train", f"recipes/{recipe}.toml", "--out", str(folder), "--arms", arms, *words]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400)  # fmt: skip
+    words = [program, "train", f"recipes/{recipe}.toml", "--out", str(folder), "--arms", arms, *words]
+    done = Forked(words, folder.with_name("printed")).wait(400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "verifying weight synchronization with perturbed weights" in done.stderr
     return json.loads((folder / "run.json").read_text())
@@ -55,7 +45,7 @@ def run(recipe: str, folder: Path, arms: str, *changes: str, start: tuple[str, s
     ids=["moe", "dense"],
 )
 def test_real_vllm_draws_the_tokens_and_takes_every_update(tmp_path, recipe, changes):
-    head = run(recipe, tmp_path / "run", "none,trm_max", *changes, start=("-c", PROGRAM))
+    head = run(recipe, tmp_path / "run", "none,trm_max", *changes, program=SMALL_CACHE)
     assert {row["updates"] for row in head["table"]} == {2}
     batch = read(tmp_path / "run" / "arms" / "trm_max" / "rollouts" / "batch-000001.parquet")
     assert batch.provenance.engine == "vllm"
@@ -73,7 +63,7 @@ def test_real_vllm_draws_the_tokens_and_takes_every_update(tmp_path, recipe, cha
 @needs("vllm")
 def test_vllm_and_trainer_train_on_one_int8_grid(tmp_path):
     changes = ("rollout.engine=vllm", "rollout.dtype=float32")
-    run("quantized", tmp_path / "run", "none,jet_rl", *changes, start=("-c", PROGRAM))
+    run("quantized", tmp_path / "run", "none,jet_rl", *changes, program=SMALL_CACHE)
     batch = read(tmp_path / "run" / "arms" / "jet_rl" / "rollouts" / "batch-000001.parquet")
     assert (batch.provenance.engine, batch.provenance.quantization) == ("vllm", "w8a8")
     assert batch.provenance.instructions == instruction_set()

@@ -5,6 +5,7 @@ One launch of this file as a module makes all runs that the tests look at.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -55,6 +56,8 @@ COMMON = {
     "lag": {"sync_every": 2, "queue": 1},
     "batches": 5,
     "reference": {"offload": True},
+    # Evaluated at the beginning, at the end and once in between.
+    "log": {"eval_every": 3, "eval_prompts": 4, "checkpoint_every": 2, "samples_every": 2, "trackers": []},
 }
 
 
@@ -70,6 +73,7 @@ def small_models(patch: pytest.MonkeyPatch) -> None:
 
 def main(folder: Path) -> None:
     """All runs, in each of the processes."""
+    gc.freeze()  # what was imported stays: every arm ends with a full collection, which walks it
     rank, patch = int(os.environ["RANK"]), pytest.MonkeyPatch()
     TASKS["digits"] = Digits()
     small_models(patch)

@@ -32,9 +32,7 @@ def main(folder: str, *words: str) -> None:
     def finish_and_sum(arm):
         parts = (arm.model.parameters(), arm.align.last.values(), [arm.perturb.log_sigma])
         sums = [sum(float(x.detach().double().abs().sum()) for x in part) for part in parts]
-        # One write, since another process writes to the same pipe.
-        sys.stdout.write(f"sums {json.dumps([arm.name, *sums])}\n")
-        sys.stdout.flush()
+        print("sums", json.dumps([arm.name, *sums]), flush=True)
         return finish(arm)
 
     if "--sums" in words:
