@@ -229,7 +229,7 @@ def test_a_killed_worker_loses_nothing_that_has_arrived(name, workers, models):
     def kill():
         time.sleep(rng.uniform(0.05, 0.4))
         victim = rng.choice(sorted(workers.actors))
-        pid, _ = ray.get(workers.actors[victim].ready.remote())
+        pid = ray.get(workers.actors[victim].ready.remote()).pid
         with trainer.driver.lock:
             arrived.extend(
                 (d.job.key, [t for x in d.deltas for t in x.tokens.tolist()])
@@ -253,7 +253,7 @@ def test_a_killed_worker_loses_nothing_that_has_arrived(name, workers, models):
 
 def test_a_worker_that_hangs_is_replaced(workers, models):
     settings = SETTINGS.model_copy(update={"hang_seconds": 5.0})
-    pids = {name: ray.get(actor.ready.remote())[0] for name, actor in workers.actors.items()}
+    pids = {name: ray.get(actor.ready.remote()).pid for name, actor in workers.actors.items()}
     trainer = Trainer(schedule("sync"), workers, models, settings=settings).start()
     stopped = None
     while stopped is None:
