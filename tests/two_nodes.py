@@ -44,6 +44,8 @@ import json, ray
 ray.init("{address}", log_to_driver=False, logging_level="ERROR")
 print(json.dumps([n["NodeName"] for n in ray.nodes() if n["Alive"]]))
 """
+APART = 'mount -t tmpfs tmpfs "$1" && shift && exec "$@"'
+"""A folder that a node has for itself, by a path that the others have, too."""
 
 
 def words(command: str) -> list[str]:
@@ -59,7 +61,11 @@ class TwoNodes:
         user = [] if ROOTED else ["--user", "--preserve-credentials"]
         self.enter = ["nsenter", f"--target={inner.pid}", *user, "--net", "--pid", "--mount"]
         self.folder = folder
+        self.apart = folder / "apart"
+        """The second node has a folder of its own by this path."""
+        self.apart.mkdir()
         self.nodes: dict[str, psutil.Popen] = {}
+        self.started: list[psutil.Popen] = []
         self.env = {
             **os.environ, **{k: str(v) for k, v in COMPOSE["head"]["environment"].items() if "$" not in str(v)},
             "RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "140", "NO_COLOR": "1",
@@ -70,7 +76,7 @@ class TwoNodes:
         """Start a program beside the nodes; its output is piped."""
         pipes: Mapping[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return psutil.Popen(
-            [*self.enter, "--wd=" + str(cwd), *command], env=self.env | more, start_new_session=True, **pipes
+            [*self.enter, "env", f"--chdir={cwd}", *command], env=self.env | more, start_new_session=True, **pipes
         )
 
     def run(self, command: Sequence[str], cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
@@ -84,18 +90,35 @@ class TwoNodes:
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def start(self, service: str, *options: str) -> None:
-        """Start a node by its command in the compose file."""
-        command = [
-            str(Path(sys.executable).with_name("ray")),
-            *words(COMPOSE[service]["command"].replace("head:6379", ADDRESS))[1:],
-        ]
-        command += ["--node-ip-address=127.0.0.1", f"--node-name={service}", *options]
+        """Begin to start a node by its command in the compose file, with more options."""
+        own = words(COMPOSE[service]["command"].replace("head:6379", ADDRESS))
+        command = [str(Path(sys.executable).with_name(own[0])), *own[1:], "--node-ip-address=127.0.0.1", *options]
+        command.append(f"--node-name={service}")
         if service == "head":
             command.append(f"--temp-dir={self.folder}")
-        log = (self.folder / f"{service}.log").open("w")
-        self.nodes[service] = psutil.Popen(
-            [*self.enter, f"--wd={self.folder}", *command], env=self.env, stdout=log, stderr=log, start_new_session=True
-        )
+        else:
+            command = ["unshare", "--mount", "sh", "-c", APART, "sh", str(self.apart), *command]
+        with self._log(service).open("w") as log:
+            self.nodes[service] = psutil.Popen(
+                [*self.enter, "env", f"--chdir={self.folder}", *command],
+                env=self.env,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+        self.started.append(self.nodes[service])
+
+    def wait(self) -> None:
+        """Wait until all nodes that have been started are up."""
+        for service, process in self.nodes.items():
+            while "Ray runtime started" not in self._log(service).read_text():
+                if process.poll() is not None:
+                    raise AssertionError(self._log(service).read_text()[-2000:])
+                time.sleep(0.1)
+
+    def _log(self, service: str) -> Path:
+        return self.folder / f"{service}.log"
 
     def listed(self) -> list[str]:
         """Names of the nodes that the cluster has."""
@@ -123,13 +146,18 @@ def two_nodes(*options: str) -> Iterator[TwoNodes]:
         pytest.skip("no namespace may be made here")
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # names of sockets may not be long
     holder = subprocess.Popen([*unshare, sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    cluster = None
     try:
         assert holder.stdout.readline() == b"up\n"
         cluster = TwoNodes(holder, folder)
         cluster.start("head")
-        time.sleep(0.1)
+        cluster.start("node", *options)  # waits for the head by itself, as in containers that start together
+        cluster.wait()
         yield cluster
     finally:
         holder.stdin.close()
         holder.wait(20)
+        holder.stdout.close()
+        for process in [] if cluster is None else cluster.started:
+            process.wait(20)
         shutil.rmtree(folder, ignore_errors=True)
