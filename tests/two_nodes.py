@@ -7,7 +7,6 @@ kernel then ends all others.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shlex
@@ -38,11 +37,6 @@ subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whatever loses its parent becomes its child
 print("up", flush=True)
 sys.stdin.read()
-"""
-LISTED = """
-import json, ray
-ray.init("{address}", log_to_driver=False, logging_level="ERROR")
-print(json.dumps([n["NodeName"] for n in ray.nodes() if n["Alive"]]))
 """
 APART = 'mount -t tmpfs tmpfs "$1" && shift && exec "$@"'
 """A folder that a node has for itself, by a path that the others have, too."""
@@ -119,11 +113,6 @@ class TwoNodes:
 
     def _log(self, service: str) -> Path:
         return self.folder / f"{service}.log"
-
-    def listed(self) -> list[str]:
-        """Names of the nodes that the cluster has."""
-        done = self.run([sys.executable, "-c", LISTED.format(address=ADDRESS)], self.folder)
-        return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else []
 
     def kill(self, service: str) -> None:
         """Take a node away as a power cut does."""

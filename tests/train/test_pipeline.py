@@ -419,6 +419,19 @@ def test_first_finished_first_taken_gets_no_certificate(short, workers, tmp_path
     assert rollouts.provenance.selected
 
 
+def test_a_worker_without_a_model_or_without_room_is_named(workers, tmp_path):
+    one = SETTINGS.model_copy(update={"workers": 1})
+    without = Workers(one, replace(workers.spec, model=str(tmp_path / "gone")), weights_mib=1.0)
+    with pytest.raises(
+        EngineError, match=r"worker-0 did not start: .*EngineError: the node .* has no folder .*/gone, "
+    ):
+        without.start()
+    nowhere = one.model_copy(update={"resources": {"nvme": 2.0}})
+    said = r'no node .* resources = \{"nvme": 2\.0\}: the most that one has is [1-9]\d* CPU, 0 nvme; lower them, or add'
+    with pytest.raises(EngineError, match=said):
+        Workers(nowhere, workers.spec, weights_mib=1.0)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -436,6 +449,8 @@ def test_first_finished_first_taken_gets_no_certificate(short, workers, tmp_path
             r"takes statistics over the whole batch; set rules",
         ),
         ({"rollout": {"evidence": "hidden"}}, r"mixes versions in a batch"),
+        ({"pipeline": {"resources": {"GPU": 1}}}, r"resources.GPU is a name of Ray's own; use pipeline.cpus"),
+        ({"pipeline": {"resources": {"rollout": 0}}}, r"pipeline.resources.rollout"),
         ({"rollout": {"engine": "vllm"}, "pipeline": {"schedule": "dora"}}, r"keeps several versions on a worker"),
     ],
 )  # fmt: skip
