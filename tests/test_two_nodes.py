@@ -169,6 +169,7 @@ def test_a_node_that_is_lost_takes_no_finished_run_with_it_and_the_same_command_
     cluster.kill("node")
     out, err = process.communicate(timeout=240)
     assert process.returncode == 1, out + err
+    assert out, err
     runs = {run["folder"]: run for run in json.loads(out)["runs"]}  # Ray says nothing between
     lost = [run for run in runs.values() if run["status"] == "failed"]
     assert lost

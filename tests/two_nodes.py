@@ -27,6 +27,8 @@ import yaml
 ROOT = Path(__file__).parents[1]
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
 ADDRESS = "127.0.0.1:6379"
+ADDRESSES = {"head": "127.0.0.1", "node": "127.0.0.2"}
+"""Of their own, as those of two machines: by one address a command would join either."""
 OWN = ["--net", "--pid", "--mount-proc", "--fork", "--kill-child"]
 ROOTED = hasattr(os, "geteuid") and os.geteuid() == 0
 
@@ -86,7 +88,7 @@ class TwoNodes:
     def start(self, service: str, *options: str) -> None:
         """Begin to start a node by its command in the compose file, with more options."""
         own = words(COMPOSE[service]["command"].replace("head:6379", ADDRESS))
-        command = [str(Path(sys.executable).with_name(own[0])), *own[1:], "--node-ip-address=127.0.0.1", *options]
+        command = [str(Path(sys.executable).with_name(own[0])), *own[1:], f"--node-ip-address={ADDRESSES[service]}", *options]
         command.append(f"--node-name={service}")
         if service == "head":
             command.append(f"--temp-dir={self.folder}")

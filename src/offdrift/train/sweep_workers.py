@@ -216,11 +216,20 @@ def _on_ray(
 
         errors = ray.exceptions
         remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=0)(run_remotely)
-        # Here, as anywhere else it would be lost with its node, and with it the command.
+        # Here: on another node it would be lost with it.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        board = ray.remote(num_cpus=0, scheduling_strategy=here)(Board).remote()
+        boards = ray.remote(num_cpus=0, scheduling_strategy=here)(Board)
+        board = boards.remote()
         running: dict[Any, Cell] = {}
         made: set[str] = set()
+
+        def reported() -> dict[Path, tuple[int, str]]:
+            nonlocal board
+            try:
+                return ray.get(board.take.remote())
+            except errors.RayActorError:  # progress is lost, and no more: what runs have done is in their folders
+                board = boards.remote()
+                return {}
 
         def begin() -> None:
             wanted = {"CPU": float(cpus), "GPU": float(gpus)}
@@ -235,7 +244,7 @@ def _on_ray(
             while running:
                 done, _ = ray.wait(list(running), num_returns=1, timeout=POLL_S)
                 by_folder = {cell.folder: cell for cell in running.values()}
-                for folder, (update, text) in ray.get(board.take.remote()).items():
+                for folder, (update, text) in reported().items():
                     if folder in by_folder:
                         report(Progress(by_folder[folder], update, text))
                 for task in done:
