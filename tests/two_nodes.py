@@ -88,7 +88,12 @@ class TwoNodes:
     def start(self, service: str, *options: str) -> None:
         """Begin to start a node by its command in the compose file, with more options."""
         own = words(COMPOSE[service]["command"].replace("head:6379", ADDRESS))
-        command = [str(Path(sys.executable).with_name(own[0])), *own[1:], f"--node-ip-address={ADDRESSES[service]}", *options]
+        command = [
+            str(Path(sys.executable).with_name(own[0])),
+            *own[1:],
+            f"--node-ip-address={ADDRESSES[service]}",
+            *options,
+        ]
         command.append(f"--node-name={service}")
         if service == "head":
             command.append(f"--temp-dir={self.folder}")
