@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from offdrift.engines.cluster import in_common, room
+from offdrift.engines.cluster import in_common, join, room
 from offdrift.errors import EngineError, RecordError
 
 
@@ -58,3 +58,10 @@ def test_room_is_counted_node_by_node():
     said = "no node of the Ray cluster has room for a run of --cpus: the most that one has is 7 CPU; lower them, or add"
     with pytest.raises(EngineError, match=said):
         count(CPU=8)
+
+
+def test_an_address_at_which_nothing_listens_is_named_at_once():
+    pytest.importorskip("ray")
+    said = r"no Ray cluster answers at RAY_ADDRESS=127.0.0.1:1 \(Connection refused\); start one .*, or unset it"
+    with pytest.raises(EngineError, match=said):
+        join("127.0.0.1:1", "RAY_ADDRESS=127.0.0.1:1", "unset it")
