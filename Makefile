@@ -120,7 +120,12 @@ $(VENV)/.parity: $(VENV)/.train requirements-parity.txt
 	$(PIP) --requirement requirements-parity.txt
 	touch $@
 
-$(VENV)/.test: $(VENV)/.vllm $(VENV)/.smollm2 $(VENV)/.parity
+# The client of an object store, and one to test it with. requirements-s3.txt says why no deps.
+$(VENV)/.s3: $(VENV)/.train requirements-s3.txt
+	$(PIP) --no-deps --requirement requirements-s3.txt
+	touch $@
+
+$(VENV)/.test: $(VENV)/.vllm $(VENV)/.smollm2 $(VENV)/.parity $(VENV)/.s3
 	$(PIP) --editable '.[train,test,docs]'
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null \
 		|| { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \

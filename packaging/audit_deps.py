@@ -38,6 +38,7 @@ BROUGHT = {"markupsafe": "jinja2", "tokenizers": "transformers"}
 """Modules of which we use types, and the declared package that cannot be without them."""
 UNIMPORTED = {
     "gguf": "transformers imports it to read weights in that format",
+    "s3fs": "fsspec imports it for s3:// URLs",
     "tensorboard": "accelerate imports it as the tracker that is on by default",
     "trl": "its process imports our adapter",
     "verl": "its process imports our adapter",
@@ -54,7 +55,7 @@ TEXTS = {
     "Apache License": "Apache-2.0",
 }
 """Licences by a phrase of their text, for packages whose metadata names none."""
-RUNTIME = ("cli", "audit", "ray", "plan", "train", "trl")
+RUNTIME = ("cli", "audit", "ray", "s3", "plan", "train", "trl")
 """Extras whose packages users get; verl's is left out: its wheel is installed without its requirements here."""
 
 

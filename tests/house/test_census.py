@@ -5,7 +5,7 @@ import pytest
 from tests.house.census import AUDIT, Census, census, imported_by
 
 CEILINGS = {
-    "modules": 291,
+    "modules": 292,
     "longest file": 600,
     "share of private helpers called once": 0.12,
     "share of functions with a local named by a riddle": 0.003,

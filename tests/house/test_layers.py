@@ -39,7 +39,13 @@ ALLOWED = {
     "pyarrow": {"records/"},
     "fsspec": {"records/readers/files.py"},
     "orjson": {"records/readers/"},
-    "ray": {"engines/isolation.py", "audit/stream.py", "train/pipeline/", "train/sweep_workers.py"},
+    "ray": {
+        "engines/cluster.py",
+        "engines/isolation.py",
+        "audit/stream.py",
+        "train/pipeline/",
+        "train/sweep_workers.py",
+    },
     "simpy": {"plan/"},
     "pydantic": {
         "train/fusion.py",

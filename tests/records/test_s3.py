@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import s3fs
+from moto.server import ThreadedMotoServer
 
 from offdrift.audit.forecast import forecast
 from offdrift.audit.partial import Job
@@ -12,17 +14,13 @@ from offdrift.records.readers import detect, fingerprint, pieces
 from offdrift.records.recorder import write_log
 from tests.audit.logs import drawn
 
-pytest.importorskip("s3fs")
-moto_server = pytest.importorskip("moto.server")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of botocore and werkzeug
 
 
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
     """A folder of a bucket with three files, and the same files on disk."""
-    import s3fs
-
-    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     port = server._server.server_port
     for name, value in {

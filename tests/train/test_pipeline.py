@@ -229,7 +229,7 @@ def test_a_killed_worker_loses_nothing_that_has_arrived(name, workers, models):
     def kill():
         time.sleep(rng.uniform(0.05, 0.4))
         victim = rng.choice(sorted(workers.actors))
-        pid, _ = ray.get(workers.actors[victim].ready.remote())
+        pid = ray.get(workers.actors[victim].ready.remote()).pid
         with trainer.driver.lock:
             arrived.extend(
                 (d.job.key, [t for x in d.deltas for t in x.tokens.tolist()])
@@ -253,7 +253,7 @@ def test_a_killed_worker_loses_nothing_that_has_arrived(name, workers, models):
 
 def test_a_worker_that_hangs_is_replaced(workers, models):
     settings = SETTINGS.model_copy(update={"hang_seconds": 5.0})
-    pids = {name: ray.get(actor.ready.remote())[0] for name, actor in workers.actors.items()}
+    pids = {name: ray.get(actor.ready.remote()).pid for name, actor in workers.actors.items()}
     trainer = Trainer(schedule("sync"), workers, models, settings=settings).start()
     stopped = None
     while stopped is None:
@@ -419,6 +419,19 @@ def test_first_finished_first_taken_gets_no_certificate(short, workers, tmp_path
     assert rollouts.provenance.selected
 
 
+def test_a_worker_without_a_model_or_without_room_is_named(workers, tmp_path):
+    one = SETTINGS.model_copy(update={"workers": 1})
+    without = Workers(one, replace(workers.spec, model=str(tmp_path / "gone")), weights_mib=1.0)
+    with pytest.raises(
+        EngineError, match=r"worker-0 did not start: .*EngineError: the node .* has no folder .*/gone, "
+    ):
+        without.start()
+    nowhere = one.model_copy(update={"resources": {"nvme": 2.0}})
+    said = r'no node .* resources = \{"nvme": 2\.0\}: the most that one has is [1-9]\d* CPU, 0 nvme; lower them, or add'
+    with pytest.raises(EngineError, match=said):
+        Workers(nowhere, workers.spec, weights_mib=1.0)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -436,6 +449,8 @@ def test_first_finished_first_taken_gets_no_certificate(short, workers, tmp_path
             r"takes statistics over the whole batch; set rules",
         ),
         ({"rollout": {"evidence": "hidden"}}, r"mixes versions in a batch"),
+        ({"pipeline": {"resources": {"GPU": 1}}}, r"resources.GPU is a name of Ray's own; use pipeline.cpus"),
+        ({"pipeline": {"resources": {"rollout": 0}}}, r"pipeline.resources.rollout"),
         ({"rollout": {"engine": "vllm"}, "pipeline": {"schedule": "dora"}}, r"keeps several versions on a worker"),
     ],
 )  # fmt: skip

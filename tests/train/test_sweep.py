@@ -270,6 +270,17 @@ def test_what_failed_or_is_not_finished_is_left_out_and_named(tmp_path):
     assert "flatters a setting that fails" in notes
 
 
+def test_runs_on_several_nodes_of_a_cluster_are_counted_by_node(tmp_path):
+    grid = sweep_of(tmp_path, "seeds = 2")
+    fill(grid, reward)
+    assert {tuple(run["nodes"]) for run in results(grid)["runs"]} == {()}
+    for cell, names in zip(grid.cells, (["a"], ["b"], ["a", "b", "b"], ["b"]), strict=True):  # the third went on twice
+        (cell.folder / "nodes.json").write_text(json.dumps({"nodes": [{"name": name} for name in names]}))
+    document = results(grid)
+    assert [run["nodes"] for run in document["runs"]] == [["a"], ["b"], ["a", "b"], ["b"]]
+    assert "Runs by node of the cluster: b (3), a (2)." in "\n".join(explained(document))
+
+
 def test_collapses_are_counted(tmp_path):
     grid = sweep_of(tmp_path, "seeds = 3\n[set]\nbatches = 40\n[compare]\ncollapse_after = 10", BASE)
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from offdrift.audit.partial import BAD_ROWS_KEPT, Job, Part, Unread, work
-from offdrift.engines.isolation import ray_cluster
+from offdrift.engines.cluster import ray_cluster
 from offdrift.errors import EngineError, RecordError
 from offdrift.records.atomic import remove_half_written, write_atomically
 from offdrift.records.readers import Piece, fingerprint

@@ -5,11 +5,9 @@ An engine may seed the world, replace functions or compile unasked. Ray listens 
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import signal
-import socket
 import threading
 import warnings
 from collections.abc import Iterator
@@ -19,11 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offdrift.errors import EngineError
-
 LOOPBACK = "127.0.0.1"
-CALL_S = 10.0
-"""Seconds in which a Ray cluster must take a connection."""
 
 
 @contextmanager
@@ -73,6 +67,14 @@ def sigterm_kept() -> Iterator[None]:
             signal.signal(signal.SIGTERM, handler)
 
 
+def quiet(ray: Any) -> None:
+    """Keep what Ray tells of its nodes off standard output, where a command's own results are, as with --json.
+
+    `log_to_driver=False` keeps the lines of workers off alone.
+    """
+    ray._private.worker._worker_logs_enabled = False
+
+
 def start_local_ray(**options: Any) -> None:
     """Start Ray with this process as its driver; all of its servers listen on loopback only.
 
@@ -94,6 +96,7 @@ def start_local_ray(**options: Any) -> None:
     name = constants.ENABLE_RAY_CLUSTERS_ENV_VAR
     before = os.environ.get(name), constants.ENABLE_RAY_CLUSTER
     os.environ[name], constants.ENABLE_RAY_CLUSTER = "0", False
+    quiet(ray)
     try:
         with sigterm_kept():
             ray.init(
@@ -105,49 +108,3 @@ def start_local_ray(**options: Any) -> None:
             del os.environ[name]
         else:
             os.environ[name] = variable
-
-
-@contextmanager
-def ray_cluster(address: str) -> Iterator[Any]:
-    """The module `ray`, connected to a cluster until the block ends.
-
-    Args:
-        address: "auto", "host:port" or "ray://host:port"; "local" starts Ray here, on loopback, and ends it. Where Ray
-            has been initialized in this process, that cluster is taken, and left as it is.
-
-    Raises: `EngineError` if Ray is missing, or no cluster answers at the address.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        raise EngineError(f"--ray needs Ray ({error}); install it with `pip install offdrift[ray]`") from error
-    ours = not ray.is_initialized()
-    if ours:
-        logging.getLogger("ray").setLevel(logging.ERROR)  # what it tells of itself
-        try:
-            if address == "local":
-                start_local_ray(logging_level=logging.ERROR)
-            else:
-                _call(address)
-                with sigterm_kept():
-                    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise EngineError(
-                f"no Ray cluster answers at --ray {address} ({error}); start one with `ray start --head`, "
-                "or give --ray local"
-            ) from error
-    try:
-        yield ray
-    finally:
-        if ours:
-            ray.shutdown()
-
-
-def _call(address: str) -> None:
-    """Raise `ConnectionError` unless something listens at an address; Ray itself tries for minutes."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if colon and port.isdecimal():
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=CALL_S).close()
-        except OSError as error:
-            raise ConnectionError(str(error.strerror or error)) from error

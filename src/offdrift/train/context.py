@@ -344,9 +344,10 @@ def _engine(recipe: Recipe, source: Any, options: dict[str, Any], sampling: Samp
     from offdrift.train.pipeline.worker import EngineSpec
     from offdrift.train.pipeline.workers import RemoteEngine, Workers
 
-    spec = EngineSpec(recipe.rollout.engine, source, options, sampling, recipe.rollout.evidence)
+    source = Path(source).absolute()
+    spec = EngineSpec(recipe.rollout.engine, str(source), options, sampling, recipe.rollout.evidence)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    workers = Workers(recipe.pipeline, spec, weights_mib=weights / 2**20)
+    workers = Workers(recipe.pipeline, spec, weights_mib=weights / 2**20, log=source.parent / "workers.jsonl")
     workers.start()
     return RemoteEngine(workers, vocab_size=model.config.get_text_config().vocab_size)
 

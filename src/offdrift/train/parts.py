@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from offdrift.advantages import ADVANTAGES
 from offdrift.methods import Method
@@ -281,6 +281,9 @@ class Pipeline(Part):
     """Threads that a worker computes with."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
     """Devices that Ray gives a worker."""
+    resources: dict[FolderName, PositiveFloat] = Field(default_factory=dict)
+    """What else a worker takes of a node of the cluster, by a name of yours: {rollout = 1} keeps workers to nodes that
+    were started with `ray start --resources='{"rollout": 4}'`, at most four to a node."""
     slots: Positive = 256
     """Responses that a worker draws at once."""
     steps: Positive = 4
@@ -294,6 +297,17 @@ class Pipeline(Part):
     update_rounds: Positive | None = None
     """Events are ordered by a virtual clock: in a round every worker draws `steps` tokens, and an update lasts so many
     rounds. The same recipe then gives the same run bit for bit. Absent: the real clock."""
+
+    @field_validator("resources")
+    @classmethod
+    def _named(cls, resources: dict[str, float]) -> dict[str, float]:
+        for name in resources:
+            if name.lower() in ("cpu", "gpu", "memory", "object_store_memory"):
+                raise ValueError(
+                    f"resources.{name} is a name of Ray's own; use pipeline.cpus and pipeline.gpus, or a name of yours "
+                    "that nodes are started with, as in `ray start --resources='{\"rollout\": 4}'`"
+                )
+        return resources
 
     def check(
         self,

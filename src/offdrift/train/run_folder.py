@@ -1,6 +1,7 @@
 """The folder of a run: everything it stores, which is all that reports and audits read.
 
     run.json                          recipe, versions, model, and at the end the table of arms
+    workers.jsonl                     with [pipeline], a line for every rollout worker: process, node, since when
     arms/NAME/metrics.jsonl           one object per optimizer step
     arms/NAME/eval.jsonl              held-out rewards
     arms/NAME/samples.jsonl           a few rollouts with per-token divergences

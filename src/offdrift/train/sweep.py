@@ -8,6 +8,7 @@ A sweep's folder holds a run folder per arm, setting and seed, and what is made 
     sweep.html                          the same as a page, with curves; both are of what is there so far
     runs/ARM/SETTING/seed-N/            a run of one arm (`run_folder`)
     runs/ARM/SETTING/seed-N/error.json  why the run failed, if it did
+    runs/ARM/SETTING/seed-N/nodes.json  the nodes of a Ray cluster that it was on, if it was on one
 
 Where a run stands is read from its folder, so that the same command goes on after any interruption. `sweep_workers`
 runs them, `sweep_results` compares them.
@@ -33,7 +34,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from offdrift.certificate.certify import LOGGED
 from offdrift.errors import RecipeError, RecordError
 from offdrift.records.atomic import plain, remove_half_written, write_json
-from offdrift.show.json_access import mapping
+from offdrift.show.json_access import mapping, rows
 from offdrift.show.numbers import duration
 from offdrift.stats import METRICS
 from offdrift.texts import read_json, read_toml
@@ -43,6 +44,7 @@ from offdrift.train.recipe import Recipe, load_recipe, problems
 from offdrift.train.run_folder import ArmFolder
 
 RESULTS = "sweep.json"
+NODES = "nodes.json"
 HELD_OUT = "held_out"
 """The metric that is the mean reward of held-out prompts."""
 
@@ -231,6 +233,11 @@ class Cell:
     def error(self) -> str:
         """Why it failed, in a line; empty if it did not."""
         return str(stored_json(self.folder / "error.json").get("error", "")) if self.status == "failed" else ""
+
+
+def nodes_of(cell: Cell) -> list[dict[str, Any]]:
+    """The nodes of a Ray cluster that a run was on, in order: name, host, address, id and since when."""
+    return rows(stored_json(cell.folder / NODES).get("nodes"))
 
 
 def stored_json(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -16,7 +17,7 @@ from offdrift.judge.collapse import RECOVERY, collapse
 from offdrift.show.json_access import mapping, number
 from offdrift.show.numbers import short
 from offdrift.stats import Comparison, Mean, compare_all, over_seeds
-from offdrift.train.sweep import HELD_OUT, Cell, Compare, Grid, Setting, stored_json
+from offdrift.train.sweep import HELD_OUT, Cell, Compare, Grid, Setting, nodes_of, stored_json
 
 SMOOTHED = 5
 """Updates in the moving average of the reward in which a collapse is looked for."""
@@ -83,6 +84,7 @@ def results(grid: Grid) -> dict[str, Any]:
                 "value": value,
                 "collapsed": collapsed(cell, compare) if status == "finished" else None,
                 "seconds": number(head.get("seconds")),
+                "nodes": list(dict.fromkeys(str(node.get("name")) for node in nodes_of(cell))),
                 "error": cell.error or None,
             }
         )
@@ -213,6 +215,9 @@ def explained(document: Mapping[str, Any]) -> list[str]:
     lines += [f"Failed: {run['folder']}: {str(run['error']).splitlines()[0]}" for run in errors]
     if any(run["status"] == "finished" and run["value"] is None for run in document["runs"]):
         lines.append(f"Some finished runs have no {document['metric']} there; they are left out.")
+    if len(nodes := Counter(name for run in document["runs"] for name in run.get("nodes", ()))) > 1:
+        counts = ", ".join(f"{name} ({count})" for name, count in nodes.most_common())
+        lines.append(f"Runs by node of the cluster: {counts}. Machines of different kinds differ in their last bits.")
     if len(document["versions"]) > 1:
         lines.append("The runs were made by different versions of the software; sweep.json lists them.")
     return lines

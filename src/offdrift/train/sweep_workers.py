@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from offdrift.engines.isolation import ray_cluster
+from offdrift.engines.cluster import Common, in_common, is_alive, ray_cluster, room, this_node
 from offdrift.errors import EngineError, RecordError
 from offdrift.records.atomic import write_json
-from offdrift.train.sweep import Cell, Grid, Progress, Report, run_cell
+from offdrift.train.sweep import NODES, Cell, Grid, Progress, Report, nodes_of, run_cell
 
 POLL_S = 0.5
 """Seconds between two looks at what runs on a cluster report."""
@@ -53,7 +55,7 @@ def run_sweep(
     waiting = [cell for cell in grid.cells if cell.status != "finished"]
     if ray is not None:
         if waiting:
-            _on_ray(waiting, ray, report, jobs=jobs, cpus=cpus, gpus=gpus)
+            _on_ray(grid, waiting, ray, report, jobs=jobs, cpus=cpus, gpus=gpus)
     elif (jobs or 1) > 1:
         _in_processes(waiting, jobs or 1, report)
     else:
@@ -185,40 +187,64 @@ class Board:
         return last
 
 
-def run_remotely(cell: Cell, board: Any, place: str, threads: int) -> None:
-    """Run a cell as a task of Ray: in the folder in which the sweep was started, as paths may be relative to it."""
+def run_remotely(common: tuple[str, ...], pickled: bytes, board: Any, threads: int) -> None:
+    """Run a cell as a task of Ray, if its node has all in `Common`; the cell comes pickled, as what another version of
+    the software reads in it would be nothing to go by."""
     import torch
 
     torch.set_num_threads(threads)
-    try:
-        os.chdir(place)
-    except OSError as e:
-        raise RecordError(f"a node of the cluster has no folder {place} ({e.strerror}); share it with all nodes") from e
+    Common(*common).check()
+    cell: Cell = pickle.loads(pickled)
+    noted = {**this_node()._asdict(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+    write_json(cell.folder / NODES, {"nodes": [*nodes_of(cell), noted]})
     run_cell(cell, lambda update, text: board.put.remote(cell.folder, update, text))
 
 
 def _on_ray(
-    waiting: list[Cell], address: str, report: Report, *, jobs: int | None, cpus: float | int, gpus: float | int
+    grid: Grid,
+    waiting: list[Cell],
+    address: str,
+    report: Report,
+    *,
+    jobs: int | None,
+    cpus: float | int,
+    gpus: float | int,
 ) -> None:
     """Run cells as tasks of a cluster."""
-    with ray_cluster(address) as ray:
+    with ray_cluster(address) as ray, in_common(grid.folder) as common:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         errors = ray.exceptions
         remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=0)(run_remotely)
-        board = ray.remote(num_cpus=0)(Board).remote()
+        # Here: on another node it would be lost with it.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        boards = ray.remote(num_cpus=0, scheduling_strategy=here)(Board)
+        board = boards.remote()
         running: dict[Any, Cell] = {}
         made: set[str] = set()
 
+        def reported() -> dict[Path, tuple[int, str]]:
+            nonlocal board
+            try:
+                return ray.get(board.take.remote())
+            except errors.RayActorError:  # progress is lost, and no more: what runs have done is in their folders
+                board = boards.remote()
+                return {}
+
         def begin() -> None:
-            room = min(jobs or len(waiting) + len(running), _room(ray, cpus, gpus))
-            while len(running) < room and (cell := next_cell(waiting, running.values(), made)) is not None:
-                running[remote.remote(cell, board, os.getcwd(), max(1, int(cpus)))] = cell
+            wanted = {"CPU": float(cpus), "GPU": float(gpus)}
+            what = f"a run of --cpus {cpus:g} --gpus {gpus:g}"
+            most = min(jobs or len(waiting) + len(running), room(ray, wanted, what=what, way_out="lower them"))
+            while len(running) < most and (cell := next_cell(waiting, running.values(), made)) is not None:
+                task = remote.remote(tuple(common), pickle.dumps(cell), board, max(1, int(cpus)))
+                running[task] = cell
 
         with _cancelled(ray, running):
             begin()
             while running:
                 done, _ = ray.wait(list(running), num_returns=1, timeout=POLL_S)
                 by_folder = {cell.folder: cell for cell in running.values()}
-                for folder, (update, text) in ray.get(board.take.remote()).items():
+                for folder, (update, text) in reported().items():
                     if folder in by_folder:
                         report(Progress(by_folder[folder], update, text))
                 for task in done:
@@ -229,12 +255,34 @@ def _on_ray(
                         cause = e.cause
                         if isinstance(cause, RecordError):
                             raise cause from None
+                        if ABSENT in str(cause):
+                            raise EngineError(
+                                "a node of the Ray cluster cannot import offdrift; install the command's version on "
+                                f"all nodes: pip install 'offdrift[train,ray]=={common.version}'"
+                            ) from None
                         write_json(cell.folder / "error.json", {"error": str(cause), "traceback": str(e)})
-                    except errors.RayError as e:  # its worker, or the node that it was on, is gone
-                        _died(cell, type(e).__name__)
+                    except errors.RayError as e:
+                        _lost(ray, cell, e)
                     made.add(cell.start)
                     report(Progress(cell, done=True))
                 begin()
+
+
+ABSENT = "failed to import on the worker"
+"""In what Ray says where a node lacks the function's module."""
+
+
+def _lost(ray: Any, cell: Cell, error: Exception) -> None:
+    """Record a run whose worker, or the node that it was on, is gone."""
+    last = nodes_of(cell)[-1:]
+    gone = [node for node in last if not is_alive(ray, str(node["id"]))]
+    if not gone and not isinstance(error, ray.exceptions.NodeDiedError):
+        _died(cell, type(error).__name__)
+        return
+    name = f", {last[0]['name']}," if last else ""
+    how = f"the node of the Ray cluster that it was on{name} is gone ({type(error).__name__})"
+    left = "its folder has what it trained up to its last checkpoint, from which the same command goes on"
+    write_json(cell.folder / "error.json", {"error": f"{how}; {left}"})
 
 
 @contextmanager
@@ -249,17 +297,3 @@ def _cancelled(ray: Any, running: dict[Any, Cell]) -> Iterator[None]:
             _, left = ray.wait(list(running), num_returns=len(running), timeout=GRACE_S)
             for task in left:
                 ray.cancel(task, force=True)
-
-
-def _room(ray: Any, cpus: float | int, gpus: float | int) -> int:
-    """How many runs fit into a cluster. Raises: `EngineError` if none does."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    wanted = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount > 0}
-    room = sum(min((int(node.get(name, 0) // amount) for name, amount in wanted.items()), default=1) for node in nodes)
-    if not room:
-        most = ", ".join(f"{max((node.get(name, 0) for node in nodes), default=0):g} {name}" for name in wanted)
-        raise EngineError(
-            f"no node of the Ray cluster has room for a run of --cpus {cpus:g} --gpus {gpus:g}: the most that one has "
-            f"is {most}; lower them, or add a node"
-        )
-    return room

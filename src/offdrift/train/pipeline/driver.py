@@ -28,7 +28,7 @@ from offdrift.errors import EngineError
 from offdrift.schedules import Cancel, Key, Load, Schedule, Scheduler, Start
 from offdrift.train.parts import Pipeline
 from offdrift.train.pipeline.worker import Draw, Forget, Order, Published, Report, TakeWeights
-from offdrift.train.pipeline.workers import Workers
+from offdrift.train.pipeline.workers import Workers, reason
 
 T = TypeVar("T")
 TRIES = 3
@@ -317,21 +317,22 @@ class Driver:
                 ray.get(reference, timeout=self.settings.hang_seconds)
                 self._up(name)
             except (RayActorError, GetTimeoutError) as error:
-                self._lose(name, str(error).splitlines()[0])
+                self._lose(name, reason(error))
 
     def _collect(self, reference: Any) -> None:
         """What a call has brought; the lock is held."""
         name, _ = self._calls.pop(reference, None) or self._starting.pop(reference)
         try:
-            result = ray.get(reference)
+            result: Any = ray.get(reference)
         except RayTaskError as error:
             raise error.as_instanceof_cause() from error
         except RayActorError as error:
-            self._lose(name, str(error).splitlines()[0])
+            self._lose(name, reason(error))
             return
         if isinstance(result, Report):
             self._report(name, result)
         else:
+            self.workers.started(name, result)
             self._up(name)
 
     def _report(self, name: str, report: Report) -> None:

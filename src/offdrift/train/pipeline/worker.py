@@ -8,11 +8,13 @@ takes no delivered token with it.
 from __future__ import annotations
 
 import os
+import socket
 import time
 import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +23,9 @@ import torch
 from torch import Tensor
 
 from offdrift.engines import Engine, make_engine
+from offdrift.engines.cluster import Node, this_node
 from offdrift.engines.stream import Cache, Delta, Job, Stream, open_stream
-from offdrift.errors import SyncError
+from offdrift.errors import EngineError, SyncError
 from offdrift.records.provenance import Provenance, Sampling
 from offdrift.records.rollouts import Evidence, EvidenceKind, Rollouts, Support, evidence_at, joined_evidence
 
@@ -33,7 +36,7 @@ class EngineSpec:
 
     kind: str
     model: str
-    """Checkpoint folder."""
+    """Checkpoint folder, as an absolute path: workers of a cluster are started elsewhere."""
     options: Mapping[str, Any]
     sampling: Sampling
     evidence: EvidenceKind
@@ -72,6 +75,16 @@ class TakeWeights(NamedTuple):
 
 
 Order = Draw | Forget | TakeWeights
+
+
+class Started(NamedTuple):
+    """A worker that has started."""
+
+    pid: int
+    provenance: Provenance
+    """What records say of the engine's draws."""
+    node: Node
+    """The machine that it is on."""
 
 
 class Report(NamedTuple):
@@ -116,14 +129,19 @@ class RolloutWorker:
 
     def __init__(self, spec: EngineSpec, threads: int) -> None:
         torch.set_num_threads(threads)
+        if not Path(spec.model).is_dir():
+            raise EngineError(
+                f"the node {socket.gethostname()} has no folder {spec.model}, from which a rollout worker loads the "
+                "model; give an --out that all machines of the cluster share under the same path"
+            )
         self.spec = spec
         self.engine: Any = self._engine()
         self._streams: list[Stream] = []  # the one with the newest weights last
         self._left: dict[str, int] = {}  # tokens that a response may still get in its slice
 
-    def ready(self) -> tuple[int, Provenance]:
-        """Process id, and what records say of the engine's draws."""
-        return os.getpid(), self.engine.provenance(self.spec.sampling)
+    def ready(self) -> Started:
+        """What the trainer records of a worker that can be given orders."""
+        return Started(os.getpid(), self.engine.provenance(self.spec.sampling), this_node())
 
     def advance(self, orders: Sequence[Order], steps: int) -> Report:
         """Carry out orders, then draw up to `steps` tokens of every response in progress."""

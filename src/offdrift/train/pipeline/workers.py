@@ -6,20 +6,24 @@ itself: one that came back would have the checkpoint's weights and no record of 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from torch import Tensor
 
-from offdrift.engines.isolation import sigterm_kept, start_local_ray
-from offdrift.errors import EngineError
+from offdrift.engines.cluster import join, room
+from offdrift.engines.isolation import start_local_ray
+from offdrift.errors import EngineError, RecordError
 from offdrift.records.provenance import Provenance, Sampling
 from offdrift.records.rollouts import EvidenceKind, Rollouts, concatenate
 from offdrift.train.parts import Pipeline
-from offdrift.train.pipeline.worker import EngineSpec, RolloutWorker, packed
+from offdrift.train.pipeline.worker import EngineSpec, RolloutWorker, Started, packed
 
 MIB = 2**20
 STORE_MIB = 200
@@ -31,20 +35,23 @@ class Workers:
 
     Args:
         weights_mib: size of the model's weights.
+        log: a file that gets a line for every worker that has started: its name, process, node and when. Absent: none.
 
-    Raises: `EngineError` if a worker does not start.
+    Raises: `EngineError` if no cluster answers, no node of it has room for a worker, or a worker does not start.
     """
 
-    def __init__(self, settings: Pipeline, spec: EngineSpec, *, weights_mib: float) -> None:
-        self.settings, self.spec = settings, spec
+    def __init__(self, settings: Pipeline, spec: EngineSpec, *, weights_mib: float, log: Path | None = None) -> None:
+        self.settings, self.spec, self.log = settings, spec, log
         self.actors: dict[str, Any] = {}
         self.provenance: Provenance | None = None
         self._made = 0
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             start_ray(settings, weights_mib)
+        self._room()
         remote: Any = ray.remote
-        self._class = remote(num_cpus=settings.cpus, num_gpus=settings.gpus, max_restarts=0)(RolloutWorker)
+        taken = {"num_cpus": settings.cpus, "num_gpus": settings.gpus, "resources": settings.resources}
+        self._class = remote(**taken, max_restarts=0)(RolloutWorker)
 
     def start(self) -> None:
         """Make the workers that are missing or, while they were idle, have died, and wait for all of them."""
@@ -57,12 +64,41 @@ class Workers:
         ready = {name: self.actors[name].ready.remote() for name in self.make()}
         for name, reference in ready.items():
             try:
-                _, self.provenance = ray.get(reference, timeout=self.settings.start_seconds)
-            except (RayActorError, GetTimeoutError) as error:
+                self.started(name, ray.get(reference, timeout=self.settings.start_seconds))
+            except RayActorError as error:
+                raise EngineError(f"rollout worker {name} did not start: {reason(error)}") from error
+            except GetTimeoutError as error:
                 raise EngineError(
                     f"rollout worker {name} did not start within pipeline.start_seconds = "
-                    f"{self.settings.start_seconds:g} ({type(error).__name__}); look at its log, or allow more"
+                    f"{self.settings.start_seconds:g}; allow more if it takes so long to load. Otherwise what it takes "
+                    f"of a node is in use: pipeline.workers = {self.settings.workers}, and the cluster has room for "
+                    f"{self._room()} while nothing else runs there"
                 ) from error
+
+    def started(self, name: str, worker: Started) -> None:
+        """Take note of a worker that has started. Raises: `RecordError` if the log cannot be written."""
+        self.provenance = worker.provenance
+        if self.log is None:
+            return
+        row = {
+            "worker": name,
+            "pid": worker.pid,
+            **worker.node._asdict(),
+            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        try:
+            with self.log.open("a", encoding="utf-8") as f:
+                f.write(json.dumps(row) + "\n")
+        except OSError as e:
+            raise RecordError(f"cannot write {self.log}: {e.strerror or e}; free disk space, then --resume") from e
+
+    def _room(self) -> int:
+        """Workers that fit into the cluster. Raises: `EngineError` if none does."""
+        s = self.settings
+        wanted = {"CPU": s.cpus, "GPU": s.gpus, **s.resources}
+        more = f", resources = {json.dumps(s.resources)}" if s.resources else ""
+        what = f"a rollout worker of [pipeline] cpus = {s.cpus:g}, gpus = {s.gpus:g}{more}"
+        return room(ray, wanted, what=what, way_out="lower them")
 
     def make(self) -> list[str]:
         """Begin to make the workers that are missing; their names."""
@@ -117,14 +153,20 @@ class RemoteEngine:
         self.workers.close()
 
 
+def reason(error: Exception) -> str:
+    """Why a worker is gone, in a line: the last of a traceback that Ray passes on, else the first of what it says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1] if "creation task" in lines[0] else lines[0]
+
+
 def start_ray(settings: Pipeline, weights_mib: float) -> None:
-    """Start Ray in this process, or join the cluster of RAY_ADDRESS."""
+    """Start Ray in this process, or join the cluster of RAY_ADDRESS. Raises: `EngineError` if none answers there."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if os.environ.get("RAY_ADDRESS"):
-        with sigterm_kept():
-            ray.init(log_to_driver=False)
+    if address := os.environ.get("RAY_ADDRESS"):
+        join(address, f"RAY_ADDRESS={address}", "unset RAY_ADDRESS: Ray is then started for the run")
         return
     start_local_ray(
         num_cpus=max(1, round(settings.cpus * settings.workers + 0.5)),
+        resources={name: amount * settings.workers for name, amount in settings.resources.items()},
         object_store_memory=int(max(STORE_MIB, 4 * weights_mib) * MIB),
     )
