@@ -39,6 +39,8 @@ def write(path, groups: int) -> int:
 
 AUDIT = """
 import gc, json, sys, pyarrow as pa
+from offdrift.audit.partial import Job, work
+from offdrift.records.readers import detect, pieces
 gc.disable()  # what only it would free counts
 found = detect(sys.argv[1:])
 total, stays = None, []
