@@ -22,7 +22,7 @@ from offdrift.engines.server.engine import OpenAIEngine
 from offdrift.errors import EngineError
 from offdrift.records.provenance import Sampling
 from tests.engines.test_openai_broken import SERVER_INFO, VOCAB, Played, at, playing
-from tests.fuzz.test_server import OK, PROMPT, RIGHT, answering, body
+from tests.fuzz.test_server import OK, PROMPT, RIGHT, answering, body, forever
 
 SMALL, DEEPEST, LONGEST, EXCERPT = 4_194_304, 64, 4096, 300
 """Written out again: a limit that is changed is a change that a test should tell."""
@@ -57,10 +57,20 @@ def pieces(pauses: list[float]) -> Callable[[socket.socket], object]:
 
 
 @pytest.mark.parametrize(
-    "pauses", [[0.05] * 18, [0.35, 0.35, 0.0]], ids=["many bytes", "each within the time, not together"]
+    "pauses", [[0.05] * 18, [0.35, 0.35]], ids=["many bytes", "each within the time, not together"]
 )
 def test_an_answer_that_takes_longer_than_the_timeout_as_a_whole_is_refused(pauses: list[float]) -> None:
     with answering(pieces(pauses)) as url, pytest.raises(EngineError, match=r"no whole answer within 0\.5 s"):
+        Server(url, timeout=0.5, retries=0).get("/x")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [lambda connection: connection.recv(1), forever(b"", b"HTTP/1.1 100 Continue\r\n\r\n")],
+    ids=["nothing comes", "there is always more to read"],
+)
+def test_who_says_nothing_and_who_never_ends_are_given_up(answer: Callable[[socket.socket], object]) -> None:
+    with answering(answer) as url, pytest.raises(EngineError, match=r"no whole answer within 0\.5 s"):
         Server(url, timeout=0.5, retries=0).get("/x")
 
 
@@ -420,6 +430,19 @@ def test_what_is_long_is_quoted_to_its_80th_character() -> None:
     with pytest.raises(EngineError) as caught:
         read("completions", completion([1, "y" * 500]), PROMPT, Sampling(2), "sampled", VOCAB)
     assert re.findall(r"token 1 is (.*); the", str(caught.value)) == ["'" + "y" * 79]
+
+
+def test_brackets_that_are_compared_and_too_deep_are_refused() -> None:
+    def deep() -> Any:
+        value: Any = []
+        for _ in range(20_000):
+            value = [value]
+        return value
+
+    answer = changed("generate", (*CHOICE, "token_ids", 0), deep())
+    answer["choices"][0]["logprobs"]["content"][0]["token_id"] = deep()
+    with pytest.raises(EngineError, match="nested too deeply"):
+        read("generate", answer, PROMPT, Sampling(2), 4, VOCAB)
 
 
 def test_log_probs_at_the_edges_are_read() -> None:
