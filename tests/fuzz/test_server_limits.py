@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import re
 import socket
@@ -206,6 +207,25 @@ def test_requests_bring_no_cookie_ask_for_no_compression_and_go_through_no_proxy
     sent = [{name.lower(): value for name, value in head.items()} for *_, head in played.asked]
     assert [head["accept-encoding"] for head in sent] == ["identity"] * 2
     assert not any("cookie" in head or "authorization" in head for head in sent)
+
+
+def test_an_answer_that_says_it_is_compressed_is_taken_as_it_is() -> None:
+    packed = gzip.compress(b'{"data": []}')
+    with answering(lambda connection: connection.sendall(body(packed, "Content-Encoding: gzip"))) as url:
+        with pytest.raises(EngineError, match="not answered with JSON"):
+            Server(url, retries=0).get("/x")
+
+
+def test_a_key_that_an_answer_repeats_is_struck_out(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFDRIFT_API_KEY", "open-sesame")
+    played.fault = at("/x", {"data": "open-sesame"})
+    assert Server(played.url, retries=0).get("/x") == {"data": "***"}
+    for answer in ((400, b"no: open-sesame"), b"no JSON: open-sesame"):
+        played.fault = at("/x", answer)
+        with pytest.raises(EngineError, match=r"\*\*\*") as caught:
+            Server(played.url, retries=0).get("/x")
+        assert "sesame" not in str(caught.value)
+    assert [head["Authorization"] for *_, head in played.asked] == ["Bearer open-sesame"] * 3
 
 
 def test_a_connection_that_leads_elsewhere_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
