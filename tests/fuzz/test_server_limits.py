@@ -23,7 +23,7 @@ from offdrift.engines.server.engine import OpenAIEngine
 from offdrift.errors import EngineError
 from offdrift.records.provenance import Sampling
 from tests.engines.test_openai_broken import SERVER_INFO, VOCAB, Played, at, playing
-from tests.fuzz.test_server import OK, PROMPT, RIGHT, answering, body, forever
+from tests.fuzz.test_server import OK, PROMPT, RIGHT, answering, body, forever, sent
 
 SMALL, DEEPEST, LONGEST, EXCERPT = 4_194_304, 64, 4096, 300
 """Written out again: a limit that is changed is a change that a test should tell."""
@@ -211,9 +211,9 @@ def test_requests_bring_no_cookie_ask_for_no_compression_and_go_through_no_proxy
 
 def test_an_answer_that_says_it_is_compressed_is_taken_as_it_is() -> None:
     packed = gzip.compress(b'{"data": []}')
-    with answering(lambda connection: connection.sendall(body(packed, "Content-Encoding: gzip"))) as url:
-        with pytest.raises(EngineError, match="not answered with JSON"):
-            Server(url, retries=0).get("/x")
+    answer = body(packed, "Content-Encoding: gzip")
+    with answering(sent(answer)) as url, pytest.raises(EngineError, match="not answered with JSON"):
+        Server(url, retries=0).get("/x")
 
 
 def test_a_key_that_an_answer_repeats_is_struck_out(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
