@@ -1,6 +1,6 @@
 """Tokens per second of an audit, from decoded columns and from Parquet, beside polars and duckdb.
 
-    python benchmarks/audit.py [--tokens 16000000] [--repeats 5] [--times-larger 4] [--json PATH]
+    python benchmarks/audit.py [--tokens 16000000] [--repeats 5] [--times-larger 4] [--json PATH] [--only-memory]
 
 One thread each; seconds are those that the process kept a core busy, so that a busy machine costs
 only what it evicts from caches (`wall` in the JSON is the clock's). A plain log (`write_log`: rollout and old log-probs, advantages, rewards, steps; log-normal
@@ -390,6 +390,24 @@ def show(title: str, found: Rates) -> None:
         print(f"{arm:26}{figure['ns_per_token']:12.1f}{figure['tokens_per_second'] / 1e6:18.1f}")
 
 
+def only_memory(args: argparse.Namespace) -> dict[str, object]:
+    """Peaks of reading and of everything, at two sizes of file in turn."""
+    own = {arm: run for arm, run in ARMS.items() if arm in ("reading alone", "everything")}
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{times}.parquet" for times in (1, args.times_larger)]
+        for file, times in zip(files, (1, args.times_larger), strict=True):
+            write_log(make_log(times * args.tokens, steps=times * args.steps), file)
+        sizes = [file.stat().st_size / 2**20 for file in files]
+        peaks = {arm: [[peak_mib(arm, file) for file in files] for _ in range(args.repeats)] for arm in own}
+    for arm, rows in peaks.items():
+        small, large = (statistics.median(column) for column in zip(*rows, strict=True))
+        print(f"{arm:16}{small:6,.0f} MiB for {sizes[0]:,.0f} MiB of file, {large:6,.0f} for {sizes[1]:,.0f} (median)")
+    result = {"load_average": os.getloadavg(), "tokens": args.tokens, "file_mib": sizes, "peak_mib": peaks}
+    if args.json:
+        args.json.write_text(json.dumps(result | {"machine": machine("pyarrow", "numpy")}, indent=2) + "\n")
+    return result
+
+
 def main(argv: list[str] | None = None) -> dict[str, object]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=16_000_000)
@@ -397,6 +415,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     parser.add_argument("--times-larger", type=int, default=4, help="of the second file for memory")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the numbers here too")
+    parser.add_argument("--only-memory", action="store_true", help="peaks of our own arms alone, each --repeats times")
     parser.add_argument("--peak", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -405,6 +424,8 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         return {}
     torch.set_num_threads(1)
     facts = machine("polars", "duckdb", "pyarrow", "numpy")
+    if args.only_memory:
+        return {"machine": facts} | only_memory(args)
     print(f"{args.tokens:,} tokens, one thread\n{facts}")
     log = make_log(min(args.tokens, 4_000_000), steps=1)
     decoded = rates(decoded_parts(log), log.num_tokens, args.repeats)

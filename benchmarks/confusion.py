@@ -144,7 +144,7 @@ def _trained(case: planted_real.Case, seed: int, batches: int, runs: Path, start
         shutil.rmtree(folder, ignore_errors=True)
         planted_real.run(case, folder, seed=seed, batches=batches, start_seed=start_seed)
     context = planted_real.context_of(case)
-    said = audited(logged(arm.log), context)
+    said = audited(logged(arm.path / "log"), context)
     live = list(dict.fromkeys(f["cause"] for f in LiveDiagnosis.of(arm, context).summary()))
     return _row(case.name, case.cause, seed, said, live, start)
 

@@ -178,7 +178,7 @@ class LogProbs:
         )
         if self.unscored is not None:  # which rows they are was asked of the device before
             new.__dict__["scored_rows"], segments = self.scored_rows, self.scored.segments
-            new.__dict__["scored"] = replace(new.scored, segments=segments)
+            new.__dict__["_narrowed"] = replace(new.scored, segments=segments)
         return new
 
     @cached
@@ -186,7 +186,7 @@ class LogProbs:
         """Positions of the tokens that the engine scored; None where it scored all of them."""
         return None if self.unscored is None else (~self.unscored).nonzero().squeeze(-1)
 
-    @cached
+    @property
     def scored(self) -> LogProbs:
         """The same batch without its unscored tokens: itself where there is none.
 
@@ -198,9 +198,13 @@ class LogProbs:
             >>> lp.unscored, lp.scored.logp_rollout
             (tensor([False,  True]), tensor([-1.]))
         """
+        # Itself is not kept: a batch that refers to itself keeps its tensors until Python looks for such circles.
+        return self if self.unscored is None else self._narrowed
+
+    @cached
+    def _narrowed(self) -> LogProbs:
+        """`scored` where there are unscored tokens."""
         rows = self.scored_rows
-        if rows is None:
-            return self
         logp, logp_old, logp_ref = (
             None if x is None else self.at_scored(x) for x in (self.logp, self.logp_old, self.logp_ref)
         )

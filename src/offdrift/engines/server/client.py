@@ -182,7 +182,7 @@ class _Transport(httpx.HTTPTransport):
     """httpx's own, over a network of ours, of which it lets nobody choose another."""
 
     def __init__(self, tls: ssl.SSLContext, idle: int | None, network: httpcore.NetworkBackend) -> None:
-        super().__init__(verify=tls, trust_env=False)
+        super().__init__(verify=tls)
         self._pool = httpcore.ConnectionPool(
             ssl_context=tls, max_keepalive_connections=idle, keepalive_expiry=None, network_backend=network
         )
@@ -284,10 +284,8 @@ def _inside(holder: list[Any] | dict[str, Any]) -> Iterable[Any]:
 
 
 def _excerpt(content: bytes) -> str:
-    """The beginning of an answer on one line, without the key, which some servers repeat."""
+    """The beginning of an answer on one line; `_send` has struck the key out, which some servers repeat."""
     text = content[: 4 * EXCERPT].decode(errors="replace")
-    if key := _key():
-        text = text.replace(key, "***")
     return repr(" ".join(text.split())[:EXCERPT])
 
 
@@ -400,7 +398,7 @@ def _vllm(server: Server) -> dict[str, Any]:
     return {
         "version": str(answer.get("version"))[:40] if isinstance(answer, dict) else "unknown",
         "dtype": _dtype(config.get("dtype")),
-        "quantization": "+".join(str(p) for p in parts if p) or None,
+        "quantization": "+".join(str(p) for p in parts if p)[:80] or None,
         "mode": {"processed_logprobs": "processed", "raw_logprobs": "raw"}.get(str(mode)),
     }
 

@@ -169,7 +169,7 @@ def _decode(
                     if (begin, end) == (first, last):
                         tables = iter([(begin, source.read_row_group(i, names, use_threads=False))])
                     else:
-                        tables = _part(file, i, first, (begin, end), names, texts)
+                        tables = _part(file, i, (first, last), (begin, end), names, texts)
                     for at, table in tables:
                         _check_texts(table, limit)
                         try:
@@ -205,15 +205,15 @@ def _check_texts(table: pa.Table, limit: int) -> None:
 
 
 def _part(
-    file: str, group: int, first: int, rows: tuple[int, int], names: list[str] | None, texts: list[str]
+    file: str, group: int, whole: tuple[int, int], rows: tuple[int, int], names: list[str] | None, texts: list[str]
 ) -> Iterator[tuple[int, pa.Table]]:
-    """Some rows of a row group that begins at row `first`."""
+    """Some rows of a row group that has the rows `whole`."""
 
     def batches() -> Iterator[pa.RecordBatch]:
         with _source(file, texts) as source:
             yield from source.iter_batches(end - begin, [group], names, use_threads=False)
 
-    begin, end = rows
+    (first, last), (begin, end) = whole, rows
     about = (fingerprint(file), group, tuple(names or ()))
     at = begin
     if _resume.key != (*about, begin):
@@ -224,7 +224,9 @@ def _part(
         if low < high:
             yield at + low, pa.Table.from_batches([batch.slice(low, high - low)])
         at += len(batch)
-    if at == end:
+    if at == last:
+        _resume.rest = iter(())  # or what was read of this row group would stay while the next is decoded
+    elif at == end:
         _resume.key = (*about, end)
 
 
