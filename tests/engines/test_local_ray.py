@@ -55,9 +55,13 @@ def leave_at_once(number, _):
 
 
 def test_a_polite_kill_that_comes_while_ray_starts_ends_like_ctrl_c(interrupts):
-    with pytest.raises(KeyboardInterrupt), sigterm_kept():
-        signal.signal(signal.SIGTERM, leave_at_once)
-        os.kill(os.getpid(), signal.SIGTERM)
+    def start_and_be_killed():
+        with sigterm_kept():
+            signal.signal(signal.SIGTERM, leave_at_once)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        start_and_be_killed()
     assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
 
 
