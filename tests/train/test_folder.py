@@ -14,6 +14,7 @@ import pytest
 
 from offdrift.cli.train import _run_folder
 from offdrift.errors import CheckpointError, RecordError
+from offdrift.records.atomic import write_json
 from offdrift.train import context
 from offdrift.train.places import base_recipe, own_recipes, recipe_file
 from offdrift.train.run_folder import RunFolder, plain
@@ -157,6 +158,19 @@ def test_a_run_of_a_changed_recipe_is_passed_over_where_one_of_this_recipe_is_th
     with pytest.raises(CheckpointError, match=r"started with another recipe \(batches differ\)"):
         context.begin(small_recipe(batches=10), RunFolder(other), resume=True)
     assert _run_folder(three, None, resume=False) == Path("runs/small-5"), "a new run takes a folder of its own"
+
+
+def test_a_run_that_an_earlier_version_started_goes_on_though_settings_have_come(three):
+    folder = RunFolder(Path("runs/small-2"))
+    head = folder.head()
+    del head["recipe"]["lag"]["queue"], head["recipe"]["fusion"]  # as if they were of today
+    write_json(folder.path / "run.json", head)
+    assert context.begin(three, folder, resume=True)["recipe"] == head["recipe"]
+    head["recipe"]["batches"] += 1
+    head["recipe"]["lag"]["gone"] = 1  # a setting that this version does not have: what stands there is compared
+    write_json(folder.path / "run.json", head)
+    with pytest.raises(CheckpointError, match=r"another recipe \(batches, fusion, lag differ"):
+        context.begin(three, folder, resume=True)
 
 
 def test_the_recipes_of_the_package_are_there_by_name_from_any_folder(tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ from offdrift.train.parts import WarmStart
 from offdrift.train.perturb import decoder_layers
 from offdrift.train.problems import ProblemFile, read_problems
 from offdrift.train.quantized import norm_readers, put_weights_on_grid, scale_invariantly
-from offdrift.train.recipe import Quantized, Recipe, Replay
+from offdrift.train.recipe import Quantized, Recipe, Replay, changed_settings
 from offdrift.train.rewards import OwnReward
 from offdrift.train.run_folder import RunFolder
 from offdrift.train.sharded import make_accelerator
@@ -137,7 +137,7 @@ def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
             folder.create(head)
         return head
     head = folder.head()
-    if changed := changed_settings(recipe, head):
+    if changed := changed_settings(recipe, head["recipe"]):
         raise CheckpointError(
             f"the run at {folder.path} was started with another recipe ({', '.join(changed)} differ); resume with the "
             "same one, or start a new run without --resume"
@@ -150,12 +150,6 @@ def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
     return {**head, "seconds_before": head.get("seconds") or 0.0}
 
 
-def changed_settings(recipe: Recipe, head: Mapping[str, Any]) -> list[str]:
-    """Settings of `recipe` with which the run that has the head `head` was not started."""
-    settings = recipe.model_dump(mode="json", by_alias=True)
-    return sorted(k for k in settings if head["recipe"].get(k) != settings[k])
-
-
 def run_to_continue(recipe: Recipe, folders: Sequence[Path]) -> Path:
     """The run that `--resume` continues: of those that this recipe can continue, the one that has not finished.
 
@@ -165,7 +159,7 @@ def run_to_continue(recipe: Recipe, folders: Sequence[Path]) -> Path:
     Raises: `CheckpointError` if several have not finished, with how far each is and the option that names it.
     """
     heads = {path: RunFolder(path).head() for path in folders}
-    fitting = [path for path in folders if not changed_settings(recipe, heads[path])]
+    fitting = [path for path in folders if not changed_settings(recipe, heads[path]["recipe"])]
     last_first = sorted(fitting or folders, key=lambda path: str(heads[path].get("started")), reverse=True)
     unfinished = [
         path

@@ -8,6 +8,7 @@ file and what was expected.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -21,6 +22,7 @@ from offdrift.errors import MethodError, RecipeError
 from offdrift.methods import Method, method, override
 from offdrift.methods.describe import DEFAULT_ADVANTAGE, raised_by
 from offdrift.methods.method import Interpolated, RolloutAsOld
+from offdrift.records.atomic import plain
 from offdrift.schedules import Schedule, schedule
 from offdrift.schedules import override as with_rules
 from offdrift.texts import parse_toml, read_toml
@@ -561,6 +563,14 @@ def check_recipe(content: Mapping[str, Any], *, source: str) -> Recipe:
         return Recipe.model_validate(content)
     except ValidationError as e:
         raise RecipeError(f"{source}: {problems(e, Recipe, 'a recipe')}") from e
+
+
+def changed_settings(recipe: Recipe, stored: Mapping[str, Any]) -> list[str]:
+    """Settings that differ from a stored recipe's; one that the version which stored it did not have is its default."""
+    settings = plain(recipe.model_dump(mode="json", by_alias=True))
+    with suppress(ValueError):  # no recipe of this version: then as it stands
+        stored = plain(Recipe.model_validate(stored).model_dump(mode="json", by_alias=True))
+    return sorted(key for key in settings if stored.get(key) != settings[key])
 
 
 def problems(error: ValidationError, whole: type[Part], name: str) -> str:

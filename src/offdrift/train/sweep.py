@@ -33,14 +33,14 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from offdrift.certificate.certify import LOGGED
 from offdrift.errors import RecipeError, RecordError
-from offdrift.records.atomic import plain, remove_half_written, write_json
+from offdrift.records.atomic import remove_half_written, write_json
 from offdrift.show.json_access import mapping, rows
 from offdrift.show.numbers import duration
 from offdrift.stats import METRICS
 from offdrift.texts import read_json, read_toml
 from offdrift.train.parts import FolderName, Natural, Part, Positive
 from offdrift.train.places import base_recipe, found_beside, own_recipes
-from offdrift.train.recipe import Recipe, load_recipe, problems
+from offdrift.train.recipe import Recipe, changed_settings, load_recipe, problems
 from offdrift.train.run_folder import ArmFolder
 
 RESULTS = "sweep.json"
@@ -397,8 +397,7 @@ def _check_grid(grid: Grid, arms: Sequence[str]) -> None:
             )
     for cell in grid.cells:
         stored = mapping(stored_json(cell.folder / "run.json").get("recipe"))
-        wanted = cell.recipe.model_dump(mode="json", by_alias=True)
-        if stored and (changed := sorted(key for key in wanted if stored.get(key) != plain(wanted[key]))):
+        if stored and (changed := changed_settings(cell.recipe, stored)):
             raise RecipeError(
                 f"{cell.folder} is of another recipe ({', '.join(changed)} differ): delete it, choose another --out, "
                 "or restore the sweep file"
