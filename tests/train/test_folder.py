@@ -163,13 +163,13 @@ def test_a_run_of_a_changed_recipe_is_passed_over_where_one_of_this_recipe_is_th
 def test_a_run_that_an_earlier_version_started_goes_on_though_settings_have_come(three):
     folder = RunFolder(Path("runs/small-2"))
     head = folder.head()
-    del head["recipe"]["lag"]["queue"], head["recipe"]["fusion"]  # as if they were of today
+    del head["recipe"]["lag"]["queue"]  # as if it were of today
     write_json(folder.path / "run.json", head)
     assert context.begin(three, folder, resume=True)["recipe"] == head["recipe"]
     head["recipe"]["batches"] += 1
     head["recipe"]["lag"]["gone"] = 1  # a setting that this version does not have: what stands there is compared
     write_json(folder.path / "run.json", head)
-    with pytest.raises(CheckpointError, match=r"another recipe \(batches, fusion, lag differ"):
+    with pytest.raises(CheckpointError, match=r"another recipe \(batches, lag differ"):
         context.begin(three, folder, resume=True)
 
 
