@@ -51,13 +51,13 @@ def cluster(*resources: dict[str, float]) -> SimpleNamespace:
 def test_room_is_counted_node_by_node():
     ray = cluster({"CPU": 4.0, "GPU": 1.0}, {"CPU": 7.0}, {"CPU": 64.0})
     count = lambda **wanted: room(ray, wanted, what="a run of --cpus", way_out="lower them")  # noqa: E731
-    assert count(CPU=1) == 11
-    assert count(CPU=3) == 3  # one on the first, two on the second: what is left over of both is no node
-    assert count(CPU=1, GPU=1) == 1
+    assert count(CPU=1.0) == 11
+    assert count(CPU=3.0) == 3  # one on the first, two on the second: what is left over of both is no node
+    assert count(CPU=1.0, GPU=1.0) == 1
     assert count(CPU=0.0) == 2
     said = "no node of the Ray cluster has room for a run of --cpus: the most that one has is 7 CPU; lower them, or add"
     with pytest.raises(EngineError, match=said):
-        count(CPU=8)
+        count(CPU=8.0)
 
 
 def test_an_address_at_which_nothing_listens_is_named_at_once():

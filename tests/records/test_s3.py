@@ -1,10 +1,11 @@
 """An audit of an object store: a local S3 server on loopback, through fsspec and s3fs."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import s3fs
-from moto.server import ThreadedMotoServer
 
 from offdrift.audit.forecast import forecast
 from offdrift.audit.partial import Job
@@ -14,15 +15,34 @@ from offdrift.records.readers import detect, fingerprint, pieces
 from offdrift.records.recorder import write_log
 from tests.audit.logs import drawn
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of botocore and werkzeug
+pytestmark = pytest.mark.filterwarnings("ignore")  # of botocore
+
+# In a process of its own: vLLM on a CPU asks every object of every imported module whether it has attributes, and those
+# of Flask, on which the server is built, raise where nobody is served.
+SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server._server.server_port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def port():
+    """Where the server listens; it ends when nothing can be said to it any more."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        yield int(server.stdout.readline())
+        server.communicate()
 
 
 @pytest.fixture
-def bucket(tmp_path, monkeypatch):
+def bucket(port, tmp_path, monkeypatch):
     """A folder of a bucket with three files, and the same files on disk."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    port = server._server.server_port
     for name, value in {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "local", "AWS_SECRET_ACCESS_KEY": "local",
         "AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": "127.0.0.1",
@@ -35,8 +55,7 @@ def bucket(tmp_path, monkeypatch):
         file = write_log(drawn(seed=i), tmp_path / "log" / f"batch-{i}.parquet")
         fs.put(str(file), f"runs/a/batch-{i}.parquet")
     yield fs, tmp_path / "log"
-    fs.rm("runs", recursive=True)  # all servers of a process share what they store
-    server.stop()
+    fs.rm("runs", recursive=True)
     s3fs.S3FileSystem.clear_instance_cache()
 
 
