@@ -243,3 +243,14 @@ def test_blocks_of_every_thread_count_once_while_they_live():
     run = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(run, cwd=BENCHMARKS, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == pytest.approx([9, 15, 9, 15], abs=0.6)
+
+
+@pytest.mark.slow
+def test_the_diagnosis_of_a_trained_run_is_measured(tmp_path):
+    """Of `confusion`, the part that trains: a folder of a run that is looked for elsewhere is no number of anything."""
+    confusion = importlib.import_module("benchmarks.confusion")
+    case = next(c for c in confusion.planted_real.CASES if c.name == "float32")
+    row = confusion._trained(case, 0, 4, tmp_path)
+    assert (row["case"], row["planted"], row["seed"]) == ("float32", confusion.CLEAN, 0)
+    assert row["reported"] == confusion.CLEAN
+    assert confusion._trained(case, 0, 4, tmp_path)["rules"] == row["rules"], "judged again, not trained again"

@@ -88,7 +88,7 @@ def room(ray: Any, wanted: Mapping[str, float], *, what: str, way_out: str) -> i
     """How many of something fit into a cluster that is empty.
 
     Args:
-        wanted: what one takes of a node, by Ray's name of the resource, as {"CPU": 4}.
+        wanted: what one takes of a node, by Ray's name of the resource, as {"CPU": 4.0}.
         what: that one with its settings, in words, and what can be done: for the message.
 
     Raises: `EngineError` if no node has room for one, with the most that one has of each resource.
