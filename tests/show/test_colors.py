@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from offdrift.show.charts import SYMBOLS
+from offdrift.show.charts import NUM_COLORS, SYMBOLS, symbol_of
 from offdrift.show.numbers import KL_EDGES
 
 CSS = "\n".join((files("offdrift.show") / "assets" / file).read_text("utf-8") for file in ("page.css", "views.css"))
@@ -131,3 +131,8 @@ def test_less_likely_and_more_likely_tokens_are_told_apart(theme: dict[str, str]
         steps = [lab(theme[f"{sign}{i}"], blind)[0] for i in range(1, 6)]
         away = 1 if steps[-1] > steps[0] else -1
         assert all(away * (b - a) > 3 for a, b in pairwise(steps)), steps
+
+
+def test_points_of_more_series_than_colors_are_told_apart_too() -> None:
+    looks = [(i % NUM_COLORS, symbol_of(i)) for i in range(NUM_COLORS**2)]
+    assert len(set(looks)) == len(looks)

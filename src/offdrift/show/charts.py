@@ -33,7 +33,7 @@ DASHES = ("solid", "dashdot", "dot", "dash")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "pentagon")
 """Markers by the number of a series, so that none is told by its color alone."""
 NUM_COLORS = len(SYMBOLS)
-"""Colors of `page.css` (`--arm-0` ...); beyond them they repeat with another dash."""
+"""Colors of `page.css` (`--arm-0` ...); beyond them they repeat with another dash and marker."""
 MAX_POINTS = 1200
 """Points of a series that are drawn at once, the lowest and the highest of 600 stretches: more than a screen tells
 apart. A longer column is stored packed."""
@@ -45,6 +45,16 @@ FEWEST_POINTS = 100
 PAIR_COLORS = {"mismatch": "arm-0", "full": "arm-1", "staleness": "arm-2"}
 PAIR_DASHES: dict[str, Literal["solid", "dash", "dot"]] = {"mismatch": "solid", "full": "dash", "staleness": "dot"}
 """How each pair of policies is drawn, the same in all charts."""
+
+
+def symbol_of(number: int) -> str:
+    """The marker of a series by its number; where its color comes again, another, so that points differ, too.
+
+    Example:
+        >>> symbol_of(0), symbol_of(8)
+        ('circle', 'square')
+    """
+    return SYMBOLS[(number + number // NUM_COLORS) % NUM_COLORS]
 
 
 @dataclass(frozen=True)
@@ -262,8 +272,9 @@ def styled(charts: Sequence[Chart]) -> list[Chart]:
             return series
         number = numbers[series.name]
         again = DASHES[min(number // NUM_COLORS, 2)] if series.dash == "solid" else series.dash
-        symbol = SYMBOLS[number % NUM_COLORS]
-        return replace(series, color=f"arm-{number % NUM_COLORS}", dash=again, symbol=symbol, group=series.name)
+        return replace(
+            series, color=f"arm-{number % NUM_COLORS}", dash=again, symbol=symbol_of(number), group=series.name
+        )
 
     return [
         replace(chart, id=chart.id or f"{i}", series=[look(s) for s in chart.series]) for i, chart in enumerate(charts)

@@ -14,7 +14,7 @@ from typing import Any
 
 from offdrift.records.atomic import write_json
 from offdrift.show.anchors import Anchors
-from offdrift.show.charts import NUM_COLORS, SYMBOLS, Chart, Series, chart_data, write_chart
+from offdrift.show.charts import NUM_COLORS, SYMBOLS, Chart, Series, chart_data, symbol_of, write_chart
 from offdrift.show.findings import WORDS, in_order
 from offdrift.show.html import PAGE_BYTES, render_document, write_document
 from offdrift.show.json_access import mapping, number
@@ -73,8 +73,8 @@ def render(run: Run, *, limit: float | int = PAGE_BYTES) -> str:
         "in_turns": any(s.context for _, samples in shown for s in samples),
         "kl_level": kl_level,
         "kl_labels": kl_labels(),
-        "glyph": lambda i: GLYPHS[SYMBOLS[i % len(SYMBOLS)]],
-        "num_colors": len(SYMBOLS),
+        "glyph": lambda i: GLYPHS[symbol_of(i)],
+        "num_colors": NUM_COLORS,
         "token_limit": cut,
         "grade_of": lambda arms: ", ".join(sorted({arm.label("grade") for arm in arms} - {""})),
     }
@@ -342,7 +342,7 @@ def _looks(arms: Sequence[Arm]) -> list[dict[str, Any]]:
         {
             "color": f"arm-{i % NUM_COLORS}",
             "dash": "solid" if i < NUM_COLORS else "dash",
-            "symbol": SYMBOLS[i % NUM_COLORS],
+            "symbol": symbol_of(i),
             "group": str(i),
         }
         for i in range(len(arms))
@@ -415,7 +415,7 @@ def render_sweep(grid: Grid, document: Mapping[str, Any], *, limit: float | int 
         "settings": document["settings"],
         "runs": document["runs"],
         "charts": charts,
-        "glyph": lambda i: GLYPHS[SYMBOLS[i % len(SYMBOLS)]],
+        "glyph": lambda i: GLYPHS[symbol_of(i)],
         "num_colors": NUM_COLORS,
         "signed": signed,
         "worded": lambda values: ", ".join(f"{key}={worded(value)}" for key, value in values.items()),
