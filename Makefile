@@ -3,8 +3,11 @@
 # make test         every test but the slow ones: what to run before a commit, six minutes on two cores
 # make test-all     that with shapes checked (of a function's first calls in every test and for every case), the slow ones,
 #                   test-narrow, test-foreign and test-build: what continuous integration runs
+# make test-core    the tests of src/offdrift alone; make test-lab those of src/offdrift_lab and the contracts it builds on
 # make test-narrow  the numerical rooms and the laws again, on the vectors of a processor without AVX-512
 # make test-foreign the adapters and readers against other frameworks' own modules, from pinned wheels
+# make test-versions  the adapters against the older releases of TRL and verl that they say they know
+# make currency     signatures and table of the frameworks, against their newest releases
 # make test-build   wheel and sdist are built, alike, and whole; nothing is installed
 # make train-vllm   the same with real vLLM drawing the tokens of a tiny mixture of experts
 # make train-smollm2  a real pretrained model learns sums: a quarter of an hour on two cores
@@ -33,7 +36,7 @@ QUICK_FILES := test_loss.py test_logprobs.py test_segments.py test_ratios.py tes
 NUMERICAL := $(addprefix tests/,laws divergence correction objectives stats records/test_store.py) \
 	$(addprefix --ignore=tests/,laws/test_unread.py laws/test_leaks.py divergence/test_benchmarks.py)
 
-.PHONY: train train-vllm train-smollm2 test-quick test test-all test-narrow test-foreign test-build dist-test matrix audit-deps install install-vllm install-smollm2 install-test install-docs install-foreign bench check docs census clean
+.PHONY: train train-vllm train-smollm2 test-quick test test-core test-lab test-all test-narrow test-foreign test-versions currency test-build dist-test matrix audit-deps install install-vllm install-smollm2 install-test install-docs install-foreign bench check docs census clean
 
 train: install
 	$(BIN)/offdrift train recipes/backwards.toml
@@ -54,11 +57,19 @@ test-quick: install-test
 	$(PYTEST) $(UNCHECKED) -m "not slow and not vllm" $(QUICK)
 
 test: install-test
-	$(PYTEST) $(UNCHECKED) -m "not slow" tests src
+	$(PYTEST) $(UNCHECKED) -m "not slow" tests tests_lab src
 
 test-all: install-test
-	$(PYTEST) tests src
+	$(PYTEST) tests tests_lab src
 	$(MAKE) --jobs 2 --output-sync test-narrow test-foreign test-build
+
+CONTRACT := $(addprefix tests/,house/test_layers.py engines/test_transformers.py laws/test_pieces.py laws/test_denominators.py test_loss.py records/test_store.py)
+
+test-core: install-test
+	$(PYTEST) $(UNCHECKED) -m "not slow" tests src/offdrift
+
+test-lab: install-test
+	$(PYTEST) $(UNCHECKED) -m "not slow" $(CONTRACT) tests_lab src/offdrift_lab
 
 # The numbers again on the vectors of a processor without AVX-512, which sums in another order. torch with
 # the kernels that it compiles, oneDNN, and numpy (in which Triton's interpreter computes) each have their
@@ -72,6 +83,23 @@ test-narrow: install-test
 test-foreign: install-test install-foreign
 	$(TEST_ENV) OFFDRIFT_FOREIGN=required PYTHONPATH=$(abspath $(VENV))/foreign $(BIN)/python -m pytest \
 		tests/foreign tests/adapters/test_areal.py
+
+# Each release in a folder of its own, without dependencies, before the environment's on the path.
+VERSIONS := trl-1.8.0 trl-1.10.0 trl-1.14.2 verl-0.8.0
+VERSION_TESTS_trl := tests/adapters/test_trl_versions.py
+VERSION_TESTS_verl := tests/adapters/test_verl_losses.py tests/adapters/test_verl_driver.py \
+	tests/adapters/test_verl_plugin.py::test_by_module
+test-versions: install-test $(addprefix test-version-,$(VERSIONS))
+
+test-version-%: install-test
+	rm -rf $(VENV)/versions/$*
+	$(PIP) --no-deps --target $(VENV)/versions/$* $(subst -,==,$*)
+	$(TEST_ENV) PYTHONPATH=$(abspath $(VENV))/versions/$* $(BIN)/python -m pytest $(UNCHECKED) \
+		$(VERSION_TESTS_$(firstword $(subst -, ,$*)))
+
+currency: install
+	$(BIN)/python packaging/currency.py --write
+	$(BIN)/python -m pytest $(UNCHECKED) tests/adapters/test_signatures.py tests/house/test_currency.py tests/judge/test_snippets.py
 
 # hatchling comes with the environment, so that nothing is fetched; dist-test builds as pip does.
 test-build: install-test
@@ -161,8 +189,8 @@ $(VENV)/.dev: $(VENV)/.test
 
 check: install-test
 	$(PIP) --editable '.[lint]'
-	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests tests_lab benchmarks examples conftest.py
+	$(BIN)/ruff check src tests tests_lab benchmarks examples conftest.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: install-docs

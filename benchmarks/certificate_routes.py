@@ -29,8 +29,8 @@ import torch
 from offdrift.certificate import TrustRegion, all_bounds, betting, tightest
 from offdrift.certificate.certify import certify
 from offdrift.certificate.confidence import Estimate
-from offdrift.lab.coverage import World
-from offdrift.lab.policy import divergences, perturbed, random_policies, token_kl
+from offdrift_lab.exact.coverage import World
+from offdrift_lab.exact.policy import divergences, perturbed, random_policies, token_kl
 
 RESULTS = Path(__file__).parent / "results" / "certificate_routes.json"
 ALPHA, PROMPTS = 0.05, 30

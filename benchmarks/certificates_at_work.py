@@ -40,12 +40,12 @@ from offdrift.logprobs import LogProbs
 from offdrift.records.atomic import write_atomically
 from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import Rollouts
-from offdrift.train.arm import start_arm
-from offdrift.train.context import RunContext, begin, set_up
-from offdrift.train.loop import train_batches
-from offdrift.train.recipe import check_recipe
-from offdrift.train.run_folder import RunFolder
-from offdrift.train.source import rollout
+from offdrift_lab.train.data.source import rollout
+from offdrift_lab.train.loop.arm import start_arm
+from offdrift_lab.train.loop.context import RunContext, begin, set_up
+from offdrift_lab.train.loop.loop import train_batches
+from offdrift_lab.train.loop.run_folder import RunFolder
+from offdrift_lab.train.settings.recipe import check_recipe
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "certificates_at_work.json"

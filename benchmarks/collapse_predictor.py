@@ -26,8 +26,8 @@ from benchmarks.measure import in_processes, machine
 from benchmarks.out_of_sample import unchecked
 from tests.judge import planted_real as planted
 
-from offdrift.judge.predictor import LoggedRun, compare_predictors, smoothed_collapse
-from offdrift.train.run_folder import ArmFolder
+from offdrift_lab.evidence.predictor import LoggedRun, compare_predictors, smoothed_collapse
+from offdrift_lab.train.loop.run_folder import ArmFolder
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "collapse_predictor.json"

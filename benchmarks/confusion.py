@@ -34,8 +34,8 @@ from tests.judge.reported import CAUSES, CLEAN, Reported, audited, logged
 
 from offdrift.errors import SyncError
 from offdrift.judge import Context
-from offdrift.train.arm import LiveDiagnosis
-from offdrift.train.run_folder import ArmFolder
+from offdrift_lab.train.loop.arm import LiveDiagnosis
+from offdrift_lab.train.loop.run_folder import ArmFolder
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "confusion.json"
@@ -145,7 +145,8 @@ def _trained(case: planted_real.Case, seed: int, batches: int, runs: Path, start
         planted_real.run(case, folder, seed=seed, batches=batches, start_seed=start_seed)
     context = planted_real.context_of(case)
     said = audited(logged(arm.path / "log"), context)
-    live = list(dict.fromkeys(f["cause"] for f in LiveDiagnosis.of(arm, context).summary()))
+    seen = LiveDiagnosis.of(arm.rows("metrics"), arm.rows("eval"), context).summary()
+    live = list(dict.fromkeys(f["cause"] for f in seen))
     return _row(case.name, case.cause, seed, said, live, start)
 
 

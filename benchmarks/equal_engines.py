@@ -25,13 +25,16 @@ from offdrift.engines import make_engine
 from offdrift.engines.hf_fixed_order import batch_invariant, tensor_parallel
 from offdrift.engines.score import score
 from offdrift.methods import method
+from offdrift.methods.schedules import LossScale
+from offdrift.models import load_model
 from offdrift.records.provenance import Sampling
-from offdrift.train.batch import Batch
-from offdrift.train.models import load_model, prompt_ids
-from offdrift.train.old_policy import score_batch
-from offdrift.train.step import train_step
-from offdrift.train.tasks import find_task
-from offdrift.train.warmstart import warm_start
+from offdrift_lab.train.data.prompts import prompt_ids
+from offdrift_lab.train.data.tasks import find_task
+from offdrift_lab.train.data.warmstart import warm_start
+from offdrift_lab.train.features.loss_scale import LossScaling
+from offdrift_lab.train.loop.batch import Batch
+from offdrift_lab.train.loop.old_policy import score_batch
+from offdrift_lab.train.loop.step import Learner, train_step
 
 HALVES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = (1, 2, 4, 8)
@@ -90,12 +93,19 @@ def main() -> None:
                 row = {"model": name, "dtype": dtype, "kernels": kernels, "tokens": len(rollouts.tokens)}
                 rows.append(row | compared(trainer, rollouts, half))
                 print(json.dumps(rows[-1]), flush=True)
-                learner = copy.deepcopy(trainer)
-                options = {"token_budget": 16384, "max_grad_norm": 1.0, "half": half, "loss_scale": 256.0}
-                optimizer = torch.optim.AdamW(learner.parameters(), lr=0.0)
-                step = (Accelerator(cpu=True), learner, optimizer, Batch(rollouts, torch.randn(len(rollouts.tokens))))
+                copied, scaling = copy.deepcopy(trainer), LossScaling()
+                scaling.scale = LossScale(value=256.0)
+                learner = Learner(
+                    accelerator=Accelerator(cpu=True),
+                    model=copied,
+                    optimizer=torch.optim.AdamW(copied.parameters(), lr=0.0),
+                    method=method("none"),
+                    features=[scaling],
+                    half=half,
+                )
+                batch = Batch(rollouts=rollouts, advantages=torch.randn(len(rollouts.tokens)))
                 arms[f"draw, {kernels}"] = partial(engine.generate, prompts, sampling, seed=1)
-                arms[f"update, {kernels}"] = partial(train_step, *step, method("none"), **options)
+                arms[f"update, {kernels}"] = partial(train_step, learner, batch)
             taken = cpu_seconds(arms, repeats=args.repeats)
             ratios = {f"{what} ratio": taken[f"{what}, fixed"] / taken[f"{what}, own"] for what in ("draw", "update")}
             seconds[f"{name} {dtype}"] = taken | ratios

@@ -4,7 +4,7 @@
     offdrift sweep recipes/factorial-fp8.toml
     python benchmarks/factorial.py [--runs runs] [--json PATH]
 
-Of every stack (model, precision, grid) the three numbers that the budget limits (`offdrift.judge.budget`), at the
+Of every stack (model, precision, grid) the three numbers that the budget limits (`offdrift_lab.evidence.budget`), at the
 weights that the runs without correction start from and end with: 256 answers that the stack draws, scored in float32.
 A stack is within the budget if all are. Beside them the smallest share of sequences that TRM-Max kept. Then the held-out reward of each correction less that of no correction, by
 model, precision, grid and seed: means with Student intervals of 95 %, taking every such difference for an independent
@@ -26,14 +26,14 @@ from offdrift.engines import make_engine
 from offdrift.engines.routing import flip_rate, routers, routes_of
 from offdrift.engines.score import divergences, score
 from offdrift.judge import num_experts
-from offdrift.judge.budget import LARGEST_GAIN, Mismatch, over_budget
+from offdrift.models import load_model
 from offdrift.records.provenance import Sampling
 from offdrift.stats import over_seeds
-from offdrift.train.models import load_model
-from offdrift.train.source import rollout
-from offdrift.train.sweep import Cell, load_sweep
-from offdrift.train.sweep_results import number_of
-from offdrift.train.tasks import find_task
+from offdrift_lab.evidence.budget import Mismatch, largest_gain, over_budget
+from offdrift_lab.train.data.source import rollout
+from offdrift_lab.train.data.tasks import find_task
+from offdrift_lab.train.sweep.sweep import Cell, load_sweep
+from offdrift_lab.train.sweep.sweep_results import number_of
 
 HERE = Path(__file__).parent
 RECIPES, RESULTS = HERE.parent / "recipes", HERE / "results" / "factorial.json"
@@ -88,9 +88,9 @@ def verdict(gain: dict) -> str:
     """Of the conjecture, from the gain within the budget."""
     if gain["low"] is None:
         return "untested: too few pairs within the budget for an interval"
-    if gain["low"] >= LARGEST_GAIN:
+    if gain["low"] >= largest_gain():
         return "falsified"
-    return "holds" if gain["high"] < LARGEST_GAIN else "undecided"
+    return "holds" if gain["high"] < largest_gain() else "undecided"
 
 
 Stack = tuple[str, str, str]

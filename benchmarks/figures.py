@@ -26,10 +26,10 @@ from offdrift.logprobs import LogProbs
 from offdrift.records.readers import detect, pieces, read
 from offdrift.segments import Segments
 from offdrift.stats import compare_all, over_seeds
-from offdrift.train.loop import train
-from offdrift.train.recipe import load_recipe
-from offdrift.train.sweep import Grid, dotted, load_sweep
-from offdrift.train.sweep_results import curve
+from offdrift_lab.train.loop.loop import train
+from offdrift_lab.train.settings.recipe import load_recipe
+from offdrift_lab.train.sweep.sweep import Grid, dotted, load_sweep
+from offdrift_lab.train.sweep.sweep_results import curve
 
 KINDS = ("dtype", "lag", "moe", "long-lag", "long-moe")
 ACCEPTANCE = 0.9

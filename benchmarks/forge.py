@@ -14,11 +14,11 @@ from pathlib import Path
 
 IMPORTED = (
     "offdrift.audit.stream",
-    "offdrift.cli.train",
+    "offdrift_lab.cli.train",
     "offdrift.engines.hf",
-    "offdrift.train.loop",
-    "offdrift.train.page",
-    "offdrift.train.sweep_results",
+    "offdrift_lab.train.loop.loop",
+    "offdrift_lab.train.report.page",
+    "offdrift_lab.train.sweep.sweep_results",
     "reasoning_gym",
 )
 

@@ -37,18 +37,18 @@ from torch import Tensor, nn
 from offdrift.batch_info import BatchInfo
 from offdrift.engines import make_engine
 from offdrift.engines.score import divergences, score
-from offdrift.lab.frontier import family
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import method
+from offdrift.models import load_model
 from offdrift.records.atomic import write_atomically
 from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import Rollouts
 from offdrift.segments import Segments
 from offdrift.stats import Mean, compare_all
-from offdrift.train.models import load_model
-from offdrift.train.source import rollout
-from offdrift.train.tasks import find_task
+from offdrift_lab.exact.frontier import family
+from offdrift_lab.train.data.source import rollout
+from offdrift_lab.train.data.tasks import find_task
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "frontier_neural.json"

@@ -18,12 +18,12 @@ import pyarrow.parquet as pq
 import torch
 from measure import machine
 
-from offdrift.train.loop import train
-from offdrift.train.models import load_model, save_for_engine
-from offdrift.train.recipe import load_recipe
-from offdrift.train.run_folder import ArmFolder
-from offdrift.train.tasks import find_task
-from offdrift.train.warmstart import warm_start
+from offdrift.models import load_model, save_for_engine
+from offdrift_lab.train.data.tasks import find_task
+from offdrift_lab.train.data.warmstart import warm_start
+from offdrift_lab.train.loop.loop import train
+from offdrift_lab.train.loop.run_folder import ArmFolder
+from offdrift_lab.train.settings.recipe import load_recipe
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "fusion.toml"
 

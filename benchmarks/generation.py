@@ -24,10 +24,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from offdrift.engines import make_engine
 from offdrift.engines.hf_decode import left_padded
 from offdrift.engines.score import chunks, score
+from offdrift.models import load_model
 from offdrift.records.provenance import Sampling
-from offdrift.train.models import load_model, prompt_ids
-from offdrift.train.tasks import find_task
-from offdrift.train.warmstart import warm_start
+from offdrift_lab.train.data.prompts import prompt_ids
+from offdrift_lab.train.data.tasks import find_task
+from offdrift_lab.train.data.warmstart import warm_start
 
 
 def main(argv: list[str] | None = None) -> dict[str, object]:

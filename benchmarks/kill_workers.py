@@ -32,16 +32,16 @@ from measure import machine
 from safetensors.torch import load_file, save_file
 
 from offdrift.engines.hf import TransformersEngine
+from offdrift.models import load_model
 from offdrift.records import store
-from offdrift.schedules import Key, schedule
-from offdrift.train import tasks
-from offdrift.train.loop import train
-from offdrift.train.models import load_model
-from offdrift.train.pipeline import source as pipeline_source
-from offdrift.train.pipeline.driver import Driver
-from offdrift.train.problems import Problem
-from offdrift.train.recipe import Recipe, check_recipe
-from offdrift.train.source import batch_seed
+from offdrift_lab.schedules import Key, schedule
+from offdrift_lab.train.data import tasks
+from offdrift_lab.train.data.problems import Problem
+from offdrift_lab.train.data.source import batch_seed
+from offdrift_lab.train.loop.loop import train
+from offdrift_lab.train.pipeline import source as pipeline_source
+from offdrift_lab.train.pipeline.driver import Driver
+from offdrift_lab.train.settings.recipe import Recipe, check_recipe
 
 SCHEDULES = ("areal", "dora", "verl_partial", "one_step_off", "verl_stale")
 PROMPTS, SAMPLES, MODEL = 4, 4, "tiny-qwen3"
@@ -89,11 +89,11 @@ class Journal(Driver):
     folder: Path
     """Of the run."""
 
-    def start(self, weights: Any, snapshot: Any = None) -> dict[str, float]:
+    def start(self, weights: Any) -> dict[str, float]:
         number = len(list(self.folder.glob("journal-*.jsonl")))
         self._file = (self.folder / f"journal-{number:03d}.jsonl").open("a")
-        self._write(begin=0 if snapshot is None else snapshot.scheduler["version"])
-        return super().start(weights, snapshot)
+        self._write(begin=self.scheduler.version)
+        return super().start(weights)
 
     def _write(self, **line: Any) -> None:
         self._file.write(json.dumps(line) + "\n")

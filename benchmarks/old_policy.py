@@ -21,12 +21,13 @@ from measure import interleaved_medians, machine
 
 from offdrift.engines import make_engine
 from offdrift.methods import method
+from offdrift.models import load_model
 from offdrift.records.provenance import Sampling
-from offdrift.train.batch import Batch
-from offdrift.train.models import load_model
-from offdrift.train.old_policy import Averaged, BatchStart, SecondModel, Snapshots
-from offdrift.train.sharded import local_weights
-from offdrift.train.step import train_step
+from offdrift_lab.train.loop.batch import Batch
+from offdrift_lab.train.loop.old_policy import Averaged, BatchStart, SecondModel, Snapshots
+from offdrift_lab.train.loop.sharded import local_weights
+from offdrift_lab.train.loop.step import Learner, train_step
+from offdrift_lab.train.settings.optim import OptimSettings
 
 
 def main(argv: list[str] | None = None) -> dict[str, object]:
@@ -64,14 +65,21 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
 
         trained = copy.deepcopy(model)
         optimizer = torch.optim.AdamW(trained.parameters(), lr=0.0)
-        batch = Batch(rollouts, torch.randn(len(rollouts.tokens), generator=g))
+        batch = Batch(rollouts=rollouts, advantages=torch.randn(len(rollouts.tokens), generator=g))
+        learner = Learner(
+            accelerator=accelerator,
+            model=trained,
+            optimizer=optimizer,
+            method=method("none"),
+            optim=OptimSettings(max_grad_norm=1.0, **budget),
+        )
 
         def keep(keeper: Snapshots) -> None:
             keeper.retain(set(), model, 1)
             keeper.retain({0}, model, 0)
 
         arms = {
-            "one update": lambda: train_step(accelerator, trained, optimizer, batch, method("none"), max_grad_norm=1.0, **budget),
+            "one update": lambda: train_step(learner, batch),
             "score: batch_start": lambda: start.score(model, rollouts, 0, **budget),
             "score: second_model": lambda: second.score(model, rollouts, 1, **budget),
             "score: sampling, memory": lambda: memory.score(model, rollouts, 1, **budget),

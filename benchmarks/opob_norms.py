@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from measure import machine
 
-from offdrift.train.loop import train
-from offdrift.train.recipe import load_recipe
+from offdrift_lab.train.loop.loop import train
+from offdrift_lab.train.settings.recipe import load_recipe
 
 RECIPE = Path(__file__).parents[1] / "recipes/tiny.toml"
 METRICS = ("opob/norm_rank_corr", "opob/baseline_shift", "reward/mean", "response/length_mean")

@@ -46,8 +46,8 @@ from offdrift.errors import OffdriftError
 from offdrift.judge import Context, load_rules
 from offdrift.judge.apply import apply_fix
 from offdrift.records.atomic import plain, write_json
-from offdrift.train.recipe import Recipe, check_recipe
-from offdrift.train.run_folder import ArmFolder
+from offdrift_lab.train.loop.run_folder import ArmFolder
+from offdrift_lab.train.settings.recipe import Recipe, check_recipe
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "out_of_sample.json"
@@ -298,8 +298,8 @@ def unchecked() -> Iterator[None]:
         engine.load_weights(model.named_parameters(), version=engine.version)
 
     with (
-        patch("offdrift.train.arm.check_sync", lambda *args, **options: None),
-        patch("offdrift.train.context.verify_sync", loaded),
+        patch("offdrift_lab.train.loop.arm.check_sync", lambda *args, **options: None),
+        patch("offdrift_lab.train.loop.context.verify_sync", loaded),
         patch("tests.judge.planted_real.verify_sync", loaded),
     ):
         yield
@@ -321,7 +321,7 @@ def one_vllm_engine() -> Iterator[None]:
         return _ENGINES[key]
 
     with ExitStack() as stack:
-        for place in ("offdrift.train.context.make_engine", "tests.judge.planted_real.make_engine"):
+        for place in ("offdrift_lab.train.loop.context.make_engine", "tests.judge.planted_real.make_engine"):
             stack.enter_context(patch(place, shared))
         yield
 

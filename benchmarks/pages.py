@@ -27,12 +27,12 @@ from typing import Any
 from tests.show.browser import Browser, browser
 from tests.show.synthetic import write_run
 from tests.show.synthetic_audit import audit, check, planned
-from tests.train.sweeps import BASE, fill, sweep_of
+from tests_lab.train.sweeps import BASE, fill, sweep_of
 
 from offdrift.audit.page import write_audit_page
 from offdrift.check.page import write_check_page
-from offdrift.plan.page import write_plan_page
-from offdrift.train.page import write_report, write_sweep
+from offdrift_lab.plan.page import write_plan_page
+from offdrift_lab.train.report.page import write_report, write_sweep
 
 RESULTS = Path(__file__).parent / "results" / "pages.json"
 STORED_POINTS = 2000

@@ -21,9 +21,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from measure import machine
 
-from offdrift.train.loop import train
-from offdrift.train.recipe import load_recipe
-from offdrift.train.run_folder import ArmFolder
+from offdrift_lab.train.loop.loop import train
+from offdrift_lab.train.loop.run_folder import ArmFolder
+from offdrift_lab.train.settings.recipe import load_recipe
 
 ARMS = ("alternate", "sync", "one_step_off", "verl_stale", "verl_partial", "areal")
 SKIPPED = 4

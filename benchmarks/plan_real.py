@@ -15,10 +15,10 @@ import argparse
 import json
 from pathlib import Path
 
-from offdrift.plan.measured import SKIPPED, gather, seconds_of
-from offdrift.plan.simulate import simulate
-from offdrift.schedules import SCHEDULES
 from offdrift.show.json_access import read_lines
+from offdrift_lab.plan.measured import SKIPPED, gather, seconds_of
+from offdrift_lab.plan.simulate import simulate
+from offdrift_lab.schedules import SCHEDULES
 
 BAR = 0.15
 """Largest error of the seconds per update."""

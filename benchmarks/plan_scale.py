@@ -15,9 +15,9 @@ from pathlib import Path
 
 from measure import machine
 
-from offdrift.plan.phases import Phases
-from offdrift.plan.simulate import Simulation
-from offdrift.schedules import SCHEDULES
+from offdrift_lab.plan.phases import Phases
+from offdrift_lab.plan.simulate import Simulation
+from offdrift_lab.schedules import SCHEDULES
 
 SAMPLES = 8
 UPDATES = 10

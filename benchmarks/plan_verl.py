@@ -17,9 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from offdrift.plan.phases import Phases, read_phases
-from offdrift.plan.simulate import simulate
-from offdrift.schedules import SCHEDULES, Schedule, override
+from offdrift_lab.plan.phases import Phases, read_phases
+from offdrift_lab.plan.simulate import simulate
+from offdrift_lab.schedules import SCHEDULES, Schedule, override
 
 FILE = Path(__file__).parents[1] / "examples" / "verl.toml"
 STEP = 512

@@ -26,15 +26,16 @@ from offdrift.engines.grids import GRIDS, instruction_set, on_grid
 from offdrift.engines.score import score
 from offdrift.errors import EngineError
 from offdrift.methods import method
+from offdrift.models import load_model, save_for_engine
 from offdrift.records.provenance import Sampling
-from offdrift.train.batch import Batch
-from offdrift.train.loop import train
-from offdrift.train.models import load_model, prompt_ids, save_for_engine
-from offdrift.train.recipe import check_recipe
-from offdrift.train.run_folder import RunFolder
-from offdrift.train.step import train_step
-from offdrift.train.tasks import find_task
-from offdrift.train.warmstart import warm_start
+from offdrift_lab.train.data.prompts import prompt_ids
+from offdrift_lab.train.data.tasks import find_task
+from offdrift_lab.train.data.warmstart import warm_start
+from offdrift_lab.train.loop.batch import Batch
+from offdrift_lab.train.loop.loop import train
+from offdrift_lab.train.loop.run_folder import RunFolder
+from offdrift_lab.train.loop.step import Learner, train_step
+from offdrift_lab.train.settings.recipe import check_recipe
 
 ON = {"forward": True}
 GROUPS = {
@@ -162,7 +163,7 @@ def costs(model, tokenizer) -> dict[str, float]:
     prompts = [prompt_ids(p, tokenizer) for p in asked for _ in range(8)]
     sampling = Sampling(max_tokens=14, stop_token_ids=(1,))
     rollouts = make_engine("transformers", model, quantization="w8a8").generate(prompts, sampling, seed=1)
-    batch = Batch(rollouts, torch.randn(len(rollouts.tokens)), old_is_current=True)
+    batch = Batch(rollouts=rollouts, advantages=torch.randn(len(rollouts.tokens)), old_is_current=True)
     updates = {"bf16": ("ppo_clip", None), "FlashRL": ("flashrl", None), "fp8_rl": ("fp8_rl", None)}
     updates |= {f"on the grid, {name}": ("ppo_clip", name) for name in GRIDS}
     accelerator, seconds = Accelerator(cpu=True), {name: [] for name in updates}
@@ -170,9 +171,10 @@ def costs(model, tokenizer) -> dict[str, float]:
         for name, (row, grid) in updates.items():
             trainer = copy.deepcopy(model)
             optimizer = torch.optim.AdamW(trainer.parameters(), lr=0.0)
+            learner = Learner(accelerator=accelerator, model=trainer, optimizer=optimizer, method=method(row))
             with on_grid(trainer, grid):
                 begin = time.process_time()
-                train_step(accelerator, trainer, optimizer, batch, method(row), token_budget=16384, max_grad_norm=1.0)
+                train_step(learner, batch)
                 seconds[name].append(time.process_time() - begin)
     return {name: sorted(values)[2] for name, values in seconds.items()}
 

@@ -17,9 +17,9 @@ import torch
 from offdrift.divergence.fused import exact_divergences
 from offdrift.engines import make_engine
 from offdrift.engines.score import chunks, score
-from offdrift.lab.length_bias import FOLDER, Stream, write_recording
+from offdrift.models import load_model
 from offdrift.records import FullVocab, Rollouts, Sampling
-from offdrift.train.models import load_model
+from offdrift_lab.exact.length_bias import FOLDER, Stream, write_recording
 
 TOPICS = (
     "the sea", "a lighthouse", "bread", "the invention of paper", "a long train journey", "winter",

@@ -23,13 +23,14 @@ from offdrift.engines import make_engine
 from offdrift.engines.routing import at_predictions, flip_rate, flips, routes_of
 from offdrift.judge import num_experts
 from offdrift.methods import method
+from offdrift.models import load_model, save_for_engine
 from offdrift.records.provenance import Sampling
-from offdrift.train.batch import Batch
-from offdrift.train.models import load_model, prompt_ids, save_for_engine
-from offdrift.train.old_policy import score_batch
-from offdrift.train.step import train_step
-from offdrift.train.tasks import find_task
-from offdrift.train.warmstart import warm_start
+from offdrift_lab.train.data.prompts import prompt_ids
+from offdrift_lab.train.data.tasks import find_task
+from offdrift_lab.train.data.warmstart import warm_start
+from offdrift_lab.train.loop.batch import Batch
+from offdrift_lab.train.loop.old_policy import score_batch
+from offdrift_lab.train.loop.step import Learner, train_step
 
 ENGINES = {
     "transformers float32": ("transformers", {"dtype": "float32"}),
@@ -89,12 +90,13 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
     drawing = {r: make_engine("transformers", trained, dtype="bfloat16", record_routes=r) for r in (False, True)}
     rollouts = drawing[True].generate(prompts, sampling, seed=1)
-    batch = Batch(rollouts, torch.randn(len(rollouts.tokens)))
+    batch = Batch(rollouts=rollouts, advantages=torch.randn(len(rollouts.tokens)))
     copied, accelerator = copy.deepcopy(trained), Accelerator(cpu=True)
     optimizer = torch.optim.AdamW(copied.parameters(), lr=0.0)
+    learner = Learner(accelerator=accelerator, model=copied, optimizer=optimizer, method=method("none"))
 
     def update(chosen: Batch) -> None:
-        train_step(accelerator, copied, optimizer, chosen, method("none"), token_budget=16384, max_grad_norm=1.0)
+        train_step(learner, chosen)
 
     seconds = interleaved_medians(
         {

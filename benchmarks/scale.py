@@ -38,7 +38,7 @@ import torch
 from measure import machine
 
 from audit import make_log, resident_peak_kib
-from offdrift.audit.partial import Job, Part, work
+from offdrift.audit.partial import AuditPartial, Job, work
 from offdrift.audit.stream import audit, in_processes, on_ray
 from offdrift.audit.tally import Tally, Timeline
 from offdrift.records.readers import detect, pieces
@@ -91,7 +91,7 @@ def reading(job: Job, plan: list[Any]) -> tuple[list[bytes], dict[str, float]]:
     }
 
 
-def apart(part: Part, shift: int) -> Part:
+def apart(part: AuditPartial, shift: int) -> AuditPartial:
     """A part as if its steps came `shift` later."""
     tally = part.tally
     assert tally is not None
@@ -106,10 +106,11 @@ def merging(parts: list[bytes]) -> list[dict[str, float]]:
     rows = []
     for count in (4, 16, 64, 256):
         stored = [
-            apart(Part.from_bytes(parts[i % len(parts)]), 1024 * (i // len(parts))).to_bytes() for i in range(count)
+            apart(AuditPartial.from_bytes(parts[i % len(parts)]), 1024 * (i // len(parts))).to_bytes()
+            for i in range(count)
         ]
         busy = time.process_time()
-        whole = reduce(Part.merge, map(Part.from_bytes, stored))
+        whole = reduce(AuditPartial.merge, map(AuditPartial.from_bytes, stored))
         busy = time.process_time() - busy
         assert whole.tally is not None
         points = len(whole.tally.timeline.points)

@@ -23,12 +23,13 @@ import torch
 from measure import interleaved_medians, machine
 
 from offdrift.engines.hf import TransformersEngine
+from offdrift.models import load_model
 from offdrift.records.provenance import Sampling
-from offdrift.train.loop import train
-from offdrift.train.models import load_model, prompt_ids
-from offdrift.train.recipe import load_recipe
-from offdrift.train.tasks import find_task
-from offdrift.train.warmstart import warm_start
+from offdrift_lab.train.data.prompts import prompt_ids
+from offdrift_lab.train.data.tasks import find_task
+from offdrift_lab.train.data.warmstart import warm_start
+from offdrift_lab.train.loop.loop import train
+from offdrift_lab.train.settings.recipe import load_recipe
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "speculative.toml"
 DRAFTERS = {

@@ -22,18 +22,18 @@ from unittest import mock
 import torch
 from measure import machine
 
-import offdrift.train.loop as loop
-import offdrift.train.record as record
-import offdrift.train.source as source
-import offdrift.train.step as step
+import offdrift_lab.train.data.source as source
+import offdrift_lab.train.loop.loop as loop
+import offdrift_lab.train.loop.record as record
+import offdrift_lab.train.loop.step as step
 from offdrift.advantages import advantages
 from offdrift.engines.score import chunks, score
 from offdrift.logprobs import LogProbs
-from offdrift.train.arm import start_arm
-from offdrift.train.context import set_up
-from offdrift.train.recipe import load_recipe
-from offdrift.train.run_folder import RunFolder
-from offdrift.train.source import batch_seed
+from offdrift_lab.train.data.source import batch_seed
+from offdrift_lab.train.loop.arm import start_arm
+from offdrift_lab.train.loop.context import set_up
+from offdrift_lab.train.loop.run_folder import RunFolder
+from offdrift_lab.train.settings.recipe import load_recipe
 
 PARTS = {
     "statistics": [(step.DriftStats, "of"), (step, "signature"), (step, "gradient_power"), (step.Tails, "add"),

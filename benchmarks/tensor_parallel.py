@@ -26,10 +26,11 @@ from measure import machine
 from offdrift.check.equality import repeated
 from offdrift.engines.score import score
 from offdrift.engines.server.engine import OpenAIEngine
+from offdrift.models import load_model, save_for_engine
 from offdrift.records.provenance import Sampling
-from offdrift.train.models import load_model, prompt_ids, save_for_engine
-from offdrift.train.tasks import find_task
-from offdrift.train.warmstart import warm_start
+from offdrift_lab.train.data.prompts import prompt_ids
+from offdrift_lab.train.data.tasks import find_task
+from offdrift_lab.train.data.warmstart import warm_start
 
 LAUNCH = """
 import runpy

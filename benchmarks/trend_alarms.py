@@ -22,7 +22,6 @@ from jaxtyping import Float
 from offdrift.judge import READINGS, Context, judge, load_rules
 from offdrift.judge.readings.history import TRENDS
 from offdrift.judge.readings.view import View, Window, read
-from offdrift.judge.watcher import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "trend_alarms.json"
@@ -117,7 +116,7 @@ def fired(run: list[dict[str, float]]) -> set[str]:
     for row in run:
         window.add(row, same_weights=None)
         reading = read(View(window, Context(), limits), READ)
-        if window.steps >= PATIENCE:
+        if window.steps >= limits["patience"]:
             found |= {f.rule for f in judge(reading, SOME)}
     return found
 

@@ -26,14 +26,21 @@ from offdrift.cli.exit_codes import ExitCode
 from offdrift.judge import load_rules
 from offdrift.methods import METHODS
 from offdrift.records.schema import ARGUMENTS, FIELDS
-from offdrift.schedules import SCHEDULES
 from offdrift.stats import METRICS
-from offdrift.train.recipe import Recipe
-from offdrift.train.sweep import Sweep
+from offdrift_lab.schedules import SCHEDULES
+from offdrift_lab.train.settings.recipe import Recipe
+from offdrift_lab.train.sweep.sweep import Sweep
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs" / "api.json"
-ROOMS = ("advantages", "certificate", "correction", "engines", "judge", "lab", "methods", "objectives", "records", "schedules", "stats")  # fmt: skip
+ROOMS = (
+    *(
+        f"offdrift.{room}"
+        for room in ["advantages", "certificate", "correction", "engines", "judge", "methods", "objectives", "records", "stats"]
+    ),
+    "offdrift_lab.exact",
+    "offdrift_lab.schedules",
+)  # fmt: skip
 """Packages whose own names are for users."""
 
 
@@ -42,7 +49,7 @@ def api() -> dict[str, list[str]]:
     rules = load_rules()
     kinds: dict[str, Any] = {
         "offdrift": [called(offdrift, name) for name in dir(offdrift) if is_public(offdrift, name)],
-        **{f"offdrift.{room}": exported(f"offdrift.{room}") for room in ROOMS},
+        **{room: exported(room) for room in ROOMS},
         "imported by path in the docs": imported_in_docs(),
         "commands": [
             f"{name} {option}" for name in COMMANDS for option in options(get_command(application(name)), name)
@@ -88,7 +95,7 @@ def imported_in_docs() -> list[str]:
     lines = [
         m
         for f in files
-        for m in re.findall(r"^\s*from (offdrift\.[\w.]+) import ([\w, ]+)$", f.read_text("utf-8"), re.M)
+        for m in re.findall(r"^\s*from (offdrift(?:_lab)?\.[\w.]+) import ([\w, ]+)$", f.read_text("utf-8"), re.M)
     ]
     return [f"{module}.{name.split()[0]}" for module, names in lines for name in names.split(",")]
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from offdrift.prove.lengths import MEASURED, Drift, length_rows
 from offdrift.show.numbers import short
+from offdrift_lab.exact.lengths import MEASURED, Drift, length_rows
 
 LEFT, RIGHT, ROW, TOP = 132, 462, 25, 52
 """Where the axis begins and ends, the height of a row, and of what stands above the first."""

@@ -49,8 +49,8 @@ API_PAGES = {
     "offdrift.judge": "The diagnosis: readings, rules, findings.",
     "offdrift.records": "What a log says about where its tokens are from.",
     "offdrift.engines": "Rollout engines behind one interface.",
-    "offdrift.schedules": "Schedules of asynchronous training as compositions of rules.",
-    "offdrift.lab": "Policies small enough to know everything about them.",
+    "offdrift_lab.schedules": "Schedules of asynchronous training as compositions of rules.",
+    "offdrift_lab.exact": "Policies small enough to know everything about them.",
     "imported by path in the docs": "Names that examples of this documentation import by their full path.",
 }
 """Packages of the list of public names, in the order of the navigation, and what each is for."""

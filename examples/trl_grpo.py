@@ -28,9 +28,9 @@ if __name__ == "__main__":
     from trl import GRPOConfig
 
     from offdrift.adapters.trl import OffdriftGRPOTrainer
-    from offdrift.train.models import load_model, save_for_engine
-    from offdrift.train.tasks import find_task
-    from offdrift.train.warmstart import warm_start
+    from offdrift.models import load_model, save_for_engine
+    from offdrift_lab.train.data.tasks import find_task
+    from offdrift_lab.train.data.warmstart import warm_start
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("offdrift.trl").setLevel(logging.INFO)
@@ -92,6 +92,7 @@ if __name__ == "__main__":
         method="decoupled_geo_rs_token_tis",
         settings={"gate.low": 0.98, "gate.high": 1.02},
         record=True,
+        metrics=["*/k3", "gate/acceptance_seq", "weight/*"],
     )
     trainer.train()
     print(f"{len(trainer.offdrift.findings)} findings; offdrift audit {options.out}/rollouts")

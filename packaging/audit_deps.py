@@ -77,7 +77,7 @@ def imported(source: Path) -> dict[str, str]:
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
-            for top in {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"offdrift"}:
+            for top in {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"offdrift", "offdrift_lab"}:
                 where.setdefault(top, str(file.relative_to(source)))
     return where
 
@@ -166,7 +166,7 @@ def offline() -> list[str]:
     """Everything that is wrong, without asking anyone."""
     table, packages = project(), closure({*declared(project(), RUNTIME)})
     return [
-        *imports(ROOT / "src/offdrift", table),
+        *imports(ROOT / "src", table),
         *justified((ROOT / "docs/dependencies.md").read_text("utf-8"), table),
         *pinned(packages, (ROOT / "constraints.txt").read_text("utf-8")),
         *licences(packages),

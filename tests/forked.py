@@ -3,7 +3,7 @@
 Most of what a test with `python -m offdrift train` costs is importing torch and transformers: five seconds of a core in
 every process, thirteen in two and their launcher. Here one process has imported them, once per session, and does nothing
 but fork. What is forked runs the module as `python -m` would, with its own environment, folder and output, and can be
-killed, interrupted and waited for. `tests/test_cli.py` starts whole interpreters, and `tests/train/test_sharded.py`
+killed, interrupted and waited for. `tests/test_cli.py` starts whole interpreters, and `tests_lab/train/loop/test_sharded.py`
 uses PyTorch's launcher.
 """
 

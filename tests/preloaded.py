@@ -4,8 +4,8 @@ from importlib import import_module
 
 for module in (
     "offdrift.cli",
-    "offdrift.train.loop",
-    "tests.train.conftest",
+    "offdrift_lab.train.loop.loop",
+    "tests_lab.train.conftest",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 ):

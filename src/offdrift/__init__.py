@@ -7,8 +7,12 @@
     result.loss.backward()
     od.summarize(result.stats)                                      # every metric, one transfer
 
-Everything here depends on torch and numpy alone. Engines, the trainer and the report are imported
-by path: `offdrift.engines`, `offdrift.train`, `offdrift.show`. `record` and `Recorder` need pyarrow.
+    od.audit("runs/tiny/arms/none").verdict                         # a log: what drifted, why, what to do
+    od.check("./checkpoint", quick=True).metrics["kl_mean"]         # two engines at the same weights
+
+All but four names depend on torch and numpy alone: `record`, `Recorder` and `audit` need `offdrift[audit]`, `check`
+needs `offdrift[train]`. Engines, the trainer and the report are imported by path: `offdrift.engines`,
+`offdrift_lab.train`, `offdrift.show`.
 
 A name is imported when it is first used, so that `import offdrift` and the help of the command line
 do not wait for torch.
@@ -20,10 +24,14 @@ import sys
 import types
 import typing
 
+from offdrift import moved
+
 if typing.TYPE_CHECKING:
+    from offdrift.adapters.log_to import log_to as log_to
     from offdrift.advantages import advantages as advantages
     from offdrift.aggregate import aggregate as aggregate
     from offdrift.aggregate import normalizer_of as normalizer_of
+    from offdrift.audit.entry import audit as audit
     from offdrift.batch_info import BatchInfo as BatchInfo
     from offdrift.batch_info import Observed as Observed
     from offdrift.certificate.batch import BatchEvidence as BatchEvidence
@@ -33,6 +41,7 @@ if typing.TYPE_CHECKING:
     from offdrift.certificate.certify import certify as certify
     from offdrift.certificate.guarantees import Certificate as Certificate
     from offdrift.certificate.regions import TrustRegion as TrustRegion
+    from offdrift.check.entry import check as check
     from offdrift.correction import Correction as Correction
     from offdrift.correction import Gate as Gate
     from offdrift.correction import Weight as Weight
@@ -51,6 +60,10 @@ if typing.TYPE_CHECKING:
     from offdrift.methods import Method as Method
     from offdrift.methods import method as method
     from offdrift.methods import override as override
+    from offdrift.methods.parts import advantage as advantage
+    from offdrift.methods.parts import objective as objective
+    from offdrift.methods.parts import statistic as statistic
+    from offdrift.methods.parts import weight as weight
     from offdrift.objectives import Clipped as Clipped
     from offdrift.objectives import ImportanceSampled as ImportanceSampled
     from offdrift.objectives import Reinforce as Reinforce
@@ -66,14 +79,17 @@ if typing.TYPE_CHECKING:
 
 # The same list for the running program: where each name is defined.
 _NAMES = {
+    "offdrift.adapters.log_to": "log_to",
     "offdrift.advantages": "advantages",
     "offdrift.aggregate": "aggregate normalizer_of",
+    "offdrift.audit.entry": "audit",
     "offdrift.batch_info": "BatchInfo Observed",
     "offdrift.certificate.batch": "BatchEvidence",
     "offdrift.certificate.bounds": "Bound all_bounds unified",
     "offdrift.certificate.certify": "certify",
     "offdrift.certificate.regions": "TrustRegion",
     "offdrift.certificate.guarantees": "Certificate",
+    "offdrift.check.entry": "check",
     "offdrift.correction": "Correction Gate Weight rejection",
     "offdrift.divergence.evidence": "Divergence Grade",
     "offdrift.divergence.fused": "exact_divergences",
@@ -84,6 +100,7 @@ _NAMES = {
     "offdrift.logprobs": "LogProbs",
     "offdrift.loss": "PolicyLoss policy_loss",
     "offdrift.methods": "METHODS Method method override",
+    "offdrift.methods.parts": "advantage objective statistic weight",
     "offdrift.objectives": "Clipped ImportanceSampled Reinforce",
     "offdrift.penalty": "KLPenalty",
     "offdrift.ratios": "log_ratio per_unit",
@@ -91,6 +108,8 @@ _NAMES = {
     "offdrift.segments": "Segments",
     "offdrift.stats": "METRICS DriftStats summarize",
 }
+_EXTRAS = {"pyarrow": "audit", "rich": "audit", "jinja2": "audit", "orjson": "audit", "transformers": "train"}
+"""The extra that brings what a name needs besides torch and numpy."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
@@ -103,11 +122,13 @@ def __getattr__(name: str) -> typing.Any:
         try:
             value = getattr(importlib.import_module(_HOME[name]), name)
         except ModuleNotFoundError as e:
-            if e.name != "pyarrow":
+            if e.name not in _EXTRAS:
                 raise
             raise ModuleNotFoundError(
-                f"offdrift.{name} writes Parquet: pip install 'offdrift[audit]'", name="pyarrow"
+                f"offdrift.{name} needs {e.name}: pip install 'offdrift[{_EXTRAS[e.name]}]'", name=e.name
             ) from e
+        for below, module in _below(name).items():
+            setattr(value, below, module)
         globals()[name] = value
         return value
     if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
@@ -115,17 +136,40 @@ def __getattr__(name: str) -> typing.Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class _Package(types.ModuleType):
-    """Keeps `offdrift.advantages` and `offdrift.aggregate` functions.
+def _below(name: str) -> dict[str, types.ModuleType]:
+    """The modules that were imported below a package, by name."""
+    first = f"{__name__}.{name}."
+    modules = {path.removeprefix(first): m for path, m in [*sys.modules.items()] if path.startswith(first)}
+    return {below: module for below, module in modules.items() if "." not in below}
 
-    Python sets a submodule as an attribute of its package when it is imported, which would hide the
-    function of the same name.
+
+class _Package(types.ModuleType):
+    """Keeps `offdrift.audit`, `offdrift.check`, `offdrift.advantages` and `offdrift.aggregate` functions.
+
+    Python sets a submodule as an attribute of its package when it is imported, which would hide the function of the
+    same name: the name stays the function's, and is looked up when it is first used.
     """
 
     def __setattr__(self, name: str, value: typing.Any) -> None:
-        if isinstance(value, types.ModuleType) and _HOME.get(name) == value.__name__:
-            value = getattr(value, name)
+        if isinstance(value, types.ModuleType) and name in _HOME and value.__name__ == f"{__name__}.{name}":
+            value.__class__ = _Room
+            return
         super().__setattr__(name, value)
 
 
+class _Room(types.ModuleType):
+    """A package that has a function of its name: the modules below it are attributes of the function, too.
+
+    So both mean what they say: `offdrift.audit("log.jsonl")`, and `import offdrift.audit.stream as stream`. A callable
+    package would do the same, but be no function for help, signatures and type checkers.
+    """
+
+    def __setattr__(self, name: str, value: typing.Any) -> None:
+        super().__setattr__(name, value)
+        function = vars(sys.modules[__name__]).get(self.__name__.rpartition(".")[2])
+        if isinstance(value, types.ModuleType) and function is not None:
+            setattr(function, name, value)
+
+
 sys.modules[__name__].__class__ = _Package
+moved.install()

@@ -60,7 +60,7 @@ def aggregate(
 
 
 def normalizer_of(segments: Segments, *, how: AggregateName, horizon: int | None = None) -> float:
-    """What this piece of a batch contributes to the denominator (tokens or sequences).
+    """Contribution of this piece of a batch to the denominator (tokens or sequences).
 
     Args:
         horizon: tokens per sequence to divide by, for "fixed".
@@ -77,23 +77,23 @@ def normalizer_of(segments: Segments, *, how: AggregateName, horizon: int | None
 
 
 def accepted_counts(segments: Segments, keep: Bool[Tensor, " n"]) -> dict[str, Tensor]:
-    """What a piece contributes to the counts that `accepted_scale` compares; they add up.
+    """Contribution of a piece to the counts that `accepted_scale` compares; they add up.
 
     Gradient: none.
     """
-    kept = segments.sum(keep.double())
+    accepted = segments.sum(keep.double())
     return {
         "tokens": segments.cu_seqlens[-1].double(),
         "sequences": segments.cu_seqlens.new_tensor(len(segments)).double(),
-        "kept_tokens": kept.sum(),
-        "kept_sequences": (kept > 0).double().sum(),
+        "kept_tokens": accepted.sum(),
+        "kept_sequences": (accepted > 0).double().sum(),
     }
 
 
 def accepted_scale(
     segments: Segments, keep: Bool[Tensor, " n"], counts: dict[str, Tensor], *, how: AggregateName, name: NormalizerName
 ) -> Float[Tensor, " n"] | Float[Tensor, ""]:
-    """What a token's loss is multiplied by, so that dividing by sampled counts divides by others.
+    """Factor of a token's loss that makes dividing by sampled counts divide by others.
 
     Args:
         counts: `accepted_counts`, summed over all pieces and ranks of the step.
@@ -115,5 +115,5 @@ def accepted_scale(
     scale = scale if name == "accepted" else scale.new_ones(())
     if how != "seq_mean_token_mean":
         return scale
-    kept = segments.sum(keep.double()).clamp(min=1)
-    return scale * segments.spread(segments.lengths / kept)
+    accepted = segments.sum(keep.double()).clamp(min=1)
+    return scale * segments.spread(segments.lengths / accepted)

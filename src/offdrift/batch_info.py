@@ -21,7 +21,7 @@ from offdrift.divergence.evidence import Divergence
 from offdrift.errors import EvidenceError
 from offdrift.logprobs import LogProbs
 
-Seen = dict[str, Tensor]
+StepSums = dict[str, Tensor]
 """What one part saw of one batch: scalars are summed over pieces, vectors joined end to end; a scalar
 under a name that begins with `log_` is the log of what is summed (see `numerics.log_sums`)."""
 
@@ -34,12 +34,12 @@ WAY_OUT = {
 
 @dataclass(frozen=True)
 class Observed:
-    """What the observing parts of a method saw of a step, mergeable over its pieces."""
+    """Observations of a step by the parts of a method, mergeable over its pieces."""
 
-    parts: Mapping[Hashable, Seen] = field(default_factory=dict)
+    parts: Mapping[Hashable, StepSums] = field(default_factory=dict)
 
     def merge(self, other: Observed) -> Observed:
-        """Both together: numbers add, logs of sums by `logaddexp`, vectors are joined."""
+        """Merge two observations: numbers add, logs of sums by `logaddexp`, vectors are joined."""
         return Observed(
             {
                 part: {name: _join(name, x, other.parts[part][name]) for name, x in statistics.items()}
@@ -48,12 +48,12 @@ class Observed:
         )
 
     def to(self, device: torch.device | str) -> Observed:
-        """The same on another device."""
+        """Return the observations on another device."""
         moved = {p: {k: x.to(device) for k, x in s.items()} for p, s in self.parts.items()}
         return Observed(moved)
 
     def cpu(self) -> Observed:
-        """The same on the CPU, to be sent to another process."""
+        """Return the observations on the CPU, to be sent to another process."""
         return self.to("cpu")
 
 
@@ -97,8 +97,8 @@ class BatchInfo:
             **{name: function(x) for name, x in per_token.items() if x is not None},
         )
 
-    def seen_by(self, part: Observer, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None) -> Seen:
-        """What an observing part saw of the step: merged if the caller did, else of this batch."""
+    def seen_by(self, part: Observer, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None) -> StepSums:
+        """Observations of the step by one part: merged if the caller did, else of this batch."""
         if isinstance(self.observed, Observed) and part in self.observed.parts:
             return self.observed.parts[part]
         return part.observe(logprobs, advantages, self)
@@ -108,7 +108,7 @@ class BatchInfo:
 class Observer(Hashable, Protocol):
     """A part that needs to see the whole step before it can act on any piece of it."""
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> StepSums:
         """Mergeable statistics of one piece. Gradient: none."""
         ...
 
@@ -117,20 +117,24 @@ NO_INFO = BatchInfo()
 
 
 @overload
-def of_scored(logprobs: LogProbs, advantages: Tensor, batch_info: BatchInfo) -> tuple[LogProbs, Tensor, BatchInfo]: ...
+def without_unscored(
+    logprobs: LogProbs, advantages: Tensor, batch_info: BatchInfo
+) -> tuple[LogProbs, Tensor, BatchInfo]: ...
 @overload
-def of_scored(logprobs: LogProbs, advantages: None, batch_info: BatchInfo) -> tuple[LogProbs, None, BatchInfo]: ...
-def of_scored(
+def without_unscored(
+    logprobs: LogProbs, advantages: None, batch_info: BatchInfo
+) -> tuple[LogProbs, None, BatchInfo]: ...
+def without_unscored(
     logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo
 ) -> tuple[LogProbs, Float[Tensor, " s"] | None, BatchInfo]:
-    """What a part is called with, without the tokens that the engine did not score.
+    """Drop tokens without a rollout log-prob from the inputs of a gate, weight or objective.
 
     Gradient: to `logprobs.logp`.
     """
     if logprobs.scored_rows is None:
         return logprobs, advantages, batch_info
-    scored = None if advantages is None else logprobs.at_scored(advantages)
-    return logprobs.scored, scored, batch_info.map(logprobs.at_scored)
+    scored = None if advantages is None else logprobs.select_scored(advantages)
+    return logprobs.scored, scored, batch_info.map(logprobs.select_scored)
 
 
 def _join(name: str, a: Tensor, b: Tensor) -> Tensor:

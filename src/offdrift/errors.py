@@ -41,7 +41,7 @@ class EngineError(OffdriftError, RuntimeError):
 
 
 class NotOfferedError(EngineError):
-    """What was asked needs something that this machine or these engines do not have."""
+    """The request needs something that this machine or these engines do not have."""
 
 
 class SyncError(EngineError):
@@ -103,3 +103,9 @@ def check_number(name: str, value: Any) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and (not number or math.isnan(value)):
         raise MethodError(f"{name}={value!r} must be a number")
+
+
+def check_count(name: str, count: Any) -> None:
+    """Raise `BadValueError` unless `count` is a whole number from 1."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise BadValueError(f"{name} = {count!r}; give a whole number from 1")

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from offdrift.errors import BadValueError, EvidenceError, ShapeError
-from offdrift.numerics import cached, check_tensor
+from offdrift.numerics import cached, check_tensor, concrete
 from offdrift.segments import Segments
 
 FLOORS = {"logp_rollout": -1e4, "logp_old": -2e4, "logp": -3e4, "logp_ref": -4e4}
@@ -188,7 +188,7 @@ class LogProbs:
 
     @property
     def scored(self) -> LogProbs:
-        """The same batch without its unscored tokens: itself where there is none.
+        """The batch without tokens that the rollout engine did not score; the batch itself if all are scored.
 
         What gates, weights, objectives and statistics look at. Sequences keep their number and
         order; one without a scored token is empty. Gradient: to `logp`.
@@ -206,24 +206,24 @@ class LogProbs:
         """`scored` where there are unscored tokens."""
         rows = self.scored_rows
         logp, logp_old, logp_ref = (
-            None if x is None else self.at_scored(x) for x in (self.logp, self.logp_old, self.logp_ref)
+            None if x is None else self.select_scored(x) for x in (self.logp, self.logp_old, self.logp_ref)
         )
-        kept = rows if self.kept is None else self.at_scored(self.kept)
-        rollout, segments = self.at_scored(self.logp_rollout), self.segments.narrowed(rows)
+        kept = rows if self.kept is None else self.select_scored(self.kept)
+        rollout, segments = self.select_scored(self.logp_rollout), self.segments.narrowed(rows)
         return LogProbs(rollout, segments, logp, logp_old, logp_ref, kept, self.shape)
 
     @cached
-    def stopped(self) -> dict[str, Float[Tensor, " n"]]:
+    def detached_log_ratios(self) -> dict[str, Float[Tensor, " n"]]:
         """Log-ratios without gradient that were computed before (see `ratios.stopped_log_ratio`)."""
         return {}
 
-    def at_scored(self, x: Shaped[Tensor, n * rest]) -> Shaped[Tensor, s * rest]:
+    def select_scored(self, x: Shaped[Tensor, n * rest]) -> Shaped[Tensor, s * rest]:
         """A per-token tensor of this batch at the tokens that the engine scored."""
         rows = self.scored_rows
         return x if rows is None else x.index_select(0, rows)
 
-    def of_all(self, x: Shaped[Tensor, " s"], *, fill: float = 0.0) -> Shaped[Tensor, " n"]:
-        """What holds for the `scored` tokens, given to all; `fill` where the engine did not score.
+    def scatter_to_all(self, x: Shaped[Tensor, " s"], *, fill: float = 0.0) -> Shaped[Tensor, " n"]:
+        """Scatter values of the scored tokens back to all tokens; `fill` at tokens without a rollout log-prob.
 
         Gradient: to `x`.
         """
@@ -329,7 +329,7 @@ def _refuse_bad_values(
     if given["logp_rollout"].numel() == 0:
         return upcast, None
     # One pass and one transfer for all fields; NaN spreads to both extremes and fails every `<=`.
-    extremes = torch.stack([x for f in upcast.values() for x in f.detach().aminmax()]).tolist()
+    extremes = torch.stack([x for f in upcast.values() for x in concrete(f).aminmax()]).tolist()
     if not all(high <= POSITIVE_SLACK for high in extremes[1::2]):
         bad = torch.stack([~(x.detach() <= POSITIVE_SLACK) for x in upcast.values()])
         _raise_bad_value(bad, upcast, segments)
@@ -344,6 +344,9 @@ def _refuse_bad_values(
 
 
 def _raise_bad_value(bad: Bool[Tensor, "fields n"], upcast: dict[str, Tensor], segments: Segments) -> None:
+    if (whole := concrete(bad)).shape != bad.shape:
+        name = next(n for n, x in zip(upcast, whole.movedim(-2, 0), strict=True) if x.any())
+        raise BadValueError(f"{name} holds numbers that are not log-probs, in batches that torch.func maps over")
     row = int(bad.any(1).nonzero()[0])
     token = int(bad[row].nonzero()[0])
     sequence = int(segments.seq_ids[token])

@@ -13,21 +13,23 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.aggregate import accepted_scale, aggregate, normalizer_of
-from offdrift.batch_info import NO_INFO, BatchInfo, Observed, of_scored
+from offdrift.batch_info import NO_INFO, BatchInfo, Observed, without_unscored
 from offdrift.correction import Corrected
 from offdrift.errors import BadValueError, EvidenceError, MethodError, ShapeError
 from offdrift.logprobs import LogProbs
 from offdrift.methods import Method
 from offdrift.methods import method as row
-from offdrift.numerics import check_tensor, transformed
+from offdrift.notebook import box, paragraph
+from offdrift.numerics import check_tensor, concrete, transformed
 from offdrift.ratios import log_ratio
 from offdrift.segments import Segments
 from offdrift.stats.drift import REFUSED, DriftStats
+from offdrift.texts import as_json
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PolicyLoss:
-    """What one batch contributes to a step."""
+    """Loss of one batch, with the decisions and statistics behind it."""
 
     loss: Float[Tensor, ""]
     """To be minimized; carries the gradient to `logp`, also when everything was rejected (zero)."""
@@ -47,8 +49,35 @@ class PolicyLoss:
         """
         return self.summarize()
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Every metric of the batch by name: `stats.metrics`."""
+        return self.stats.metrics
+
+    def to_frame(self) -> Any:
+        """The metrics as a frame, see `DriftStats.to_frame`."""
+        return self.stats.to_frame()
+
+    def to_json(self, indent: int | None = None) -> str:
+        """The loss and the metrics as JSON; null for what is not known."""
+        loss = concrete(self.loss).tolist()
+        return as_json({"loss": loss, "grade": self.stats.grade, "metrics": self.metrics}, indent)
+
+    def __repr__(self) -> str:
+        """Loss, tokens kept and their mean weight, without computing `stats`; of an accelerator no value."""
+        keep, loss = concrete(self.corrected.keep), concrete(self.loss)
+        if not loss.is_cpu:
+            return f"PolicyLoss: {keep.shape[-1]:,} tokens on {loss.device}"
+        value = f"{float(loss):.6g}" if loss.ndim == 0 else f"of shape {tuple(loss.shape)}"
+        weight = concrete(self.corrected.weight)[keep].double().mean().item()
+        mean = f", mean weight {weight:.4g}" if keep.any() else ""
+        return f"PolicyLoss: loss {value}, {int(keep.sum()):,} of {keep.numel():,} tokens kept{mean}"
+
+    def _repr_html_(self) -> str:
+        return box(paragraph(repr(self).removeprefix("PolicyLoss: "), strong="PolicyLoss"), self.stats._repr_html_())
+
     def plus(self, sums: Callable[[], Mapping[str, Tensor | float]]) -> PolicyLoss:
-        """The same with more sums in its statistics (`DriftStats.plus`), computed together with them."""
+        """Return the loss with more sums in its statistics (`DriftStats.plus`), computed together with them."""
         return replace(self, summarize=lambda: self.stats.plus(sums()))
 
 
@@ -73,7 +102,7 @@ def policy_loss(
 
     Args:
         logprobs: packed log-probs; `logp` carries the gradient.
-        method: a row of `METHODS`, by itself or by name, or any other composition.
+        method: a row of `METHODS`, by itself or by name, any other composition, or the name of one in code.
         advantages: per token, signed, finite; no gradient is taken through them.
         batch_info: what else the method may need: divergences, entropy, vocab, rewards, version_lag,
             observed, sample_weight (see `BatchInfo`).
@@ -84,7 +113,7 @@ def policy_loss(
     A batch without a trainable token has the loss 0, with a graph to `logp`.
 
     Raises: `EvidenceError` if the method needs what the batch does not carry, or looks at the whole
-        step (`method.looks_ahead`) while `normalizer` says that this may be a piece of it and
+        step (`method.needs_whole_step`) while `normalizer` says that this may be a piece of it and
         `batch_info.observed` is missing; `BadValueError` naming an advantage (or another input that the method
         reads) that is not finite, or a normalizer that is not positive; `MethodError` for what is no
         method; `ShapeError`.
@@ -101,9 +130,9 @@ def policy_loss(
     Reference: Li et al., arXiv:2512.23075v5, eq. 22 and Algorithm 1.
     """
     method = row(method) if isinstance(method, str) else method
-    unread = _check(logprobs, method, advantages, batch_info, normalizer, horizon)
+    unread = _check(logprobs, method, advantages, batch_info=batch_info, normalizer=normalizer, horizon=horizon)
     observed = batch_info.observed
-    if observed is None and normalizer is not None and method.looks_ahead:
+    if observed is None and normalizer is not None and method.needs_whole_step:
         raise EvidenceError(
             "this method looks at the whole step before it acts on a piece of it, and normalizer= "
             "says that this batch may be a piece: give BatchInfo(observed=...) (what method.observe says of "
@@ -117,16 +146,16 @@ def policy_loss(
         observed = method.observe(anchored, advantages, batch_info)
     batch_info = replace(batch_info, observed=observed)
     corrected = method.correction(anchored, advantages, batch_info)
-    scored = of_scored(anchored, advantages, batch_info)
-    pushed = method.objective(*scored).placed(anchored)
+    scored = without_unscored(anchored, advantages, batch_info)
+    token_losses = method.objective(*scored).scatter_to_all(anchored)
     # where, not a product: a rejected token's loss may be huge, and huge * 0 is how NaN is born.
-    token_loss = (corrected.weight * pushed.loss).where(corrected.keep, 0.0)
+    token_loss = (corrected.weight * token_losses.loss).where(corrected.keep, 0.0)
     scale = None  # what turns sampled denominators into the ones that the method asks for
     if method.normalizer != "sampled":
         counts = observed.parts["normalizer"]
         scale = accepted_scale(segments, corrected.keep, counts, how=how, name=method.normalizer)
     token_loss = token_loss if scale is None else token_loss * scale.to(token_loss.dtype)
-    regularizer, kl = _regularizer(method, anchored, pushed.regularizer)
+    regularizer, kl = _regularizer(method, anchored, token_losses.regularizer)
     if regularizer is not None:
         if method.gate_scope == "all":
             regularizer = regularizer.where(corrected.keep, 0.0)
@@ -139,13 +168,13 @@ def policy_loss(
     loss = aggregate(token_loss, segments, how=how, normalizer=normalizer)
 
     def summarize() -> DriftStats:
-        stats = DriftStats.of(logprobs, corrected, divergences=batch_info.divergences, clipped=pushed.clipped)
+        stats = DriftStats.of(logprobs, corrected, divergences=batch_info.divergences, clipped=token_losses.clipped)
         of_objective = getattr(method.objective, "sums", None)
         with torch.no_grad():
             if of_objective is not None:
                 stats = stats.plus(of_objective(scored[0], scored[2]))
             if kl is not None:
-                stats = stats.with_sum("reference/kl", logprobs.at_scored(kl).sum())
+                stats = stats.with_sum("reference/kl", logprobs.select_scored(kl).sum())
         return stats.plus({f"{REFUSED}{name}": n for name, n in unread.items()}) if unread else stats
 
     result = PolicyLoss(loss, corrected, observed, summarize)
@@ -205,9 +234,9 @@ def _check(
         _check_counts(normalizer, horizon)
         return {**logprobs.unread, **later}
     # A sum of finite numbers may overflow in half precision; the extremes do not.
-    ends = [e.detach().double() for x in numbers.values() for e in torch.aminmax(x)]
+    ends = [e.double() for x in numbers.values() for e in torch.aminmax(concrete(x))]
     if isinstance(normalizer, Tensor):
-        ends.append(_one_number(normalizer).to(advantages.device))
+        ends.append(concrete(_one_number(normalizer)).to(advantages.device).min())
     on_host = torch.stack(ends).tolist() if ends else []
     if isinstance(normalizer, Tensor):
         normalizer = on_host.pop()
@@ -232,6 +261,10 @@ def _check_counts(normalizer: float | None, horizon: int | None) -> None:
 
 
 def _raise_not_finite(name: str, x: Tensor, segments: Segments) -> None:
+    if (whole := concrete(x)).shape != x.shape:
+        bad = int((~whole.isfinite()).sum())
+        raise BadValueError(f"{name} holds {bad} numbers that are not finite, in batches that torch.func maps over")
+    x = whole
     at = int((~x.isfinite()).nonzero()[0])
     sequence, where = at, ""
     if name not in ("rewards", "sample_weight"):

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 
 from offdrift.errors import BadValueError
 
@@ -33,13 +34,43 @@ def check_tensor(name: str, x: Any, *, integers: bool = False) -> None:
             f"{'one' if x is None else 'torch.as_tensor(x)'}"
         )
     if x.is_complex() or (integers and (x.is_floating_point() or x.dtype == torch.bool)):
-        wanted = "integers" if integers else "real numbers"
-        raise BadValueError(f"{name} holds {x.dtype}, not {wanted}; convert it with .to(...)")
+        kind = "integers" if integers else "real numbers"
+        raise BadValueError(f"{name} holds {x.dtype}, not {kind}; convert it with .to(...)")
+
+
+def tensor_of(name: str, x: Any) -> Tensor:
+    """Return a sequence or an array of numbers as a tensor; memory is shared where torch can.
+
+    Raises: `BadValueError` naming the field, for texts, missing values, rows of unequal length and numbers too large.
+
+    Example:
+        >>> tensor_of("rewards", ["a", 1.0])
+        Traceback (most recent call last):
+        offdrift.errors.BadValueError: rewards ['a', 1.0] are not numbers; give a number for each
+    """
+    try:
+        if isinstance(x, np.ndarray):
+            x = x.copy() if any(step < 0 for step in x.strides) else x  # a[::-1], which torch cannot share
+        return torch.as_tensor(x)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as e:
+        shown = repr(x[:4] if isinstance(x, list | tuple) else x)[:80]
+        raise BadValueError(f"{name} {shown} are not numbers; give a number for each") from e
 
 
 def transformed() -> bool:
     """Whether a transformation of `torch.func` is at work: what it makes dies with it."""
     return peek_interpreter_stack() is not None
+
+
+def concrete(x: Tensor) -> Tensor:
+    """Return the numbers of a tensor that `torch.func` has wrapped, of all mapped batches; the tensor itself otherwise.
+
+    Checks read these: `vmap` does not let one batch at a time be taken to the host. Gradient: none.
+    """
+    x = x.detach()
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
 
 
 class cached(cached_property):

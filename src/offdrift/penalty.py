@@ -28,8 +28,8 @@ Tokens = Float[Tensor, " n"]
 Number = float | int
 
 
-class Estimator(NamedTuple):
-    """What is known about an estimator of KL(pi || ref); the gradient is that of its loss form."""
+class PenaltyEstimator(NamedTuple):
+    """Properties of an estimator of KL(pi || ref); the gradient is that of its loss form."""
 
     value_bias: str
     gradient_bias: str
@@ -37,16 +37,16 @@ class Estimator(NamedTuple):
     where: str
 
 
-ESTIMATORS: dict[EstimatorName, Estimator] = {
-    "k1": Estimator("none", "all of it: 0 on average", "high", "reward; not the loss"),
-    "abs": Estimator("too high", "biased", "low", "diagnostics"),
-    "k2": Estimator("biased", "none", "low", "loss, on-policy"),
-    "k3": Estimator("none", "that of KL(ref || pi)", "low", "metrics; in the loss its other forms"),
-    "k1+": Estimator("none", "none", "high", "loss, on-policy"),
-    "abs+": Estimator("too high", "none", "low", "loss, on-policy"),
-    "k2+": Estimator("biased", "none", "low", "loss, on-policy; the same as k2"),
-    "k3+": Estimator("none", "none", "low", "loss, on-policy"),
-    "k3_corrected": Estimator("none", "none", "grows with the ratio's", "loss, off-policy"),
+ESTIMATORS: dict[EstimatorName, PenaltyEstimator] = {
+    "k1": PenaltyEstimator("none", "all of it: 0 on average", "high", "reward; not the loss"),
+    "abs": PenaltyEstimator("too high", "biased", "low", "diagnostics"),
+    "k2": PenaltyEstimator("biased", "none", "low", "loss, on-policy"),
+    "k3": PenaltyEstimator("none", "that of KL(ref || pi)", "low", "metrics; in the loss its other forms"),
+    "k1+": PenaltyEstimator("none", "none", "high", "loss, on-policy"),
+    "abs+": PenaltyEstimator("too high", "none", "low", "loss, on-policy"),
+    "k2+": PenaltyEstimator("biased", "none", "low", "loss, on-policy; the same as k2"),
+    "k3+": PenaltyEstimator("none", "none", "low", "loss, on-policy"),
+    "k3_corrected": PenaltyEstimator("none", "none", "grows with the ratio's", "loss, off-policy"),
 }
 """On tokens drawn from pi; k3_corrected on those of mu, with gradient through the ratio, no cap."""
 
@@ -178,7 +178,7 @@ class Adaptive:
 
 @dataclass(frozen=True, kw_only=True)
 class KLPenalty:
-    """Which estimate of KL(pi || ref) is penalized, how much and where; options as `kl_estimate`'s.
+    """Penalty on an estimate of KL(pi || ref): which one, how much and where; options as `kl_estimate`'s.
 
     Args:
         coef: weight of one nat, >= 0; the first one if a controller changes it.

@@ -64,9 +64,9 @@ def stopped_log_ratio(logprobs: LogProbs, *, on: RatioName) -> Float[Tensor, " n
     """
     if transformed():
         return log_ratio(logprobs, on=on).detach()
-    if on not in logprobs.stopped:
-        logprobs.stopped[on] = log_ratio(logprobs, on=on).detach()
-    return logprobs.stopped[on]
+    if on not in logprobs.detached_log_ratios:
+        logprobs.detached_log_ratios[on] = log_ratio(logprobs, on=on).detach()
+    return logprobs.detached_log_ratios[on]
 
 
 def per_unit(log_ratio: Float[Tensor, " n"], segments: Segments, *, unit: Unit) -> Float[Tensor, " n"]:

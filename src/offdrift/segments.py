@@ -20,7 +20,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from offdrift.errors import BadValueError, ShapeError
-from offdrift.numerics import cached, check_tensor, transformed
+from offdrift.numerics import cached, check_tensor, tensor_of, transformed
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,12 @@ class Segments:
     turns: Segments | None = None
     group_ids: Int[Tensor, " b"] | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("cu_seqlens", "group_ids"):  # int16 and smaller, of which torch repeats and sorts nothing
+            x = getattr(self, name)
+            if isinstance(x, Tensor) and x.dtype not in (torch.int32, torch.int64, torch.bool) and _whole(x):
+                object.__setattr__(self, name, x.long())
+
     @staticmethod
     def from_lengths(
         lengths: Sequence[int] | Tensor, *, turns: Segments | None = None, group_ids: Tensor | None = None
@@ -52,11 +58,13 @@ class Segments:
 
         Raises: `ShapeError` if a length is negative, or turns or groups describe another batch.
         """
-        if not isinstance(lengths, Tensor):
-            lengths = torch.as_tensor(lengths, dtype=torch.int64)
-        check_tensor("lengths", lengths)
-        lengths, given = lengths.long(), lengths
-        if given.is_floating_point() and not torch.equal(lengths.to(given.dtype), given):
+        given = lengths if isinstance(lengths, Tensor) else tensor_of("lengths", lengths)
+        check_tensor("lengths", given)
+        lengths = given.long()
+        # A number too large for int64 comes back as another.
+        if given.is_floating_point() and not (
+            bool(given.isfinite().all()) and torch.equal(lengths.to(given.dtype), given)
+        ):
             raise BadValueError(f"lengths {given.tolist()[:8]} are not whole numbers of tokens")
         if lengths.ndim != 1:
             raise ShapeError(f"lengths must be one-dimensional, got shape {tuple(lengths.shape)}")
@@ -100,7 +108,7 @@ class Segments:
         return True
 
     def with_groups(self, group_ids: Int[Tensor, " b"]) -> Segments:
-        """The same with these prompt groups.
+        """Return the segments with these prompt groups.
 
         Raises: `ShapeError` unless there is one per sequence; `BadValueError` if the segments have
             other groups already.
@@ -114,18 +122,21 @@ class Segments:
         return replace(self, group_ids=group_ids)
 
     def with_turns(self, turn_ids: Int[Tensor, " n"]) -> Segments:
-        """The same, cut into turns wherever `turn_ids` change within a segment.
+        """Return the segments, cut into turns wherever `turn_ids` change within a segment.
 
         Example:
             >>> s = Segments.from_lengths([3, 1]).with_turns(torch.tensor([0, 0, 1, 1]))
             >>> s.turns.lengths
             tensor([2, 1, 1])
         """
+        check_tensor("turn_ids", turn_ids, integers=True)
+        if turn_ids.shape != (self.num_tokens,):
+            raise ShapeError(f"turn_ids has shape {tuple(turn_ids.shape)} for {self.num_tokens} tokens; give one each")
         changes = (turn_ids.diff() != 0).nonzero().squeeze(-1) + 1
         return replace(self, turns=Segments(torch.cat([self.cu_seqlens, changes.to(self.cu_seqlens)]).unique()))
 
     def to(self, device: torch.device | str) -> Segments:
-        """The same on another device; to an accelerator without waiting for it."""
+        """Return the segments on another device; a copy to an accelerator does not wait."""
         waits = torch.device(device).type == "cpu"  # what is read on the host must have arrived
         ids = None if self.group_ids is None else self.group_ids.to(device, non_blocking=not waits)
         turns = None if self.turns is None else self.turns.to(device)
@@ -159,7 +170,7 @@ class Segments:
 
     @cached
     def seq_ids(self) -> Int[Tensor, " n"]:
-        """Which segment each token is in."""
+        """Index of the segment of each token."""
         rows = torch.arange(len(self), device=self.cu_seqlens.device)
         return torch.repeat_interleave(rows, self.lengths, output_size=self.num_tokens)
 
@@ -185,7 +196,7 @@ class Segments:
         return steps + torch.repeat_interleave(starts - new_starts[:-1], lengths)
 
     def narrowed(self, rows: Int[Tensor, " k"]) -> Segments:
-        """The same segments, turns and groups with the tokens at `rows` (ascending) alone.
+        """Keep only the tokens at `rows` (ascending); segments, turns and groups stay.
 
         Example:
             >>> Segments.from_lengths([2, 3]).narrowed(torch.tensor([0, 2, 4])).lengths
@@ -206,7 +217,7 @@ class Segments:
         return total.to(x.dtype)
 
     def total(self, x: Float[Tensor, " n"]) -> Float[Tensor, " b"]:
-        """The same sum in float64, without gradient; on a host by numpy, whose reductions are faster."""
+        """Sum over each segment in float64, without gradient; on a host by numpy, whose reductions are faster."""
         x = x.detach().double()
         if x.device.type != "cpu" or transformed():
             return torch.segment_reduce(x, "sum", offsets=self.cu_seqlens, unsafe=True)
@@ -318,6 +329,10 @@ def check_group_ids(group_ids: Int[Tensor, " b"], sequences: int) -> None:
         raise ShapeError(
             f"group_ids has shape {tuple(group_ids.shape)} for {sequences} sequences; give one prompt id per sequence"
         )
+
+
+def _whole(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex())
 
 
 def _cumulative(lengths: Int[Tensor, " b"]) -> Int[Tensor, " cuts"]:

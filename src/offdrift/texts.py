@@ -11,13 +11,16 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 import stat
 import tomllib
+import unicodedata
 import zipfile
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -30,7 +33,7 @@ LARGEST_DATA = 4 << 30
 BLOCK = 4 << 20
 
 
-def regular(path: str, flags: int) -> int:
+def open_regular_file(path: str, flags: int) -> int:
     """An `opener` of `open` for files alone: opening a pipe waits until somebody writes to it, and a device has no end.
 
     Raises: `OSError` saying what the path is instead.
@@ -42,8 +45,27 @@ def regular(path: str, flags: int) -> int:
     return descriptor
 
 
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file to read its bytes, as `open_regular_file` does.
+
+    Names come from files of unknown origin, too: Python refuses one with a null byte, or with half a pair of
+    surrogates, by a bare `ValueError`.
+
+    Raises: `OSError` if it is no file; `FileNotFoundError` if it is not there, or has a name that no file can have.
+
+    Example:
+        >>> open_file("arms/\\0/metrics.jsonl")
+        Traceback (most recent call last):
+        FileNotFoundError: [Errno 2] no file can have this name (embedded null byte): 'arms/\\x00/metrics.jsonl'
+    """
+    try:
+        return open(path, "rb", opener=open_regular_file)
+    except ValueError as e:
+        raise FileNotFoundError(errno.ENOENT, f"no file can have this name ({e})", os.fspath(path)) from e
+
+
 def not_a_file(mode: int) -> str | None:
-    """What something is that cannot be read as a file, by its `st_mode`; None if it can.
+    """Name the kind of what cannot be read as a file, by its `st_mode`; None if it can.
 
     Example:
         >>> not_a_file(0o100644), not_a_file(0o010644)
@@ -61,7 +83,7 @@ def read_bytes(path: str | os.PathLike[str], *, limit: int = LARGEST) -> bytes:
     Raises: `OSError` if it is not there, no file, or larger.
     """
     blocks, left = [], limit
-    with open(path, "rb", opener=regular) as file:
+    with open_file(path) as file:
         while block := file.read(BLOCK):  # `read(limit)` would ask for all of it at once
             blocks.append(block)
             left -= len(block)
@@ -73,7 +95,7 @@ def read_bytes(path: str | os.PathLike[str], *, limit: int = LARGEST) -> bytes:
 
 def check_file(path: str | os.PathLike[str]) -> None:
     """Raise `OSError` unless there is a file to read: for libraries that open paths themselves, and wait at a pipe."""
-    with open(path, "rb", opener=regular):
+    with open_file(path):
         pass
 
 
@@ -83,7 +105,7 @@ def read_text(path: str | os.PathLike[str], *, limit: int = LARGEST) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a text of JSON says; Python's NaN and Infinity are allowed. Raises: `ValueError` for whatever is wrong.
+    """Parse a text of JSON; Python's NaN and Infinity are allowed. Raises: `ValueError` for whatever is wrong.
 
     Example:
         >>> parse_json("[" * 100_000)
@@ -97,7 +119,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """What a text of TOML says. Raises: `ValueError` for whatever is wrong."""
+    """Parse a text of TOML. Raises: `ValueError` for whatever is wrong."""
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -105,12 +127,12 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """What a file of JSON says. Raises: `OSError` and `ValueError`, as `read_text` and `parse_json`."""
+    """Read a file of JSON. Raises: `OSError` and `ValueError`, as `read_text` and `parse_json`."""
     return parse_json(read_text(Path(path)))
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a file of TOML says. Raises: `OSError` and `ValueError`, as `read_text` and `parse_toml`."""
+    """Read a file of TOML. Raises: `OSError` and `ValueError`, as `read_text` and `parse_toml`."""
     return parse_toml(read_text(Path(path)))
 
 
@@ -129,6 +151,44 @@ def read_arrays(content: bytes, *, limit: int = LARGEST) -> dict[str, np.ndarray
                 with archive.open(record) as file:
                     arrays[record.filename.removesuffix(".npy")] = np.lib.format.read_array(file, allow_pickle=False)
             return arrays
-    # What damaged or hostile bytes raise in zipfile, zlib and numpy.
+    # Raised by zipfile, zlib and numpy for damaged or hostile bytes.
     except (zipfile.BadZipFile, zlib.error, EOFError, LookupError, TypeError, RuntimeError, MemoryError) as e:
         raise ValueError(f"no whole archive of arrays: {e or type(e).__name__}") from e
+
+
+HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""Unicode categories without a look: control, format, surrogate, line and paragraph separator."""
+
+KEPT = frozenset("\n\t\u200c\u200d")
+"""Of those, what layout, scripts and emoji need."""
+
+
+def visible(text: str) -> str:
+    """The text with characters that have no look, or reorder others, written as their code.
+
+    Example:
+        >>> visible("a\\u202eb")
+        'a\\\\u202eb'
+    """
+    return "".join(f"\\u{ord(c):04x}" if unicodedata.category(c) in HIDDEN and c not in KEPT else c for c in text)
+
+
+def plain(value: Any) -> Any:
+    """The value with NaN and infinity as None, tuples as lists: what JSON can say."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def as_json(value: Any, indent: int | None = None) -> str:
+    """A value as JSON that every parser reads: null for what is not finite, text as it is.
+
+    Example:
+        >>> as_json({"kl": float("nan"), "of": ("µ", "π")})
+        '{"kl": null, "of": ["µ", "π"]}'
+    """
+    return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from offdrift.adapters import frameworks
-from offdrift.adapters.base import Adapter, settings_of
+from offdrift.adapters.base import Adapter
 from offdrift.adapters.frameworks import FRAMEWORKS, require
 from offdrift.errors import FrameworkError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import method, override
 from offdrift.segments import Segments
+from offdrift.setting import parse_settings
 from offdrift.stats import summarize
 
 LENGTHS = [4, 1, 7, 3, 5, 4]
@@ -143,17 +144,17 @@ def test_settings_reach_the_method_and_unknown_ones_are_refused() -> None:
     with pytest.raises(MethodError, match="cap"):
         Adapter("token_tis", framework="plain", settings={"weight.capp": 5.0})
     with pytest.raises(MethodError, match="path=value"):
-        settings_of("weight.cap")
+        parse_settings("weight.cap")
 
 
 def test_versions_are_compared_as_numbers_and_what_is_absent_is_named(monkeypatch, caplog) -> None:
-    for found in ("1.15.9", "1.9.0", "0.1", "1.16.0", "2.0.0"):
+    for found in ("1.7.9", "1.07.0", "0.1", "1.8.0", "1.10.0", "1.16.0", "2.0.0"):
         require.cache_clear()
         monkeypatch.setattr(frameworks, "version", lambda name, found=found: found)
-        if found in ("1.16.0", "2.0.0"):
+        if found in ("1.8.0", "1.10.0", "1.16.0", "2.0.0"):
             require("trl")
         else:
-            with pytest.raises(FrameworkError, match=rf"trl {found}.*older.*1\.16\.0.*pip install"):
+            with pytest.raises(FrameworkError, match=rf"trl {found}.*older.*1\.8\.0 to 1\.16\.0.*pip install"):
                 require("trl")
         assert bool(caplog.records) == (found == "2.0.0")
     require.cache_clear()

@@ -1,4 +1,4 @@
-"""AReaL's loss and rejection sampling, against the contract of AReaL 1.0.4 (4aef98d8d).
+"""AReaL's loss and rejection sampling, against the contract of AReaL 1.0.4 (4aef98d8d) and 2.0.0 (cbff54d64).
 
 The stand-in is written from that contract: `PPOActor._ppo_update` hands `grpo_loss_fn`, by the name in
 its own module, to the engine, which weighs micro-batches by their tokens; `ppo_actor_loss_fn` calls
@@ -26,7 +26,11 @@ from torch import Tensor
 from offdrift.adapters.contrib import areal
 from offdrift.adapters.frameworks import WAITING
 from offdrift.adapters.hooks import LossHook
-from offdrift.errors import LivenessError, MethodError, ShapeError
+from offdrift.errors import FrameworkError, LivenessError, MethodError, ShapeError
+from offdrift.logprobs import LogProbs
+from offdrift.loss import policy_loss
+from offdrift.methods import method
+from offdrift.segments import Segments
 from tests.adapters.hooked import (
     SOME,
     Batch,
@@ -71,6 +75,7 @@ class Tracker:
     def stat(self, denominator: str, **values: Tensor) -> None:
         assert all(v.shape == self.kept[denominator].shape for v in values.values())
         assert all(v.dtype is torch.float32 for v in values.values())
+        self.kept.update(values)
 
     def scalar(self, **values: float) -> None:
         self.kept.update({k: float(v) for k, v in values.items()})
@@ -82,7 +87,7 @@ def theirs(*_: Any, **__: Any) -> Tensor:
 
 def resolve(prox_logp_gt: Tensor | None, prox_logp_method: str, old_logp: Tensor, **_: Any) -> Any:
     """The proximal log-probs as given (the other ways are AReaL's business)."""
-    assert prox_logp_method == "recompute"
+    assert prox_logp_method in ("recompute", "reuse_train_logp")
     assert prox_logp_gt is not None
     return prox_logp_gt
 
@@ -157,15 +162,18 @@ def packed(of: Batch, *, pad: int = 3) -> dict[str, Any]:
     }
 
 
-def pushed(of: Batch, tokens: float, **changed: Any) -> Outcome:
+def pushed(
+    of: Batch, tokens: float, *, without: tuple[str, ...] = (), turn_ids: Tensor | None = None, **changed: Any
+) -> Outcome:
     """The step's loss as AReaL's engine adds it up: loss times tokens over the step's tokens."""
     actor, pad = sys.modules[areal.ACTOR], 3
     current = of.current.clone().requires_grad_()
     before, after = (torch.full((len(current), n), torch.nan) for n in (pad - 1, 1))
     logprobs = torch.cat([before, current, after], 1).reshape(-1)
-    data = packed(of, pad=pad)
+    data = {name: x for name, x in packed(of, pad=pad).items() if name not in without}
+    data |= {} if turn_ids is None else {"turn_ids": turn_ids}
     entropy = torch.ones_like(logprobs, requires_grad=True)
-    options = {**OPTIONS, **changed, "current_version": 5, "vocab_min_logits": None, "vocab_max_logits": None}
+    options = {**OPTIONS, "current_version": 5, "vocab_min_logits": None, "vocab_max_logits": None, **changed}
     loss = actor.grpo_loss_fn(logprobs, entropy, data, **options)
     return outcome(loss * data["loss_mask"].count_nonzero() / tokens, current, {})
 
@@ -252,7 +260,7 @@ class Engine:
 def update(actor: Any, of: Batch | None = None, **changed: Any) -> Any:
     """One `_ppo_update` of the batch, in two micro-batches; returns AReaL's statistics."""
     of = batch() if of is None else of
-    own = {"log_agent_stats": False, "mask_no_eos_with_zero": False, "ppo_n_minibatches": 1}
+    own = {"use_cispo_loss": False, "log_agent_stats": False, "mask_no_eos_with_zero": False, "ppo_n_minibatches": 1}
     config = SimpleNamespace(**{**OPTIONS, **own, **changed})
     made = object.__new__(actor.PPOActor)
     made.config, made.m2_threshold = config, None
@@ -273,9 +281,81 @@ def test_an_update_reports_metrics_and_what_contradicts_is_refused(actor: Any) -
     (rejected,) = (x for name, x in metrics.items() if name.endswith("offdrift/gate/drop_frac_token"))
     assert tokens == float(batch().mask.sum())
     assert 0 < rejected < 1
-    for changed in ({"use_sapo_loss": True}, {"m2_threshold": 0.1}, {"rejection_sampling": object()}):
-        with pytest.raises(MethodError, match="turn them off"):
-            pushed(batch(), 1.0, **changed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"use_sapo_loss": True},
+        {"use_cispo_loss": True},
+        {"m2_threshold": 0.1},
+        {"rejection_sampling": object()},
+        {"importance_sampling_level": "sequence"},
+    ],
+)
+def test_settings_that_choose_areals_own_loss_are_refused_by_name(actor: Any, changed: dict[str, Any]) -> None:
+    areal.install("geo_mask", settings=SOME["geo_mask"], on_idle="warn")
+    with pytest.raises(MethodError, match=f"{next(iter(changed))}=.*turn it off"):
+        pushed(batch(), 1.0, **changed)
+    off = {"use_cispo_loss": False, "a_switch_of_tomorrow": False, "a_number_of_tomorrow": None}
+    assert bool(pushed(batch(), 1.0, **off).gradient.any())
+
+
+def test_arguments_that_the_adapter_has_never_heard_of_are_refused_by_name(actor: Any) -> None:
+    areal.install("geo_mask", settings=SOME["geo_mask"], on_idle="warn")
+    with pytest.raises(FrameworkError, match=r"areal passes tau_of_tomorrow=0\.5 to grpo_loss_fn"):
+        pushed(batch(), 1.0, tau_of_tomorrow=0.5)
+    with pytest.raises(MethodError, match="prox_logp_method='guess'"):
+        pushed(batch(), 1.0, prox_logp_method="guess")
+
+
+def test_with_reused_logprobs_the_policy_at_this_update_is_the_proximal_one(actor: Any) -> None:
+    """AReaL 2.0's `reuse_train_logp`: no forward pass of its own, so that there is no `prox_logp`."""
+    if REAL and "reuse_train_logp" not in importlib.import_module("areal.utils.constants").PROX_LOGP_METHODS_ALL:
+        pytest.skip("this AReaL is older than 2.0")
+    areal.install("decoupled_ppo", on_idle="warn")
+    of = batch()
+    reused = pushed(of, *counts(of)[:1], prox_logp_method="reuse_train_logp", without=("prox_logp",))
+    same = pushed(replace(of, old=of.current), *counts(of)[:1])
+    assert torch.equal(reused.loss, same.loss)
+    assert torch.equal(reused.gradient, same.gradient)
+    assert not torch.equal(same.gradient, pushed(of, *counts(of)[:1]).gradient)
+
+
+def test_turns_of_areal_are_turns(actor: Any) -> None:
+    """AReaL 2.0 says of each token which turn it belongs to, where it is; the loss is about the next one."""
+    of = batch()
+    turns = torch.full((len(of.mask), 3 + of.mask.shape[1]), -1)
+    turns[:, 3:] = torch.arange(of.mask.shape[1]) // 4
+    areal.install("segment_tis", on_idle="warn")
+    told = pushed(of, *counts(of)[:1], turn_ids=turns.reshape(-1))
+    segments = Segments.from_lengths(of.mask.sum(1)).with_turns(turns[:, 3:][of.mask])
+    logp = of.current[of.mask].clone().requires_grad_()
+    lp = LogProbs.pack(of.rollout[of.mask], logp, of.old[of.mask], segments=segments)
+    policy_loss(lp, replace(method("segment_tis"), aggregate="token_mean"), of.advantages[of.mask]).loss.backward()
+    torch.testing.assert_close(told.gradient[of.mask], logp.grad)
+    assert not torch.allclose(told.gradient, pushed(of, *counts(of)[:1]).gradient)
+
+
+def test_scores_of_the_vocabulary_go_into_areals_statistics(actor: Any) -> None:
+    areal.install("geo_mask", settings=SOME["geo_mask"], on_idle="warn")
+    size = (3 + batch().mask.shape[1]) * len(batch().mask)
+    pushed(batch(), 1.0, vocab_min_logits=torch.full((size,), -7.0))
+    tracker = actor.stats_tracker
+    kept = tracker.kept if isinstance(tracker, Tracker) else tracker.export_all()
+    assert any("vocab_min_logits" in name for name in kept)
+
+
+def test_areals_second_controller_whose_workers_we_do_not_start_is_refused(
+    actor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = type("PPOActorControllerV2", (), {"ppo_update": lambda self, *_: "theirs"})
+    monkeypatch.setattr(actor, "PPOActorControllerV2", controller, raising=False)
+    areal.install("geo_mask")
+    with pytest.raises(MethodError, match=r"actor\._version: v2.*set actor\._version: v1"):
+        controller().ppo_update([])
+    areal.uninstall()
+    assert controller().ppo_update([]) == "theirs"
 
 
 def functional() -> Any:

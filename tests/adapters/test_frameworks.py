@@ -128,6 +128,27 @@ def test_areal() -> None:
     check(batches[0], logp_rollout=None)
 
 
+def test_samples_of_a_task_of_areal_are_one_group_of_one_step(tmp_path: Path) -> None:
+    """AReaL 2.0 gives every sample its own versions, and puts a task's file into the folder of the newest of all."""
+    for version, task, tails in ((7, 0, (6, 7)), (8, 1, (6, 8)), (8, 2, (8, 7))):
+        file = tmp_path / "rollout" / str(version) / f"{task}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        rows = [
+            {
+                **{"task_id": task, "sample_idx": i, "seqlen": 5, "prompt_len": 2, "head_version": 6},
+                **{"tail_version": tail, "version_rle": [[6, 2], [tail, 1]], "reward": float(i)},
+                **{"prompt": "ab", "completion": "cde"},
+            }
+            for i, tail in enumerate(tails)
+        ]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, batches, bad = read_all(tmp_path)
+    assert bad == []
+    seen = [(s, g) for b in batches for s, g in zip(b.step.tolist(), b.group_ids.tolist(), strict=True)]
+    assert [step for step, _ in seen] == [7, 7, 8, 8, 8, 8]
+    assert len(set(seen)) == 3
+
+
 def verl_writer() -> Any:
     """verl's own function, without the packages that the rest of its module needs."""
     spec = importlib.util.find_spec("verl")
@@ -221,4 +242,4 @@ def test_the_own_log_is_read_where_it_lies_beside_the_rollouts(tmp_path: Path) -
     log, (batch,), _ = read_all(tmp_path)
     assert (log.framework, log.format) == ("offdrift", "plain")
     assert batch.logp is not None
-    assert "not reading 1 file of this library's rollout records" in log.said
+    assert "not reading 1 file of offdrift rollout records" in log.said

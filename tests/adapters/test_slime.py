@@ -220,7 +220,6 @@ def tis_step(of: Batch, shares: Shares | None = None, **changed: Any) -> tuple[O
             loss_masks=masks,
             total_lengths=total,
             response_lengths=LENGTHS,
-            ignored="other arguments",
         )
         assert [len(m) for m in kept] == LENGTHS
         loss = loss + reducer(shares.share(kept), sums, per_token=False)(pg_loss)

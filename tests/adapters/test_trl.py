@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from offdrift.adapters import frameworks
-from offdrift.errors import FrameworkError, LivenessError
+from offdrift.errors import FrameworkError, LivenessError, MethodError
 from tests.adapters.trl_runs import Client, Deaf, Sampler, steps, tiny_model, trainer
 from tests.adapters.trl_worker import DRAWN, SPREAD, one_of_two, spread
-from tests.records.samples import one
+from tests.records.samples import one, read_all
 
 kinds = ("UserWarning", "FutureWarning", "DeprecationWarning")
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in kinds]
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OFFDRIFT_METRICS": "all"}
 ENVIRONMENT |= {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -89,6 +89,21 @@ def test_several_iterations_and_late_updates_keep_the_old_policy(tmp_path):
         assert row["offdrift/mismatch/abs_log_ratio_max"] < 0.05
 
 
+def test_recording_alone_changes_no_step_of_trl(tmp_path):
+    from trl import GRPOTrainer
+
+    plain = trainer(tmp_path / "plain", base=GRPOTrainer, rollout_func=Sampler(0.1))
+    plain.train()
+    run = trainer(tmp_path / "ours", method="disabled", rollout_func=Sampler(0.1), record=True)
+    run.train()
+    assert torch.equal(weights(run), weights(plain))
+    _, batches, _ = read_all(tmp_path / "ours" / "rollouts")
+    assert sum(batch.num_sequences for batch in batches) == 16
+    assert all(float((batch.logp_rollout - batch.logp_old).abs().mean()) > 0.05 for batch in batches)
+    with pytest.raises(MethodError, match=r"neither gates nor weights.*record=True"):
+        trainer(tmp_path / "none", method="disabled", rollout_func=Sampler(0.1))
+
+
 def test_tools_write_no_token_that_trains(tmp_path):
     """The environment's tokens are in no statistic, although their log-probs are NaN."""
     config = {"gradient_accumulation_steps": 2, "max_steps": 1}
@@ -144,7 +159,9 @@ def test_findings_are_in_the_logs(tmp_path, caplog):
     run = trainer(tmp_path, method="decoupled_token_is", rollout_func=Sampler(0.0, shift=True), config=config)
     run.train()
     assert steps(run)[-1]["offdrift/findings_stop"] >= 1
-    assert any("neighbouring token" in f.symptom for f in run.offdrift.findings)
+    (found,) = (f for f in run.offdrift.findings if f.cause == "misaligned")
+    assert found.severity == "stop"
+    assert "neighboring token" in found.explanation
     said = [r for r in caplog.records if r.name == "offdrift.trl"]
     assert 'mode="correct"' in said[0].message
     assert any("acted" in r.message for r in said)

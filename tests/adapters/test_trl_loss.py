@@ -56,8 +56,25 @@ def test_weights_are_those_of_trl_where_it_has_them(loss_type, how):
     ratio = inputs["importance_sampling_ratio"]
     assert 3 <= int((ratio != 1).expand_as(batch.mask)[batch.mask > 0].sum()) <= batch.tokens
     assert int((gradient != 0).sum()) >= 20
-    # TRL's own switch is off, and both ratios are not in it.
+    # TRL's own switch is off, and both ratios are not in it; its metrics of them stay.
+    (own, metrics) = (t.trainer._metrics["train"] for t in (peer, mine))
+    logged = {name: values for name, values in own.items() if name.startswith("sampling/sampling_logp_difference")}
+    assert len(logged) == 2
+    assert all(metrics[name] == values for name, values in logged.items())
     assert mine.trainer.vllm_importance_sampling_correction is False
+
+
+@pytest.mark.parametrize(("loss_type", "how"), [(x, "token_truncate") for x in LOSSES] + [("grpo", "sequence_mask")])
+def test_a_method_that_only_records_leaves_trls_loss_and_its_correction_alone(loss_type, how):
+    batch, limits = sequence_batch(2, sequences=20), by_vllm(how, clip_max=1.2, clip_min=0.8)
+    peer = theirs(batch, loss_type=loss_type, **limits)
+    loss, gradient = peer.loss(peer.generated())
+    mine = ours(batch, METHODS["disabled"], loss_type=loss_type, **limits)
+    found, slope = pushed(mine, generated(mine))
+    assert torch.equal(found, loss)
+    assert torch.equal(slope, gradient)
+    assert mine.trainer.vllm_importance_sampling_correction is True
+    assert mine.trainer.offdrift.end_step(1)["offdrift/batch/tokens"] == batch.tokens
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "luspo", "cispo", "sapo"])
@@ -182,7 +199,7 @@ def test_accumulation_in_our_loss(name):
     batch = random_batch(2, far=False, sequences=30)
     whole = ours(batch, row, "loss")
     expected = pushed(whole, inputs_of(whole))
-    assert row.looks_ahead == (name in ("normalized_tis", "m2po"))
+    assert row.needs_whole_step == (name in ("normalized_tis", "m2po"))
     same_as(expected, pieces(batch, row, "loss"))
     if row.aggregate == "token_mean":  # each half by its own tokens
         naive = [pushed(t, inputs_of(t)) for t in (ours(half, row, "loss") for half in halves(batch))]
@@ -270,14 +287,24 @@ def test_tools_split_turns():
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
-def test_evaluation_is_trls():
-    batch = sequence_batch(2)
-    peer = theirs(batch, loss_type="dapo")
+@pytest.mark.parametrize("used", [True, False], ids=["corrected by TRL", "not by TRL"])
+def test_evaluation_is_trls(used):
+    """Its own correction of vLLM's log-probs included, which is off in our training steps."""
+    batch, limits = sequence_batch(2, sequences=20), by_vllm("token_truncate", clip_max=1.2, clip_min=0.8)
+    limits["vllm_importance_sampling_correction"] = used
+    peer = theirs(batch, loss_type="dapo", num_iterations=2, **limits)
+    mine = ours(batch, METHODS["decoupled_token_is"], loss_type="dapo", **limits)
     peer.trainer.model = type(peer.trainer.model)(training=False, is_gradient_checkpointing=False)
-    mine = ours(batch, METHODS["decoupled_token_is"], loss_type="dapo")
-    inputs = inputs_of(mine)
-    mine.trainer.model = peer.trainer.model
-    same(mine.loss(inputs)[1], peer.loss(peer.given())[1])
+    mine.trainer.model = type(mine.trainer.model)(**{**vars(mine.trainer.model), "training": False})
+    for trainer in (peer.trainer, mine.trainer):
+        trainer.args.per_device_eval_batch_size, trainer.num_generations_eval = None, trainer.num_generations
+    expected, inputs = peer.generated(), mine.generated()
+    assert ("importance_sampling_ratio" in inputs) is ("importance_sampling_ratio" in expected) is used
+    loss, gradient = peer.loss(expected)
+    found, slope = mine.loss(inputs)
+    same(found, loss)
+    same(slope, gradient)
+    assert mine.trainer.vllm_importance_sampling_correction is False
     assert mine.trainer.offdrift._stats is None
 
 

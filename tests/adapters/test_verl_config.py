@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from offdrift.adapters.base import settings_of
 from offdrift.adapters.verl.config import DEFAULTS, read_rollout_correction
 from offdrift.adapters.verl.losses import runnable
 from offdrift.correction import Correction
@@ -17,6 +16,7 @@ from offdrift.errors import RecipeError
 from offdrift.methods import METHODS, method, override
 from offdrift.methods.table import PRESET_ROWS
 from offdrift.objectives import Clipped
+from offdrift.setting import parse_settings
 from tests.adapters.verl_run import config, pushed, real_verl
 from tests.parity.peers import random_batch
 
@@ -142,7 +142,7 @@ def test_configurations_of_the_page_are_verls(name):
     assert block.bypass == (name == "bypass")
     env = dict(merged.ray_kwargs.ray_init.runtime_env.env_vars)
     assert all(k.startswith("OFFDRIFT_") for k in env)
-    assert override(method(chosen), settings_of(env.get("OFFDRIFT_SETTINGS", "")))
+    assert override(method(chosen), parse_settings(env.get("OFFDRIFT_SETTINGS", "")))
     assert env.get("OFFDRIFT_METHOD", chosen) == chosen
     estimator = merged.algorithm.adv_estimator
     assert estimator in verl.core_algos.ADV_ESTIMATOR_REGISTRY

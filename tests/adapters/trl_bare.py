@@ -22,10 +22,10 @@ def theirs(batch: Batch, **fields: Any) -> Trainer:
     return Trainer(load_trl().grpo, batch, **fields)
 
 
-def ours(batch: Batch, method: Method, mode: str = "correct", **fields: Any) -> Trainer:
+def ours(batch: Batch, method: Method, mode: str = "correct", *, base: type | None = None, **fields: Any) -> Trainer:
     """The same with the mixin; old log-probs are computed as TRL does for two iterations."""
 
-    class Bare(load_trl().grpo):
+    class Bare(base or load_trl().grpo):
         def _get_per_token_logps_and_entropies(self, model: Any, ids: Tensor, *_: Any, **__: Any) -> Any:
             logps, entropies, _ = made.forward(model)
             rows = ids[:, 1] if len(ids) < len(logps) else slice(None)  # see `inputs_of`

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from offdrift.train.models import TINY_SHAPE, save_for_engine, tiny_tokenizer
+from offdrift.models import TINY_SHAPE, save_for_engine, tiny_tokenizer
 
 TOKENS = 12
 PROMPTS = ["1+2=", "20+3=", "4*5=", "77-8="]

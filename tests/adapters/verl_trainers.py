@@ -111,7 +111,7 @@ def v1(folder: str) -> dict:
 @contextmanager
 def queue(ray, tq):
     environment = {"env_vars": {"TRANSFER_QUEUE_ENABLE": "1"}}
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", runtime_env=environment)
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", runtime_env=environment)
     tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
     try:
         yield

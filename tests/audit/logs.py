@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offdrift.audit.partial import Part
+from offdrift.audit.partial import AuditPartial
 from offdrift.records.batch import Logged
 
 SCALES = (3e-4, 0.01, 0.1, 0.3, 0.8)
@@ -215,7 +215,7 @@ def close(a: Any, b: Any, *, rel: float = 1e-9, near: float = 1e-12, where: str 
 def stored(statistics: Any) -> Any:
     """A tally, a counterfactual or a proof after it was stored and read back."""
     name = type(statistics).__name__.lower()
-    return getattr(Part.from_bytes(Part(**{name: statistics}).to_bytes()), name)
+    return getattr(AuditPartial.from_bytes(AuditPartial(**{name: statistics}).to_bytes()), name)
 
 
 def log_ratios(log: Logged, on: str) -> list[list[float]]:

@@ -8,16 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from offdrift.audit.conclude import run_context, suggest
+from offdrift.audit.conclude import conclude, run_context, suggest
 from offdrift.audit.counterfactual import Counterfactual
-from offdrift.audit.coverage import LOG, QUESTIONS, coverage, metrics, questions
-from offdrift.audit.partial import Part, Unread
+from offdrift.audit.coverage import LOG, QUESTIONS, SAME_WEIGHTS, coverage, metrics, questions
+from offdrift.audit.partial import AuditPartial, Job, Unread
+from offdrift.audit.stream import audit as stream
 from offdrift.audit.tally import Tally
 from offdrift.judge import escalate, load_rules
 from offdrift.methods import METHODS, override
 from offdrift.records.batch import Logged
+from offdrift.records.readers import detect, pieces
+from offdrift.records.recorder import write_log
 from offdrift.stats import DriftStats, summarize
-from tests.audit.logs import log_of
+from tests.audit.logs import log_of, make_log
 
 NAN = float("nan")
 
@@ -233,6 +236,10 @@ def test_an_arm_of_ours_says_how_it_trains(tmp_path):
     found = run_context(str(log), "offdrift")
     assert (found.method, found.temperature, found.mixture_of_experts) == ("trm_max", 0.7, True)
     assert run_context(str(log), "offdrift", method="gspo").method == "gspo"
+    assert found.filtered is False
+    filtered = {**RUN, "recipe": {**RUN["recipe"], "rollout": {"top_p": 0.9}}}
+    (tmp_path / "run.json").write_text(json.dumps(filtered))
+    assert run_context(str(log), "offdrift").filtered is True
 
 
 def test_a_run_of_several_arms_has_no_one_method(tmp_path):
@@ -245,6 +252,23 @@ def test_a_foreign_log_is_known_by_what_is_said(tmp_path):
     found = run_context(str(tmp_path / "log.jsonl"), "verl", mixture_of_experts=False)
     assert (found.framework, found.method, found.temperature) == ("verl", None, None)
     assert found.mixture_of_experts is False
+    assert found.filtered is None
+
+
+def test_tokens_at_lag_0_compare_the_engines_though_no_old_policy_was_logged(tmp_path):
+    """The finding "the policies agree at the same weights" and this question are about the same rows."""
+
+    def open_questions(lag: int) -> set[str]:
+        log = replace(make_log(3, lengths=[5, 9, 30, 12, 70, 8]), logp_old=None)
+        sampled = torch.full((int(log.cu_seqlens[-1]),), 7)
+        log = replace(log, rollout_version=sampled, version=torch.full_like(log.step, 7 + lag))
+        write_log(log, tmp_path / f"{lag}.parquet")
+        job = Job(detect([str(tmp_path / f"{lag}.parquet")]))
+        audit = conclude(stream(job, pieces(job.found), folder=tmp_path / f"audit-{lag}"), job)
+        return {q["question"] for q in audit["questions"] if not q["answered"]}
+
+    assert SAME_WEIGHTS in open_questions(2)
+    assert SAME_WEIGHTS not in open_questions(0)
 
 
 def test_a_full_log_answers_everything():
@@ -256,7 +280,7 @@ def test_a_full_log_answers_everything():
 def test_an_empty_log_answers_nothing_and_says_what_to_log():
     asked = questions([])
     assert not any(q["answered"] for q in asked)
-    assert all(q["because"].startswith("the log has no ") and q["log"] for q in asked)
+    assert all(q["because"].startswith("The log has no ") and q["log"] for q in asked)
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda q: q.text[:30])
@@ -278,7 +302,7 @@ def test_what_a_log_leaves_out_is_counted_by_its_share():
     more = {"rewards": torch.ones(6), "version": version, "rollout_version": torch.full((24,), 7)}
     log = log_of([4] * 6, logp_rollout=mu, logp_old=mu, trainable=version - 1, unscored=holes, **more)
     tally = Tally.of(log).merge(Tally.of(log_of([4, 4], logp_rollout=mu[:8], logp_old=mu[:8])))
-    covered = coverage(Part(Unread(rows=4, cuts=1, files=1, bytes=50), tally=tally), files=4, size=100)
+    covered = coverage(AuditPartial(Unread(rows=4, cuts=1, files=1, bytes=50), tally=tally), files=4, size=100)
     assert covered["causes"] == {"logp_rollout": {"missing": 6}, "logp": {"absent": 2}}
     assert len(covered["said"]) == 6
     assert len(covered["remarks"]) == 4
@@ -286,7 +310,7 @@ def test_what_a_log_leaves_out_is_counted_by_its_share():
         {
             "batch/unscored_frac": 6 / 38, "batch/unscored_tokens": 6, "batch/trainable_tokens": 38,
             "data/unread_frac": 0.5, "data/cuts": 1, "data/partly_frac": 2 / 38, "data/ahead_frac": 24 / 32,
-            "data/probability": 0, "data/negated": 0,
+            "data/probability": 0, "data/negated": 0, "data/impossible_tokens": 0,
             **{f"data/lacking_frac/{name}": 0.25 for name in ("rewards", "version", "rollout_version")},
         }
     )  # fmt: skip

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from offdrift.audit.counterfactual import CANDIDATES, NUMBERS, Counterfactual, Decided, Decisions, View, sampled
+from offdrift.audit.counterfactual import (
+    CANDIDATES,
+    GEOMETRIC,
+    NUMBERS,
+    Counterfactual,
+    Decided,
+    Decisions,
+    LoggedView,
+    sampled,
+)
 from offdrift.audit.facets import LENGTH_CUTS
 from offdrift.errors import EvidenceError, RecordError
 from offdrift.methods import METHODS
@@ -30,7 +39,7 @@ def table(batch: Logged) -> dict[str, dict[str, Any]]:
 
 def definition(name: str, batch: Logged) -> dict[str, Any]:
     """Every number of a row by its definition, token by token, from the method's own correction."""
-    method, view = CANDIDATES[name].method, View(batch)
+    method, view = CANDIDATES[name].method, LoggedView(batch)
     lp = view.logprobs if method.anchor is None else method.anchor(view.logprobs, view.batch_info)
     found = method.correction(lp, batch.advantages, view.batch_info)
     used = [w if k else 0.0 for w, k in zip(found.weight.tolist(), found.keep.tolist())]
@@ -67,7 +76,7 @@ def definition(name: str, batch: Logged) -> dict[str, Any]:
 
 def test_every_row_is_its_own_correction_applied_to_the_log():
     rows, compared = table(BATCH), 0
-    assert len(rows) == len(METHODS) + 4
+    assert len(rows) == len(METHODS) + len(GEOMETRIC)
     moved = set()
     for name, row in rows.items():
         if name in OF_DISTRIBUTIONS:
@@ -79,12 +88,12 @@ def test_every_row_is_its_own_correction_applied_to_the_log():
             compared += 1
             if key != "acceptance_by_length" and expected not in (0.0, 1.0, None):
                 moved.add((name, key))
-    assert compared == 8 * (len(METHODS) + 4 - len(OF_DISTRIBUTIONS))
+    assert compared == 8 * (len(METHODS) + len(GEOMETRIC) - len(OF_DISTRIBUTIONS))
     assert len(moved) > 300  # the drift is such that most methods act
 
 
 def test_clips_are_those_of_the_objectives():
-    rows, view, compared = table(BATCH), View(BATCH), 0
+    rows, view, compared = table(BATCH), LoggedView(BATCH), 0
     for name in ("ppo_clip", "gspo", "bypass_ppo_clip", "m2po", "r2vpo_clip", "clip_cov", "st_ppo"):
         clipped = METHODS[name].objective(view.logprobs, BATCH.advantages, view.batch_info).clipped
         assert rows[name]["clipped_frac"] == pytest.approx(float(clipped.double().mean()))
@@ -139,6 +148,15 @@ def test_any_split_between_steps_gives_what_one_pass_gives():
         assert abs(whole[name][key] - one.table()[list(CANDIDATES).index(name)][key]) > 1e-3
 
 
+@pytest.mark.parametrize("together", [1, 2, 4])
+def test_steps_that_are_looked_at_in_several_goes_are_each_counted_once(monkeypatch, together):
+    """Memory bounds the steps of a go: their order, their numbers and the size of a go change nothing but rounding."""
+    batch = logged(LENGTHS, steps=[901, 7, 5, 64, 3] * 3)
+    one = Counterfactual.of(batch)
+    monkeypatch.setattr("offdrift.audit.counterfactual.STEPS", together)
+    assert close(Counterfactual.of(batch).table(), one.table(), **ROUNDING) > 17 * len(CANDIDATES)
+
+
 def test_what_is_decided_step_by_step_is_about_the_right_tokens():
     batch = logged(LENGTHS, steps=[2, 7, 5] * 5)
     decisions = Decisions(batch)
@@ -164,7 +182,7 @@ def test_any_split_between_groups_gives_what_one_pass_gives_where_steps_are_not_
     merged = Counterfactual.of(pieces[0])
     for piece in pieces[1:]:
         merged = merged.merge(Counterfactual.of(piece))
-    looks = {n for n, c in CANDIDATES.items() if c.method.looks_ahead}
+    looks = {n for n, c in CANDIDATES.items() if c.method.needs_whole_step}
     rows = [[r for r in x.table() if r["name"] not in looks] for x in (merged, Counterfactual.of(batch))]
     assert close(*rows, **ROUNDING) > 17 * (len(CANDIDATES) - len(looks))
     assert len(looks) == 14

@@ -121,12 +121,12 @@ def aged(step: int, version: int, drawn: int) -> str:
 @pytest.mark.parametrize(
     ("versions", "lags"),
     [
-        ([(5, 5), (5, 5), (5, 5)], [0, None, None]),  # a counter that nobody moves
+        ([(5, 5), (5, 5), (5, 5)], [0, 0, 0]),  # nothing is trained, or nobody counts
         ([(5, 5), (6, 6), (7, 6)], [0, 0, 1]),
         ([(5, 4), (5, 3), (5, 2)], [1, 2, 3]),
     ],
 )
-def test_versions_that_stand_still_are_no_age(tmp_path, versions, lags):
+def test_versions_that_stand_still_are_an_age(tmp_path, versions, lags):
     log = tmp_path / "log.jsonl"
     log.write_text("".join(aged(i + 1, *pair) for i, pair in enumerate(versions)))
     follow = Log([str(log)])

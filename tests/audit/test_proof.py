@@ -64,7 +64,7 @@ def test_it_is_what_the_parts_certify_of_the_old_policy():
     assert found["fresh"] is True
     assert found["prompts"] == B / GROUP
     assert found["grades"] == {"kl": "exact", "tv": "exact"}
-    assert compared(found, direct(log())) == 30
+    assert compared(found, direct(log())) == 31
 
 
 def test_what_a_log_cannot_show_is_part_of_the_verdict():
@@ -86,7 +86,7 @@ def test_only_the_newest_rollouts_at_the_first_step_that_used_them_count():
     first = whole.select((torch.tensor(kind) == 1).nonzero().squeeze(-1))
     found = Proof.of(whole).as_dict()
     assert found["sequences"] == first.num_sequences == 81
-    assert compared(found, direct(first)) == 30
+    assert compared(found, direct(first)) == 31
     assert "which rollouts of these weights were used first" in found["verdict"]
     assert "used first" not in Proof.of(first).as_dict()["verdict"]
 
@@ -133,9 +133,15 @@ def test_four_prompts_in_eight_files_are_four_draws(texts: bool):
     if texts:
         whole = replace(whole, prompts=tuple(f"prompt {p}" for p in prompt), group_ids=torch.arange(B))
     files = [whole.select(torch.arange(i * per_file, (i + 1) * per_file)) for i in range(8)]
-    found = Proof.over(files).as_dict()
+    found = Proof.over(files).as_dict(prompts="listed" if texts else None)
     assert found["why_not"] is None
     assert (found["sequences"], found["prompts"], found["estimates"]["gain"]["n"]) == (B, 4, 4)
+    if texts:
+        refused = Proof.over(files).as_dict()
+        assert f"{B} groups of answers are to 4 distinct prompts" in refused["why_not"]
+        drawn = Proof.over(files).as_dict(prompts="drawn")
+        assert drawn["prompts"] == B
+        assert "a prompt counts as often as it is drawn" in drawn["verdict"]
 
 
 def test_several_audits_share_alpha_and_say_so():
@@ -164,7 +170,7 @@ def test_the_current_policy_is_judged_at_the_first_version_that_was_trained():
     first = given.select((version == 8).nonzero().squeeze(-1))
     found = Proof.of(given).as_dict()
     assert found["judged"] == "current"
-    assert compared(found, direct(first, "current")) == 30
+    assert compared(found, direct(first, "current")) == 31
     # Evidence about the old policy is preferred, whichever comes first.
     for merged in (Proof.of(given).merge(Proof.of(whole)), Proof.of(whole).merge(Proof.of(given))):
         assert merged.as_dict()["judged"] == "old"

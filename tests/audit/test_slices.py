@@ -10,7 +10,7 @@ import pytest
 from offdrift.audit import stream
 from offdrift.audit.conclude import conclude
 from offdrift.audit.forecast import forecast
-from offdrift.audit.partial import Job, Part
+from offdrift.audit.partial import AuditPartial, Job
 from offdrift.audit.stream import audit, in_process, in_processes, slice_of
 from offdrift.errors import EngineError, RecordError
 from offdrift.records.readers import detect, pieces
@@ -32,7 +32,7 @@ def planned(log, piece_bytes: int = 40000) -> tuple[Job, list]:
     return Job(found, sample_rate=1e-9), pieces(found, piece_bytes=piece_bytes)
 
 
-def without_seconds(part: Part, job: Job) -> dict:
+def without_seconds(part: AuditPartial, job: Job) -> dict:
     result = conclude(part, job)
     return {name: x for name, x in result.items() if name not in ("source", "created")}
 

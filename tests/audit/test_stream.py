@@ -9,7 +9,7 @@ import torch
 
 from offdrift.audit import stream
 from offdrift.audit.conclude import conclude, read_audit, write_audit
-from offdrift.audit.partial import Job, Part
+from offdrift.audit.partial import AuditPartial, Job
 from offdrift.audit.stream import audit, in_processes
 from offdrift.errors import RecordError
 from offdrift.records.readers import detect, pieces
@@ -27,7 +27,7 @@ def log(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(log, tmp_path_factory) -> Part:
+def whole(log, tmp_path_factory) -> AuditPartial:
     """What one process makes of the log."""
     return audit(*planned(log), folder=tmp_path_factory.mktemp("whole"))
 
@@ -56,13 +56,13 @@ def test_damaged_bytes_are_refused_and_nothing_is_unpickled(whole):
     stored = whole.to_bytes()
     for damaged in (b"", b"not a zip", stored[: len(stored) // 2]):
         with pytest.raises(RecordError, match="cannot be read"):
-            Part.from_bytes(damaged)
+            AuditPartial.from_bytes(damaged)
 
 
 def test_an_interrupted_audit_continues_where_it_was(log, whole, tmp_path, monkeypatch):
     job, plan = planned(log)
 
-    def stop_after_two(done: int, part: Part) -> None:
+    def stop_after_two(done: int, part: AuditPartial) -> None:
         if done == 2:
             raise KeyboardInterrupt
 

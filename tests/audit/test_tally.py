@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offdrift.audit.facets import Facets, by_step, chunks
-from offdrift.audit.partial import Part
+from offdrift.audit.partial import AuditPartial
 from offdrift.audit.tally import SEQUENCES, TOKENS, WINDOW, Tally, Worst
 from offdrift.records.batch import Logged
 from offdrift.stats import DriftStats, signature, summarize
@@ -30,6 +30,12 @@ def text(tally: Tally) -> str:
     return json.dumps(tally.as_dict())
 
 
+def without_shapes(told: dict) -> dict:
+    """Shapes compare a sequence with those beside it (medians of a step, the first of a group): they depend on how a
+    log is cut, which the files alone decide."""
+    return {name: x for name, x in told.items() if name != "shapes"}
+
+
 @pytest.mark.parametrize(("seed", "sizes"), [(0, [24]), (0, [1] * 24), (1, [5, 19]), (1, [3, 1, 0, 20]), (0, [23, 1])])
 def test_merge_over_any_split_equals_one_pass(seed, sizes):
     log = make_log(seed)
@@ -37,7 +43,8 @@ def test_merge_over_any_split_equals_one_pass(seed, sizes):
     merged, whole = reduce(Tally.merge, parts).as_dict(), Tally.of(log, file="f").as_dict()
     # a group that is cut by a split is counted in both parts
     merged["counts"]["prompts"] = whole["counts"]["prompts"]
-    assert close(merged, whole, rel=1e-7, near=1e-9) > 2500
+    assert close(without_shapes(merged), without_shapes(whole), rel=1e-7, near=1e-9) > 2500
+    assert merged["shapes"]["whole"] == pytest.approx(whole["shapes"]["whole"])
 
 
 def test_merging_in_order_is_the_same_to_the_last_bit_whoever_computed_the_parts():
@@ -69,7 +76,7 @@ def test_storing_loses_nothing():
         again = stored(tally)
         assert text(again) == text(tally)
         assert again.worst == tally.worst
-        assert Part(tally=again).to_bytes() == Part(tally=tally).to_bytes()
+        assert AuditPartial(tally=again).to_bytes() == AuditPartial(tally=tally).to_bytes()
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 10**6])
@@ -77,7 +84,7 @@ def test_chunks_of_a_batch_are_an_inner_matter(monkeypatch, tokens):
     log = make_log(4, lengths=[0, 50, 0, 30, 200, 0, 0, 70, 0])
     whole = Tally.of(log).as_dict()
     monkeypatch.setattr("offdrift.audit.tally.chunks", lambda batch: chunks(batch, tokens=tokens))
-    assert close(Tally.of(log).as_dict(), whole, rel=1e-7, near=1e-9) > 1000
+    assert close(without_shapes(Tally.of(log).as_dict()), without_shapes(whole), rel=1e-7, near=1e-9) > 1000
     cut = list(chunks(log, tokens=tokens))
     assert sum(c.num_sequences for c in cut) == 9
     assert sum(c.num_tokens for c in cut) == 350
@@ -208,13 +215,16 @@ def test_order_of_steps_is_stable():
 
 
 def test_a_part_is_small_however_large_its_batch():
-    sizes = [len(Part(tally=Tally.of(make_log(0, lengths=[n] * 30, steps=[1] * 30))).to_bytes()) for n in (1000, 4000)]
+    sizes = [
+        len(AuditPartial(tally=Tally.of(make_log(0, lengths=[n] * 30, steps=[1] * 30))).to_bytes())
+        for n in (1000, 4000)
+    ]
     assert sizes[1] < 1.3 * sizes[0]
     assert sizes[1] < 1.5 * 2**20
 
 
-@pytest.mark.parametrize(("versions", "kept"), [([4, 4, 4], False), ([4, 5, 6], True), ([4, 4, 5], True)])
-def test_a_version_that_never_changes_over_several_steps_is_no_age(versions, kept):
+@pytest.mark.parametrize(("versions", "kept"), [([4, 4, 4], True), ([4, 5, 6], True), ([4, 4, 5], True)])
+def test_versions_are_versions_also_where_they_never_change(versions, kept):
     log = make_log(seed=3, lengths=list(range(2, 14)))
     step = torch.arange(12) // 4
     version = torch.tensor(versions)[step]

@@ -11,12 +11,20 @@ import torch
 
 from offdrift.certificate import all_bounds
 from offdrift.certificate.bounds import ROWS
-from offdrift.lab import TabularPolicy, divergences, perturbed, random_policies, returns, tilted_pair, worst_rewards
-from offdrift.lab.markov import MarkovPolicy, counter, markov_divergences, markov_returns, state_error_weights
-from offdrift.lab.pairs import batches
-from offdrift.lab.policy import Divergences
-from offdrift.lab.search import check, summarize
-from offdrift.lab.statements import LABELS
+from offdrift_lab.exact import (
+    TabularPolicy,
+    divergences,
+    perturbed,
+    random_policies,
+    returns,
+    tilted_pair,
+    worst_rewards,
+)
+from offdrift_lab.exact.markov import MarkovPolicy, counter, markov_divergences, markov_returns, state_error_weights
+from offdrift_lab.exact.pairs import batches
+from offdrift_lab.exact.policy import Divergences
+from offdrift_lab.exact.search import check, summarize
+from offdrift_lab.exact.statements import LABELS
 
 
 def bound_values(d: Divergences, i: int, horizon: int, constants: str) -> dict[str, float]:

@@ -10,8 +10,8 @@ from offdrift.certificate.bounds import sequence_kl, unified
 from offdrift.certificate.guarantees import masked_guarantee, three_policy, trm_guarantee
 from offdrift.certificate.regions import length_neutral, sample_ratio_error
 from offdrift.errors import BadValueError
-from offdrift.lab import TabularPolicy, divergences, perturbed, random_policies, returns, worst_rewards
-from offdrift.lab.policy import token_kl
+from offdrift_lab.exact import TabularPolicy, divergences, perturbed, random_policies, returns, worst_rewards
+from offdrift_lab.exact.policy import token_kl
 
 SIZES = [(2, 1), (2, 2), (2, 4), (3, 3)]
 PAIRS = 60

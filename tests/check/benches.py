@@ -4,8 +4,8 @@ from offdrift.check.bench import Bench, EngineSpec, Pair
 from offdrift.check.factors import FACTORS
 from offdrift.check.factors.base import Outcome
 from offdrift.check.measure import measure
+from offdrift.models import tiny_tokenizer
 from offdrift.records.provenance import Sampling
-from offdrift.train.models import tiny_tokenizer
 from tests.engines.models import tiny
 
 FLOAT32 = EngineSpec("transformers", "float32")

@@ -11,7 +11,7 @@ from offdrift.check.bench import EngineSpec
 from offdrift.check.measure import Measured, clustered_error, logged, measure, measured, surprise_z
 from offdrift.check.rescore import THETAS, Scored, rescored, surprise_cgf, tail_caps
 from offdrift.divergence.interval import topk_divergences
-from offdrift.engines.generate import Draws, rollouts_from
+from offdrift.engines.generate import Generation, rollouts_from
 from offdrift.judge import load_rules
 from offdrift.records.provenance import Provenance, Sampling
 from offdrift.records.rollouts import Rollouts
@@ -26,7 +26,7 @@ def bench():
 
 
 def made_up(logp: list[float], lengths: list[int]) -> Rollouts:
-    draws = Draws(torch.zeros(len(logp), dtype=torch.int64), torch.tensor(lengths), torch.tensor(logp), None)
+    draws = Generation(torch.zeros(len(logp), dtype=torch.int64), torch.tensor(lengths), torch.tensor(logp), None)
     provenance = Provenance("made up", "0", "none", "float32", None, Sampling(max_tokens=max(lengths)))
     return rollouts_from([draws], [[i] for i in range(len(lengths))], version=0, provenance=provenance)
 
@@ -95,7 +95,7 @@ def test_the_clustered_error_is_the_plain_one_for_sequences_of_one_token():
     x = torch.randn(50, generator=torch.Generator().manual_seed(0))
     rollouts = made_up([-1.0] * 50, [1] * 50)
     log = logged(rollouts, Scored(torch.full((50,), -1.0), torch.ones(50)))
-    assert clustered_error(x, log) == pytest.approx(float(x.std() / math.sqrt(50)), rel=1e-6)
+    assert clustered_error(x, log.segments) == pytest.approx(float(x.std() / math.sqrt(50)), rel=1e-6)
 
 
 def test_the_cap_on_the_tail_is_the_smallest_that_covers():

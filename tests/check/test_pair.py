@@ -8,9 +8,9 @@ import torch
 from offdrift.check import bench as pair
 from offdrift.check.bench import Bench, EngineSpec, checkpoint_of
 from offdrift.errors import EngineError
+from offdrift.models import tiny_tokenizer
 from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import FullVocab, HiddenStates
-from offdrift.train.models import tiny_tokenizer
 from tests.check.benches import BFLOAT16, FLOAT32
 from tests.engines.models import tiny
 

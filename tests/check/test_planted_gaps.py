@@ -44,9 +44,15 @@ def placeholders(rows: Rows) -> str:
     return lines(rows)
 
 
-def one_placeholder(rows: Rows) -> str:
-    rows[5]["logp_rollout"][3] = -9999.0
-    return lines(rows)
+def few_placeholders(count: int) -> Callable[[Rows], str]:
+    """Single tokens of the first steps: a finding or none by their share of the whole log, wherever they stand."""
+
+    def fault(rows: Rows) -> str:
+        for row in rows[5 : 5 + count]:
+            row["logp_rollout"][3] = -9999.0
+        return lines(rows)
+
+    return fault
 
 
 def damaged(rows: Rows) -> str:
@@ -131,7 +137,8 @@ EXTRAS = ("tokens", "entropy", "mask", "position", "logp")
 PLANTED = {
     "clean": Planted(lines, "ok", (), "No drift that matters"),
     "placeholders": Planted(placeholders, "stop", ("unscored_most",), "1,440 a placeholder", N // 10),
-    "one placeholder": Planted(one_placeholder, "watch", ("unscored_some",), "1 a placeholder", N - 1),
+    "one placeholder": Planted(few_placeholders(1), "ok", (), "1 of 1,600 tokens (0.062 %) could not be compared. 1 token (0.062 %) without a usable rollout log-prob: 1 a placeholder", N - 1),
+    "two placeholders": Planted(few_placeholders(2), "watch", ("unscored_some",), "2 a placeholder", N - 2),
     "damaged": Planted(damaged, "stop", ("unread_most",), "72 of 80 rows (90 %)", 8 * TOKENS, 0.9),
     "not a number": Planted(not_a_number, "stop", ("unscored_most",), "1,560 null or NaN", 2 * TOKENS),
     "zero filled": Planted(zero_filled, "act", ("unscored_many",), "560 filled in with 0", 13 * SEQUENCES),
@@ -204,8 +211,11 @@ def test_what_an_audit_has_not_seen_is_said_everywhere(audits, name):
 
 
 def test_few_unscored_tokens_are_counted_by_name(audits):
-    (finding,) = audits["one placeholder"][2]["findings"]
-    assert "1 of 1,600 tokens" in finding["evidence"][0]["metric"]
+    """Of the whole log, not of the steps that were read when it was first seen."""
+    (finding,) = audits["two placeholders"][2]["findings"]
+    (evidence,) = finding["evidence"]
+    assert "(2 of 1,600 tokens)" in evidence["metric"]
+    assert evidence["value"] == pytest.approx(2 / 1600)
 
 
 ASIDE = ("side_field_many", "lag_below_zero_many")

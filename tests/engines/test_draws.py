@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from offdrift.engines.generate import Draws, check_request, rollouts_from
+from offdrift.engines.generate import Generation, check_request, rollouts_from
 from offdrift.errors import EngineError
 from offdrift.records.provenance import Provenance, Sampling
 from offdrift.records.rollouts import FullVocab, Support, TopK
@@ -51,14 +51,14 @@ def test_evidence_of_no_known_kind_is_refused():
 
 
 def test_chunks_are_joined_in_order():
-    first = Draws(
+    first = Generation(
         tokens=torch.tensor([1, 9, 5]),
         lengths=torch.tensor([2, 1]),
         logp=torch.tensor([-1.0, -2.0, -3.0]),
         evidence=TopK(torch.tensor([[1], [2], [3]]), torch.tensor([[-0.1], [-0.2], [-0.3]])),
         support=Support(torch.tensor([1, 9, 0, 5]).int(), torch.tensor([0, 1, 2, 4])),
     )
-    second = Draws(
+    second = Generation(
         tokens=torch.tensor([9]),
         lengths=torch.tensor([1]),
         logp=torch.tensor([-4.0]),
@@ -81,7 +81,7 @@ def test_chunks_are_joined_in_order():
 
 def test_a_lone_chunk_of_rows_is_not_copied():
     rows = torch.zeros(1, 4).log_softmax(-1)
-    draws = Draws(torch.tensor([1]), torch.tensor([1]), rows[:, 1].clone(), FullVocab(rows))
+    draws = Generation(torch.tensor([1]), torch.tensor([1]), rows[:, 1].clone(), FullVocab(rows))
     rollouts = rollouts_from([draws], [[1]], version=0, provenance=provenance())
     assert rollouts.evidence.logp.data_ptr() == rows.data_ptr()
 
@@ -89,6 +89,6 @@ def test_a_lone_chunk_of_rows_is_not_copied():
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
 def test_a_log_prob_that_cannot_be_is_refused_with_its_sequence(bad):
     logp = torch.tensor([-1.0, -1.0, bad, -1.0])
-    draws = Draws(torch.tensor([1, 1, 1, 1]), torch.tensor([2, 2]), logp, None)
+    draws = Generation(torch.tensor([1, 1, 1, 1]), torch.tensor([2, 2]), logp, None)
     with pytest.raises(EngineError, match=rf"'e' .* log-prob {bad} \(sequence 1\)"):
         rollouts_from([draws], [[1], [2]], version=0, provenance=provenance())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offdrift.engines import Engine, make_engine
-from offdrift.engines.isolation import host_kept
+from offdrift.engines.isolation import preserve_host_state
 from offdrift.errors import EngineError
 from tests.engines.models import tiny
 
@@ -52,7 +52,7 @@ def test_what_a_backend_does_to_its_host_is_undone():
     random.seed(2)
     before = random.getstate(), torch.get_rng_state(), str(np.random.get_state())
     threads = torch.get_num_threads()
-    with host_kept():
+    with preserve_host_state():
         _ = random.random(), torch.rand(1), np.random.rand()
         torch.set_num_threads(threads + 1)
         torch.set_num_threads = lambda n: None
@@ -64,7 +64,7 @@ def test_what_a_backend_does_to_its_host_is_undone():
 
 
 def test_deprecations_inside_a_backend_are_not_the_hosts(recwarn):
-    with host_kept():
+    with preserve_host_state():
         warnings.warn("old", DeprecationWarning, stacklevel=1)
         warnings.warn("soon", FutureWarning, stacklevel=1)
     assert len(recwarn) == 0

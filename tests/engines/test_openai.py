@@ -17,7 +17,8 @@ from offdrift.engines.server.client import measured_mode
 from offdrift.engines.server.engine import OWN_METHOD, OpenAIEngine
 from offdrift.engines.verify_sync import verify_sync
 from offdrift.errors import EngineError, SyncError
-from offdrift.train.models import save_for_engine, tiny_tokenizer
+from offdrift.models import save_for_engine, tiny_tokenizer
+from tests.command import command
 from tests.engines.contract import PLAIN, PROMPTS, SAMPLINGS, EngineContract
 from tests.engines.models import CACHE_MIB, VOCAB, need_vllm, tiny
 
@@ -217,7 +218,7 @@ def test_weights_that_change_between_the_checks_are_noticed_in_the_answers(url, 
 
 def test_without_our_worker_vllm_keeps_the_tied_head_on_cpus_and_that_is_caught(url, model, monkeypatch):
     monkeypatch.setattr("offdrift.engines.server.engine.OWN_METHOD", "no_such_method")
-    with pytest.raises(SyncError, match="embeddings: differ by"):
+    with pytest.raises(SyncError, match=r"model\.embed_tokens\.weight \(differ by"):
         verify_sync(_engine(url), model, PROMPTS, PLAIN, seed=0)
     monkeypatch.undo()
     assert OWN_METHOD == "offdrift_load"
@@ -251,8 +252,8 @@ def test_check_finds_a_float32_server_equal_to_its_checkpoint(url, folder, model
 
 def test_train_draws_from_the_server_and_gives_it_weights(url, folder, tmp_path):
     from offdrift.records import store
-    from offdrift.train.loop import train
-    from offdrift.train.recipe import check_recipe
+    from offdrift_lab.train.loop.loop import train
+    from offdrift_lab.train.settings.recipe import check_recipe
 
     recipe = check_recipe(
         {
@@ -282,10 +283,11 @@ def test_train_draws_from_the_server_and_gives_it_weights(url, folder, tmp_path)
 
 
 def test_train_plays_episodes_with_the_server(url, folder, tmp_path, monkeypatch):
-    from offdrift.train.environments import ENVIRONMENTS
-    from offdrift.train.loop import train
-    from offdrift.train.models import load_model
-    from tests.train.conftest import Echo, check_run_in_turns, short_arms, small_recipe
+    from tests_lab.train.conftest import Echo, check_run_in_turns, short_arms, small_recipe
+
+    from offdrift.models import load_model
+    from offdrift_lab.train.data.environments import ENVIRONMENTS
+    from offdrift_lab.train.loop.loop import train
 
     short_arms(monkeypatch)
     monkeypatch.setitem(ENVIRONMENTS, "echo", Echo())
@@ -293,3 +295,71 @@ def test_train_plays_episodes_with_the_server(url, folder, tmp_path, monkeypatch
     recipe = small_recipe(model=folder, task="echo", rollout=rollout, batches=3, optim={"lr": 1e-3})
     train(recipe, tmp_path / "run")
     check_run_in_turns(tmp_path / "run/arms/trm_max", *load_model(folder, seed=0), engine="openai")
+
+
+# -- which weights it holds -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def steps(url, model, tmp_path):
+    """Folders of two steps of a run; the server is given the older one's weights."""
+    torch.manual_seed(5)
+    save_for_engine(model, tiny_tokenizer(), tmp_path / "step_4")
+    with torch.no_grad():
+        for weight in (newer := tiny("dense")).parameters():
+            weight.add_(0.02 * weight.square().mean().sqrt() * torch.randn_like(weight))
+    save_for_engine(newer, tiny_tokenizer(), tmp_path / "step_6")
+    engine = _engine(url)
+    engine.load_weights(model.named_parameters(), version=4)
+    yield tmp_path, engine, newer
+    engine.load_weights(model.named_parameters(), version=0)
+    engine.close()
+
+
+def test_tokens_that_the_server_reads_have_the_log_probs_that_it_draws_them_with(url):
+    engine = _engine(url)
+    drawn = engine.generate(PROMPTS, PLAIN, seed=0)
+    read = engine.forced(drawn)
+    assert torch.equal(read.tokens, drawn.tokens)
+    assert torch.allclose(read.logp_rollout, drawn.logp_rollout, atol=1e-5)
+    greedy = engine.generate(PROMPTS, SAMPLINGS["all"], seed=0)
+    assert not torch.allclose(engine.forced(greedy).logp_rollout, greedy.logp_rollout, atol=1e-3)
+    assert engine.asleep() is False
+    engine.close()
+
+
+def test_the_command_names_the_older_checkpoint_that_a_server_holds_and_passes_the_right_one(
+    url, steps, monkeypatch, capsys
+):
+    root, engine, newer = steps
+    words = ("check", "--rollout", f"vllm-server:{url}", "--max-prompts", "12", "--max-tokens", "16", "--out", str(root / "out"))  # fmt: skip
+    stale = command(
+        monkeypatch, capsys, *words, "--checkpoint", str(root / "step_6"), "--earlier", str(root / "step_4")
+    )
+    assert stale.code == 3, stale.stderr
+    kept = json.loads((root / "out" / "check.json").read_text())
+    assert kept["live"]["state"] == "not held"
+    assert f"{root}/step_4, 2 steps behind" in kept["live"]["text"]
+    engine.load_weights(newer.named_parameters(), version=6)
+    right = command(
+        monkeypatch, capsys, *words, "--checkpoint", str(root / "step_6"), "--earlier", str(root / "step_4")
+    )
+    assert right.code == 0, right.stderr
+    kept = json.loads((root / "out" / "check.json").read_text())
+    assert kept["live"]["state"] == "held"
+    assert kept["passed"] is True
+    assert kept["live"]["weight_label"].startswith("offdrift-")
+    assert kept["live"]["greedy_agreement"] == 1.0
+
+
+def test_the_command_names_the_part_that_stayed_behind_in_a_server(url, steps, model, monkeypatch, capsys):
+    root, engine, newer = steps
+    mixed = {n: w for n, w in newer.named_parameters() if ".layers.1." not in n}
+    old = {n: w for n, w in model.named_parameters() if ".layers.1." in n}
+    engine.load_weights((mixed | old).items(), version=6)
+    words = ("check", "--rollout", f"openai:{url}", "--max-prompts", "12", "--max-tokens", "16", "--out", str(root / "out"))  # fmt: skip
+    done = command(monkeypatch, capsys, *words, "--checkpoint", str(root / "step_6"), "--earlier", str(root / "step_4"))
+    assert done.code == 3, done.stderr
+    kept = json.loads((root / "out" / "check.json").read_text())
+    assert kept["live"]["part"]["name"] == "model.layers.1"
+    assert "model.layers.1 stayed behind" in done.stdout

@@ -30,7 +30,7 @@ from offdrift.engines.server.client import Server, StatusError, faithful, measur
 from offdrift.engines.server.engine import OpenAIEngine
 from offdrift.errors import EngineError, RecipeError
 from offdrift.records.provenance import Sampling
-from offdrift.train.recipe import check_recipe
+from offdrift_lab.train.settings.recipe import check_recipe
 
 VOCAB = 8
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, 0.3, -2.0, 1.5]).double()
@@ -116,7 +116,8 @@ class Played:
     def generated(self, body: dict) -> dict:
         params = body["sampling_params"]
         tokens, logp, shown = self.rows(params, params["max_new_tokens"])
-        best = shown.topk(body["top_logprobs_num"]).indices.tolist()
+        k = VOCAB if body["top_logprobs_num"] == -1 else body["top_logprobs_num"]
+        best = shown.topk(k).indices.tolist()
         return {
             "text": "",
             "output_ids": tokens,
@@ -509,6 +510,96 @@ def test_too_few_likeliest_tokens_are_refused(played, row):
     refused(played, r"[01] tokens of the vocabulary are listed where 2", evidence=2)
 
 
+def shifted(by: float):
+    """A change of SGLang's answer: every log-prob is so much larger or smaller, that of the drawn token too."""
+
+    def change(said):
+        meta = said["meta_info"]
+        meta["output_token_logprobs"] = [[x + by, t, text] for x, t, text in meta["output_token_logprobs"]]
+        meta["output_top_logprobs"] = [[[x + by, t, text] for x, t, text in row] for row in meta["output_top_logprobs"]]
+        return said
+
+    return change
+
+
+@pytest.mark.parametrize("total", [2.2, 1.001, 0.999, 0.04])
+def test_a_whole_vocabulary_that_does_not_sum_to_one_is_refused(sglang, total):
+    """Whatever is made of it later is normalized, and would be exact."""
+    assert float(LOGITS.softmax(-1).max()) * total < 1  # a log-prob above 0 is refused for that alone
+    spoiled(sglang, shifted(math.log(total)))
+    told = refused(sglang, "not to 1", evidence="full")
+    assert re.search(rf"request 0 of 1 to .* token 0: its 8 probabilities sum to {total:.6g}, not to 1", told), told
+    assert 'evidence = "sampled"' in told
+
+
+def test_a_whole_vocabulary_within_the_rounding_of_its_dtype_is_read(sglang):
+    def as_float32(said, dtype=np.float32):
+        meta = said["meta_info"]
+        to = lambda x: float(torch.tensor(x).to(dtype)) if isinstance(dtype, torch.dtype) else float(dtype(x))  # noqa: E731
+        meta["output_token_logprobs"] = [[to(x), t, text] for x, t, text in meta["output_token_logprobs"]]
+        meta["output_top_logprobs"] = [[[to(x), t, text] for x, t, text in row] for row in meta["output_top_logprobs"]]
+        return said
+
+    for dtype in (np.float32, torch.bfloat16, torch.float16):
+        spoiled(sglang, lambda said, dtype=dtype: as_float32(said, dtype))
+        drawn = engine(sglang).generate([[1, 2]], PLAIN, seed=0, evidence="full")
+        assert drawn.evidence.logp.shape == (3, VOCAB)
+
+
+def test_likeliest_tokens_that_sum_to_more_than_one_are_refused(sglang):
+    def change(said):
+        meta = said["meta_info"]
+        meta["output_top_logprobs"][1] = [[-1e-9, t, text] for _, t, text in meta["output_top_logprobs"][1]]
+        return said
+
+    spoiled(sglang, change)
+    refused(sglang, "token 1: its 3 probabilities sum to [23].*, above 1", evidence=3)
+
+
+def test_likeliest_tokens_out_of_order_are_refused(sglang):
+    def change(said):
+        said["meta_info"]["output_top_logprobs"][2].reverse()
+        return said
+
+    spoiled(sglang, change)
+    refused(sglang, "response token 2: its likeliest tokens are not in order", evidence=4)
+
+
+def test_a_drawn_token_with_two_log_probs_is_refused(sglang, played):
+    def change(said):
+        row = said["meta_info"]["output_token_logprobs"][0]
+        row[0] -= 0.01
+        return said
+
+    spoiled(sglang, change)
+    refused(sglang, "response token 0: the drawn token . has two log-probs", evidence="full")
+    played.fault = changed(token_logprobs=[-9.0] * 3)
+    refused(played, "response token 0: the drawn token . has two log-probs", evidence=VOCAB - 1)
+
+
+def test_a_drawn_token_that_the_likeliest_leave_out_is_refused(sglang):
+    def change(said):
+        meta = said["meta_info"]
+        (x, t, _), row = meta["output_token_logprobs"][0], meta["output_top_logprobs"][0]
+        meta["output_token_logprobs"][0] = [max(x, row[-1][0] + 0.01), t, None]
+        meta["output_top_logprobs"][0] = [e for e in row if e[1] != t][:2]
+        return said
+
+    spoiled(sglang, lambda said: change(said))
+    refused(sglang, "is likelier than the last of the 2|its 2 probabilities sum|listed where 2", evidence=2)
+
+
+def test_a_token_that_is_listed_twice_is_refused(sglang):
+    def change(said):
+        row, drawn = said["meta_info"]["output_top_logprobs"][1], said["meta_info"]["output_token_logprobs"][1][1]
+        other = next(i for i, e in enumerate(row) if e[1] != drawn)
+        row.insert(other, list(row[other]))
+        return said
+
+    spoiled(sglang, change)
+    refused(sglang, "response token 1: token . is listed twice", evidence=3)
+
+
 def test_a_token_that_is_listed_with_two_log_probs_is_refused(sglang):
     def change(said):
         row = said["meta_info"]["output_top_logprobs"][1]
@@ -762,16 +853,87 @@ def test_answers_of_sglang_that_do_not_add_up_are_refused(sglang, change, words)
     refused(sglang, words)
 
 
-def test_versions_per_token_that_are_no_list_are_refused(played):
+def saying(server: Played, spans) -> None:
+    """A fault: right answers that say `spans(labels)`, which weights drew which tokens, in each server's words."""
+
     def fault(verb, path, body):
+        said = {"weight_versions": spans}
+        if path == "/generate":
+            right = server.generated(body)
+            return right | {"meta_info": right["meta_info"] | said}
         if path == "/inference/v1/generate":
-            tokens, logp, _ = played.rows(body["sampling_params"], 3)
+            tokens, logp, _ = server.rows(body["sampling_params"], 3)
             rows = [{"token_id": t, "logprob": x, "top_logprobs": []} for t, x in zip(tokens, logp)]
             choice = {"token_ids": tokens, "finish_reason": "length", "logprobs": {"content": rows}}
-            return {"choices": [choice | {"weight_versions": 5}]}
+            return {"choices": [choice | said]}
+        return None
 
-    played.fault = fault
-    refused(played, "int where a list belongs", api="generate")
+    server.fault = fault
+
+
+def span(label, start, end):
+    return {"version": label, "start": start, "end": end}
+
+
+@pytest.mark.parametrize("software", ["sglang", "vllm"])
+def test_tokens_keep_the_version_of_the_weights_that_drew_them(software, tmp_path):
+    """A response that was under way while weights were loaded, as SGLang 0.5.23 and vLLM 0.32 say it."""
+    with playing(Played(software, "tempered" if software == "sglang" else "processed")) as server:
+        made = engine(
+            server, sync=True, sync_folder=str(tmp_path), version=6, api=None if software == "sglang" else "generate"
+        )
+        labels = [made._weights.label]
+        for version in (7, 8):
+            made._weights._load_from = lambda folder, label: setattr(server, "label", label)
+            made.load_weights([("a", torch.ones(2))], version=version)
+            labels.append(server.label)
+        assert made.logprobs_mode([1]) is not None  # measured before answers say what they are asked to
+        for pieces, expected in [
+            ([(1, 0, 2), (2, 2, 3)], [7, 7, 8]),
+            ([(0, 0, 1), (1, 1, 2), (2, 2, 3)], [6, 7, 8]),
+            ([(2, 0, 3)], [8, 8, 8]),
+        ]:
+            saying(server, [span(labels[i], start, end) for i, start, end in pieces])
+            assert made.generate([[1, 2]], PLAIN, seed=0).rollout_version.tolist() == expected
+        saying(server, [span(labels[1], 0, 2), span("theirs", 2, 3)] if software == "vllm" else
+               [span("theirs", 0, 2), span(labels[2], 2, 3)])  # fmt: skip
+        with pytest.raises(EngineError, match="holds weights 'theirs'"):
+            made.generate([[1, 2]], PLAIN, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("spans", "words"),
+    [
+        (5, "int where a list belongs"),
+        ([5], "int where an object belongs"),
+        ([span("default", 0, 2)], "about 2 of 3 tokens"),
+        ([span("default", 1, 3)], r"weight_versions\[0\] is about tokens 1 to 3; after 0"),
+        ([span("default", 0, 4)], r"weight_versions\[0\] is about tokens 0 to 4"),
+        ([span("default", 0, 2), span("default", 1, 3)], r"weight_versions\[1\] is about tokens 1 to 3; after 2"),
+        ([span("default", 0, 0), span("default", 0, 3)], r"weight_versions\[0\] is about tokens 0 to 0"),
+        ([span("default", False, 3)], r"weight_versions\[0\] is about tokens False"),
+        ([span(None, 0, 3)], r"weight_versions\[0\]\.version is None"),
+        ([{"version": "default"}], r"weight_versions\[0\] is about tokens None"),
+    ],
+)
+@pytest.mark.parametrize("software", ["sglang", "vllm"])
+def test_versions_per_token_that_do_not_add_up_are_refused(software, spans, words):
+    with playing(Played(software)) as server:
+        saying(server, spans)
+        refused(server, words, api="generate" if software == "vllm" else None)
+
+
+def test_spans_and_the_last_label_of_sglang_must_agree(sglang):
+    saying(sglang, [span("default", 0, 2), span("x", 2, 3)])
+    refused(sglang, "weight_version is 'default', and weight_versions end with 'x'")
+
+
+def test_weights_that_change_under_a_server_that_does_not_say_what_it_holds_are_refused(sglang):
+    sglang.dev = False
+    saying(sglang, [span("x", 0, 2), span("default", 2, 3)])
+    refused(sglang, "drew responses with weights default, x and does not say")
+    saying(sglang, [span("default", 0, 3)])
+    assert engine(sglang, version=4).generate([[1, 2]], PLAIN, seed=0).rollout_version.tolist() == [4] * 3
 
 
 # -- how it is named --------------------------------------------------------------------------------

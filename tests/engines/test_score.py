@@ -11,7 +11,7 @@ import torch
 from offdrift.divergence.head import Head
 from offdrift.divergence.hidden import hidden_divergences
 from offdrift.divergence.losses import kl_rollout_current
-from offdrift.engines.generate import Draws, rollouts_from
+from offdrift.engines.generate import Generation, rollouts_from
 from offdrift.engines.output_head import head_input, head_of
 from offdrift.engines.score import divergences, left_right_padded, score
 from offdrift.errors import EvidenceError
@@ -26,7 +26,7 @@ RESPONSES = [[0, 0, 9, 2], [1], [5, 0, 0]]  # id 0 is the pad id of the model be
 def rollouts(**changes) -> Rollouts:
     tokens, lengths = torch.tensor([t for r in RESPONSES for t in r]), torch.tensor([len(r) for r in RESPONSES])
     provenance = Provenance("t", "0", "m", "float32", None, Sampling(max_tokens=4))
-    draws = Draws(tokens, lengths, torch.full((len(tokens),), -1.0), None)
+    draws = Generation(tokens, lengths, torch.full((len(tokens),), -1.0), None)
     return rollouts_from([draws], PROMPTS, version=0, provenance=provenance).with_(**changes)
 
 
@@ -95,7 +95,7 @@ def drawn_from(tokens: list[int], kept: list[list[int]], logp: torch.Tensor) -> 
     """One response, with the ids that were kept at each of its tokens."""
     provenance = Provenance("t", "0", "m", "float32", None, Sampling(max_tokens=4, top_p=0.9))
     ids, cuts = pack_sequences(kept)
-    draws = Draws(torch.tensor(tokens), torch.tensor([len(tokens)]), logp, None, Support(ids.int(), cuts))
+    draws = Generation(torch.tensor(tokens), torch.tensor([len(tokens)]), logp, None, Support(ids.int(), cuts))
     return rollouts_from([draws], [[1]], version=0, provenance=provenance)
 
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM
 from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.hf_decode import inverted
 from offdrift.engines.hf_stream import response_numbers
-from offdrift.engines.stream import Delta, Job, open_stream, rollouts_of
+from offdrift.engines.stream import Delta, DrawJob, open_stream, rollouts_of
 from offdrift.engines.verify_sync import check_sync, verify_sync
 from offdrift.errors import EngineError, ShapeError
 from offdrift.records.provenance import Provenance, Sampling
@@ -110,7 +110,7 @@ class Book:
     """Deltas by key, and what a reader of them can tell."""
 
     def __init__(self):
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[str, DrawJob] = {}
         self.deltas: dict[str, list[Delta]] = defaultdict(list)
 
     def submit(self, stream, *jobs):
@@ -202,7 +202,7 @@ def test_no_token_is_lost_or_doubled_in_any_order_of_calls(engine, models, order
             lengths = [rng.choice([0, 0, 3, 9]) for _ in range(rng.choice([1, 2, 4]))]
             prompt = rng.choice(PROMPTS)
             jobs = [
-                Job(str(next(names)), prompt, rng.randrange(100), tuple(rng.choices(range(10, VOCAB), k=n)))
+                DrawJob(str(next(names)), prompt, rng.randrange(100), tuple(rng.choices(range(10, VOCAB), k=n)))
                 for n in lengths
             ]
             book.submit(stream, *jobs)
@@ -235,9 +235,9 @@ def test_no_token_is_lost_or_doubled_in_any_order_of_calls(engine, models, order
 
 def test_old_keys_and_values_are_kept_if_asked(engine, models):
     stream, book = open_stream(engine, PLAIN, evidence="full"), Book()
-    book.submit(stream, *(Job(f"a{i}", p, i) for i, p in enumerate(PROMPTS)))
+    book.submit(stream, *(DrawJob(f"a{i}", p, i) for i, p in enumerate(PROMPTS)))
     book.step(stream, 3)
-    book.submit(stream, Job("b", PROMPTS[1], 8), Job("c", PROMPTS[1], 9, before=(20, 21)))
+    book.submit(stream, DrawJob("b", PROMPTS[1], 8), DrawJob("c", PROMPTS[1], 9, before=(20, 21)))
     for version in (1, 2):
         stream.load_weights(models[version].named_parameters(), version=version, cache="keep")
         book.step(stream, 3)
@@ -256,11 +256,11 @@ def test_old_keys_and_values_are_kept_if_asked(engine, models):
 def test_a_response_that_was_not_read_yet_starts_with_the_new_weights_and_nothing_else(engine, models):
     stream, book = open_stream(engine, PLAIN, evidence="full"), Book()
     long = tuple(i % VOCAB for i in range(3, 153))  # vLLM keeps keys and values of whole blocks of 128
-    book.submit(stream, Job("before", long, 0))
+    book.submit(stream, DrawJob("before", long, 0))
     book.step(stream)
-    book.submit(stream, Job("waiting", long, 1))
+    book.submit(stream, DrawJob("waiting", long, 1))
     stream.load_weights(models[2].named_parameters(), version=2, cache="keep")
-    book.submit(stream, Job("after", long, 2))
+    book.submit(stream, DrawJob("after", long, 2))
     book.step(stream, 2)
     stream.load_weights(models[3].named_parameters(), version=3, cache="recompute")
     stream.load_weights(models[4].named_parameters(), version=4, cache="keep")
@@ -270,9 +270,9 @@ def test_a_response_that_was_not_read_yet_starts_with_the_new_weights_and_nothin
     check_responses(book, ["waiting", "after"], models, PLAIN)
     # Beside others in progress, and once they are gone:
     after = engine.generate([long], Sampling(max_tokens=1), seed=0, evidence="full").evidence.logp
-    truth = drawn_by(models, Job("", long, 0), [0], [4], PLAIN)
+    truth = drawn_by(models, DrawJob("", long, 0), [0], [4], PLAIN)
     torch.testing.assert_close(after, truth, atol=EXACT, rtol=0)
-    old = drawn_by(models, Job("", long, 0), [0], [0], PLAIN)
+    old = drawn_by(models, DrawJob("", long, 0), [0], [0], PLAIN)
     assert (old - truth).abs().max() > 0.1
 
 
@@ -286,7 +286,7 @@ def test_a_response_that_was_not_read_yet_starts_with_the_new_weights_and_nothin
 def test_a_stream_records_what_generate_would(engine, evidence, top_p):
     sampling = replace(PLAIN, top_p=top_p, stop_token_ids=tuple(range(0, VOCAB, 8)))
     stream, book = open_stream(engine, sampling, evidence=evidence), Book()
-    jobs = [Job(f"{i}", PROMPTS[i % 4], i) for i in range(16)]
+    jobs = [DrawJob(f"{i}", PROMPTS[i % 4], i) for i in range(16)]
     book.submit(stream, *jobs[:6])
     book.step(stream, 2)
     book.submit(stream, *jobs[6:])
@@ -313,7 +313,7 @@ def test_a_stream_records_what_generate_would(engine, evidence, top_p):
 def test_frequencies_are_those_of_the_recorded_distribution(dense):
     # Chi-squared over cells that expect at least 5 draws, as in the contract; the second token of each response.
     stream, book = open_stream(dense, Sampling(max_tokens=2, temperature=0.7, top_p=0.9), evidence="full"), Book()
-    book.submit(stream, *(Job(str(i), (0, 8), seed=i, before=(20,)) for i in range(2000)))
+    book.submit(stream, *(DrawJob(str(i), (0, 8), seed=i, before=(20,)) for i in range(2000)))
     book.drain(stream)
     row = book.rows("0")[0]
     expected = 2000 * row.double().exp()
@@ -328,7 +328,7 @@ def test_frequencies_are_those_of_the_recorded_distribution(dense):
 def test_a_seed_decides_a_response_whatever_is_beside_it(dense):
     def drawn(*company):
         stream, book = open_stream(dense, PLAIN), Book()
-        book.submit(stream, *company, Job("a", (1, 2, 3), seed=5), Job("b", (1, 2, 3), seed=6))
+        book.submit(stream, *company, DrawJob("a", (1, 2, 3), seed=5), DrawJob("b", (1, 2, 3), seed=6))
         book.drain(stream)
         stream.close()
         return book.tokens("a"), book.tokens("b")
@@ -336,7 +336,7 @@ def test_a_seed_decides_a_response_whatever_is_beside_it(dense):
     torch.manual_seed(3)
     alone = drawn()
     torch.manual_seed(4)
-    assert alone == drawn(*(Job(str(i), PROMPTS[i % 4], i) for i in range(9)))
+    assert alone == drawn(*(DrawJob(str(i), PROMPTS[i % 4], i) for i in range(9)))
     assert alone[0] != alone[1]
 
 
@@ -344,7 +344,7 @@ def test_a_seed_decides_a_response_whatever_is_beside_it(dense):
 def test_a_response_continued_elsewhere_gets_the_tokens_that_it_would_have_got(kind):
     model = versions_of(kind)[0]
     here, there = (TransformersEngine(model) for _ in range(2))
-    jobs = [Job(str(i), PROMPTS[i % 4], 2**40 + i) for i in range(16)]
+    jobs = [DrawJob(str(i), PROMPTS[i % 4], 2**40 + i) for i in range(16)]
     sampling = replace(STOPS, stop_token_ids=tuple(range(0, VOCAB, 8)))
     whole, parts = Book(), Book()
     stream = open_stream(here, sampling)
@@ -370,7 +370,7 @@ def test_a_response_continued_elsewhere_gets_the_tokens_that_it_would_have_got(k
 def test_token_t_is_drawn_from_the_number_of_seed_and_t():
     models = versions_of("dense")
     stream, book = open_stream(TransformersEngine(models[0]), PLAIN, evidence="full"), Book()
-    book.submit(stream, Job("a", (1, 2), seed=-3, before=(4, 5, 6)))
+    book.submit(stream, DrawJob("a", (1, 2), seed=-3, before=(4, 5, 6)))
     book.step(stream, 4)
     stream.load_weights(models[1].named_parameters(), version=1)
     book.drain(stream)
@@ -387,14 +387,14 @@ def test_cohorts_become_one_and_equal_texts_are_read_once():
         lambda _, a, kw: shapes.append(tuple(kw["input_ids"].shape)), with_kwargs=True
     )
     stream, book = open_stream(engine, PLAIN), Book()
-    book.submit(stream, *(Job(f"a{i}", (1, 2, 3), i) for i in range(8)))
+    book.submit(stream, *(DrawJob(f"a{i}", (1, 2, 3), i) for i in range(8)))
     book.step(stream)
-    book.submit(stream, *(Job(f"b{i}", (4,) * 30, i) for i in range(4)))
+    book.submit(stream, *(DrawJob(f"b{i}", (4,) * 30, i) for i in range(4)))
     book.step(stream)
     book.step(stream, 2)
     assert shapes == [(1, 3), (8, 1), (1, 30), (12, 1), (12, 1)]
     stream.cancel([f"b{i}" for i in range(4)])
-    book.submit(stream, Job("c", (5,), 0))
+    book.submit(stream, DrawJob("c", (5,), 0))
     book.step(stream)
     book.step(stream)
     (cohort,) = stream._cohorts
@@ -412,7 +412,7 @@ def test_vllm_draws_a_continued_response_from_another_seed_and_keeps_no_rows(vll
         core, "add_request", lambda name, prompt, params: (seeds.append(params.seed), add(name, prompt, params))
     )
     stream, book = open_stream(engine, PLAIN, evidence="full"), Book()
-    book.submit(stream, Job("a", (1, 2), 0), Job("b", (1, 2), 0, before=(4,)), Job("c", (1, 2), 1))
+    book.submit(stream, DrawJob("a", (1, 2), 0), DrawJob("b", (1, 2), 0, before=(4,)), DrawJob("c", (1, 2), 1))
     book.step(stream, 2)
     stream.load_weights(models[1].named_parameters(), version=1)
     book.step(stream)
@@ -430,7 +430,7 @@ def test_vllm_draws_a_continued_response_from_another_seed_and_keeps_no_rows(vll
 def test_weights_go_through_the_stream_while_responses_are_in_progress(dense, simple):
     models = simple[1]
     stream, book = open_stream(dense, PLAIN), Book()
-    book.submit(stream, Job("a", (1,), 0))
+    book.submit(stream, DrawJob("a", (1,), 0))
     with pytest.raises(EngineError, match=r"load_weights is refused.*1 responses in progress.*the stream's own"):
         dense.load_weights(models[1].named_parameters(), version=1)
     stream.load_weights(models[2].named_parameters(), version=2)
@@ -448,7 +448,7 @@ def test_weights_go_through_the_stream_while_responses_are_in_progress(dense, si
 def test_a_load_that_fails_loses_no_response(dense, simple):
     models = simple[1]
     stream, book = open_stream(dense, PLAIN, evidence="full"), Book()
-    book.submit(stream, Job("a", (1,), 0))
+    book.submit(stream, DrawJob("a", (1,), 0))
     book.step(stream, 2)
     with pytest.raises(EngineError, match=r"not given|no weights"):
         stream.load_weights(iter(()), version=1)
@@ -464,7 +464,7 @@ def test_vllm_does_not_drain_a_stream_for_another_call(vllm_engine):
     baseline = verify_sync(engine, model, PROMPTS, PLAIN, seed=0)
     rollouts = engine.generate(PROMPTS, PLAIN, seed=0)
     stream, book = open_stream(engine, PLAIN), Book()
-    book.submit(stream, Job("a", (1,), 0))
+    book.submit(stream, DrawJob("a", (1,), 0))
     book.step(stream)
     calls = {
         "generate": lambda: engine.generate(PROMPTS, PLAIN, seed=0),
@@ -503,9 +503,9 @@ def test_vllm_streams_neither_prompts_in_chunks_nor_steps_ahead(vllm_engine, mon
 def test_generate_beside_a_stream_changes_nothing_on_transformers():
     engine = TransformersEngine(tiny("dense"))
     stream, book = open_stream(engine, PLAIN, evidence="hidden"), Book()
-    book.submit(stream, Job("a", (1,), 0))
+    book.submit(stream, DrawJob("a", (1,), 0))
     plain, alone = Book(), open_stream(TransformersEngine(tiny("dense")), PLAIN)
-    plain.submit(alone, Job("a", (1,), 0))
+    plain.submit(alone, DrawJob("a", (1,), 0))
     plain.drain(alone)
     while stream.active:
         engine.generate([[1, 2]], PLAIN, seed=0, evidence="hidden")
@@ -517,7 +517,7 @@ def test_an_engine_has_one_stream_and_a_closed_one_says_so(dense):
     stream = open_stream(dense, PLAIN)
     with pytest.raises(EngineError, match="has an open stream already"):
         open_stream(dense, PLAIN)
-    stream.submit([Job("a", (1,), 0)])
+    stream.submit([DrawJob("a", (1,), 0)])
     stream.step()
     stream.close()
     stream.close()
@@ -532,7 +532,7 @@ def test_an_engine_has_one_stream_and_a_closed_one_says_so(dense):
 def test_a_closed_engine_closes_its_stream():
     engine = TransformersEngine(tiny("dense"))
     stream = open_stream(engine, PLAIN)
-    stream.submit([Job("a", (1,), 0)])
+    stream.submit([DrawJob("a", (1,), 0)])
     engine.close()
     with pytest.raises(EngineError, match="the stream is closed"):
         stream.step()
@@ -553,18 +553,18 @@ def test_an_engine_that_keeps_nothing_in_progress_is_refused():
 @pytest.mark.parametrize(
     ("jobs", "message"),
     [
-        ([Job("a", (1,), 0), Job("a", (2,), 1)], "key 'a' is in progress already"),
-        ([Job("there", (1,), 0)], "key 'there' is in progress already"),
-        ([Job("b", (), 0)], r"prompts\[0\] has no tokens"),
-        ([Job("b", (1,), 0), Job("c", (VOCAB,), 0)], r"prompts\[1\] has token id 64"),
-        ([Job("b", (1,), 0, before=(1, VOCAB))], "`before` of 'b' has token id 64"),
-        ([Job("b", (1,), 0, before=(20,) * 10)], "`before` of 'b' has 10 tokens, and sampling.max_tokens = 10"),
-        ([Job("b", (1,), 0, before=(20, 9))], "`before` of 'b' ends with stop token 9 at place 1"),
+        ([DrawJob("a", (1,), 0), DrawJob("a", (2,), 1)], "key 'a' is in progress already"),
+        ([DrawJob("there", (1,), 0)], "key 'there' is in progress already"),
+        ([DrawJob("b", (), 0)], r"prompts\[0\] has no tokens"),
+        ([DrawJob("b", (1,), 0), DrawJob("c", (VOCAB,), 0)], r"prompts\[1\] has token id 64"),
+        ([DrawJob("b", (1,), 0, before=(1, VOCAB))], "`before` of 'b' has token id 64"),
+        ([DrawJob("b", (1,), 0, before=(20,) * 10)], "`before` of 'b' has 10 tokens, and sampling.max_tokens = 10"),
+        ([DrawJob("b", (1,), 0, before=(20, 9))], "`before` of 'b' ends with stop token 9 at place 1"),
     ],
 )
 def test_a_senseless_job_is_refused_by_name_and_none_of_the_others_begins(dense, jobs, message):
     stream = open_stream(dense, STOPS)
-    stream.submit([Job("there", (1,), 0)])
+    stream.submit([DrawJob("there", (1,), 0)])
     with pytest.raises(EngineError, match=message):
         stream.submit(jobs)
     assert stream.active == 1
@@ -583,11 +583,11 @@ def test_senseless_sampling_is_refused_before_a_stream_is_open(dense):
 
 def test_the_last_token_of_a_full_response_may_stop_it(dense):
     stream, book = open_stream(dense, Sampling(4, stop_token_ids=tuple(range(VOCAB)))), Book()
-    book.submit(stream, Job("a", (1,), 0))
+    book.submit(stream, DrawJob("a", (1,), 0))
     assert [d.finish for d in book.step(stream, 3)] == ["stop"]
     stream.close()
     stream = open_stream(dense, Sampling(4))
-    book.submit(stream, Job("b", (1,), 0, before=(1, 2, 3)))
+    book.submit(stream, DrawJob("b", (1,), 0, before=(1, 2, 3)))
     assert [(d.finish, len(d.tokens)) for d in book.step(stream, 3)] == [("length", 1)]
 
 
@@ -602,7 +602,7 @@ def delta(tokens, version=0, finish=None, evidence=None, key="a"):
 
 
 def test_deltas_of_several_versions_become_rollouts():
-    jobs = [Job("b", (3,), 0), Job("a", (1, 2), 0), Job("c", (3,), 0)]
+    jobs = [DrawJob("b", (3,), 0), DrawJob("a", (1, 2), 0), DrawJob("c", (3,), 0)]
     full = {n: FullVocab(torch.rand(n, 5)) for n in (1, 2)}
     deltas = {
         "a": [delta([1, 2], 4, None, full[2]), delta([3], 6, "length", full[1])],
@@ -623,11 +623,11 @@ def test_deltas_of_several_versions_become_rollouts():
 @pytest.mark.parametrize(
     ("job", "deltas", "message"),
     [
-        (Job("a", (1,), 0), [], "'a' has not finished"),
-        (Job("a", (1,), 0), [delta([1])], "'a' has not finished"),
-        (Job("a", (1,), 0), [delta([1], 0, "stop"), delta([2], 0, "stop")], "'a' goes on behind its end"),
-        (Job("a", (1,), 0), [delta([1], 3), delta([2], 2, "stop")], "version of response 'a' falls from 3 to 2"),
-        (Job("a", (1,), 0, before=(9,)), [delta([1], 3, "stop")], "do not begin with its `before`"),
+        (DrawJob("a", (1,), 0), [], "'a' has not finished"),
+        (DrawJob("a", (1,), 0), [delta([1])], "'a' has not finished"),
+        (DrawJob("a", (1,), 0), [delta([1], 0, "stop"), delta([2], 0, "stop")], "'a' goes on behind its end"),
+        (DrawJob("a", (1,), 0), [delta([1], 3), delta([2], 2, "stop")], "version of response 'a' falls from 3 to 2"),
+        (DrawJob("a", (1,), 0, before=(9,)), [delta([1], 3, "stop")], "do not begin with its `before`"),
     ],
 )
 def test_deltas_that_are_no_whole_response_are_refused_by_name(job, deltas, message):
@@ -638,10 +638,10 @@ def test_deltas_that_are_no_whole_response_are_refused_by_name(job, deltas, mess
 def test_several_versions_need_a_word_on_the_cache_and_one_output_head():
     deltas = {"a": [delta([1], 3), delta([2], 4, "stop")]}
     with pytest.raises(EngineError, match=r"'a' spans versions 3 to 4, but provenance.cache is None"):
-        rollouts_of([Job("a", (1,), 0)], deltas, replace(WHERE, cache=None))
+        rollouts_of([DrawJob("a", (1,), 0)], deltas, replace(WHERE, cache=None))
     models = versions_of("dense")
     stream, book = open_stream(TransformersEngine(models[0]), PLAIN, evidence="hidden"), Book()
-    job = Job("a", (1,), 0)
+    job = DrawJob("a", (1,), 0)
     book.submit(stream, job)
     book.step(stream, 2)
     stream.load_weights(models[1].named_parameters(), version=1)

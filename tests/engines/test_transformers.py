@@ -9,7 +9,7 @@ from offdrift.engines import hf_decode
 from offdrift.engines.generate import responses_of
 from offdrift.engines.grids import int8, matrices
 from offdrift.engines.hf import TransformersEngine
-from offdrift.engines.hf_decode import KEPT_SHARE, InPlaceLayer, Recorder, branched, inverted
+from offdrift.engines.hf_decode import KEPT_SHARE, DrawRecorder, InPlaceLayer, branched, inverted
 from offdrift.engines.output_head import deviations
 from offdrift.errors import EngineError
 from offdrift.records.provenance import Sampling
@@ -270,7 +270,7 @@ def test_a_head_of_no_known_form_is_refused_before_anything_is_drawn(monkeypatch
 def test_states_of_other_tokens_are_refused(monkeypatch):
     engine = TransformersEngine(tiny("dense"))
     engine.generate(PROMPTS, PLAIN, seed=0, evidence="hidden")
-    pack = Recorder.draws
+    pack = DrawRecorder.draws
 
     def late(self, lengths):
         states = [step["evidence"] for step in self.steps]
@@ -278,7 +278,7 @@ def test_states_of_other_tokens_are_refused(monkeypatch):
             step["evidence"] = state
         return pack(self, lengths)
 
-    monkeypatch.setattr(Recorder, "draws", late)
+    monkeypatch.setattr(DrawRecorder, "draws", late)
     with pytest.raises(EngineError, match=r"'transformers' .* miss the log-probs it reported by \d"):
         engine.generate(PROMPTS, PLAIN, seed=0, evidence="hidden")
 

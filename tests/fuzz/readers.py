@@ -13,28 +13,31 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from tests_lab.train.sweeps import fill, reward, sweep_of
 
-from offdrift.audit.partial import Job, Part, work
+from offdrift.audit.partial import AuditPartial, Job, work
 from offdrift.audit.watch import sources
 from offdrift.check.check import read_prompts
 from offdrift.cli import main
 from offdrift.engines.grids import loadable
 from offdrift.errors import OffdriftError
 from offdrift.judge import load_rules
-from offdrift.lab.length_bias import packaged, read_recording
-from offdrift.plan.drift import measured_fit
-from offdrift.plan.measured import gather
 from offdrift.records import store
 from offdrift.records.readers import detect, pieces, read
+from offdrift.records.readers.metrics import MetricLog
+from offdrift.records.readers.recognize import recognize
 from offdrift.texts import read_bytes
-from offdrift.train.old_policy import read_weights, write_weights
-from offdrift.train.problems import read_problems
-from offdrift.train.recipe import load_recipe
-from offdrift.train.run_folder import ArmFolder, RunFolder
+from offdrift_lab.exact.length_bias import packaged, read_recording
+from offdrift_lab.plan.drift import measured_fit
+from offdrift_lab.plan.measured import gather
+from offdrift_lab.train.data.problems import read_problems
+from offdrift_lab.train.loop.old_policy import read_weights, write_weights
+from offdrift_lab.train.loop.run_folder import ArmFolder, RunFolder
+from offdrift_lab.train.settings.recipe import load_recipe
+from tests.records.metric_files import WRITERS, write_events, write_wandb
 from tests.records.samples import LOGS, rollouts
 from tests.show.synthetic import overlap, write_run, write_token_log
 from tests.show.synthetic_audit import audit
-from tests.train.sweeps import fill, reward, sweep_of
 
 LIMIT = 64 << 20
 """Bytes that a log may take in memory."""
@@ -83,6 +86,14 @@ def read_log(path: Path) -> None:
 def a_log(name: str) -> Callable[[Path], object]:
     """A file of a framework's, as its own writer wrote it."""
     return lambda folder: shutil.copy(LOGS / name, folder / f"step_7_{Path(name).name}")
+
+
+def read_metrics(path: Path) -> None:
+    """Metrics alone, as `offdrift audit` reads them."""
+    log = recognize([str(path)], limit=LIMIT)
+    for place in log.bad if isinstance(log, MetricLog) else ():
+        assert place.reason
+        assert len(place.reason) < 3000
 
 
 def a_run(folder: Path) -> None:
@@ -141,7 +152,7 @@ def follow(path: Path) -> None:
 
 def read_part(path: Path) -> None:
     with contextlib.suppress(OSError):
-        Part.from_bytes(read_bytes(path))
+        AuditPartial.from_bytes(read_bytes(path))
 
 
 def read_rollouts(folder: Path) -> None:
@@ -166,6 +177,11 @@ READERS: dict[str, Reader] = {
     **{name: Reader(a_log(file), read_log, "step_7_*") for name, file in LOG_FILES.items()},
     "plain lines": Reader(text("a.jsonl", 3 * PLAIN), read_log, "a.jsonl"),
     "own log": Reader(lambda folder: write_token_log(folder, 1, [0, 1, 1, 0, 2, 1]), read_log, "**/*.parquet"),
+    **{f"metrics: {name}": Reader(write, read_metrics, "*") for name, write in WRITERS.items()},
+    "audit of metrics": Reader(write_wandb, lambda folder: command("audit {x} --out {x}/audit", folder), "*.wandb"),
+    "watched metrics": Reader(
+        write_events, lambda folder: command("watch {x} --until-idle 0 --every 0.05", folder), "events*"
+    ),
     "growing log": Reader(text("a.jsonl", 3 * PLAIN), follow, "a.jsonl"),
     "rollouts": Reader(lambda folder: store.write(rollouts(), folder / "batch-000001.parquet"), read_rollouts, "*.p*"),
     "part of an audit": Reader(a_part, lambda folder: read_part(folder / "part.npz"), "part.npz"),
@@ -178,13 +194,21 @@ READERS: dict[str, Reader] = {
     "compared audits": Reader(
         an_audit, lambda folder: command("compare {x} {x} --out {x}/c.html", folder), "audit.json"
     ),
-    "planned audit": Reader(an_audit, lambda folder: command("plan {x} --drift {x} -s sync", folder), "audit.json"),
+    "planned audit": Reader(
+        an_audit,
+        lambda folder: command("plan {x} --drift {x} -s sync --set run.updates=2 --set run.warmup=0", folder),
+        "audit.json",
+    ),
     "bounded audit": Reader(an_audit, lambda folder: command("bound --T 64 --from {x}", folder), "audit.json"),
     "run": Reader(a_run, lambda folder: command("report {x}/run", folder), "run/**/*.json*"),
     "watched run": Reader(
         a_run, lambda folder: command("watch {x}/run --until-idle 0 --every 0.05", folder), "run/**/*.json*"
     ),
-    "planned run": Reader(a_run, lambda folder: command("plan {x}/run -s sync", folder), "run/**/*[n0].[jp]*"),
+    "planned run": Reader(
+        a_run,
+        lambda folder: command("plan {x}/run -s sync --set run.updates=2 --set run.warmup=0", folder),
+        "run/**/*[n0].[jp]*",
+    ),
     "fitted run": Reader(a_run, lambda folder: measured_fit(folder / "run/arms/none"), "run/arms/none/m*.jsonl"),
     "bounded run": Reader(a_run, lambda folder: command("bound --T 64 --from {x}/run", folder), "run/**/[mr]*.json*"),
     "resumed run": Reader(

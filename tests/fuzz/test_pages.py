@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from offdrift.audit.compare import write_comparison
 from offdrift.audit.page import write_audit_page
 from offdrift.check.page import write_check_page
-from offdrift.plan.page import write_plan_page
-from offdrift.show.charts import Chart, Series, figure_page
+from offdrift.show.charts import Chart, Series
+from offdrift.show.figures import figure_page
 from offdrift.show.html import write_document
-from offdrift.train.page import write_report
+from offdrift_lab.plan.page import write_plan_page
+from offdrift_lab.train.report.page import write_report
 from tests.fuzz.test_readers import EXAMPLES
 from tests.show.hostile import hostile, replaced, swept
 from tests.show.parsed import Parsed, parse

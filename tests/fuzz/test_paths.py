@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from tests_lab.train.sweeps import BASE
 
 from offdrift.errors import OffdriftError, RecipeError, RecordError
 from offdrift.records import store
 from offdrift.records.schema import ROLLOUTS_KEY
-from offdrift.train.recipe import load_recipe
-from offdrift.train.run_folder import RunFolder
-from offdrift.train.sweep import load_sweep
+from offdrift_lab.train.loop.run_folder import RunFolder
+from offdrift_lab.train.settings.recipe import load_recipe
+from offdrift_lab.train.sweep.sweep import load_sweep
 from tests.fuzz.readers import a_run, a_sweep, command
 from tests.records.samples import rollouts
-from tests.train.sweeps import BASE
 
 UP = (
     "../x",
@@ -139,7 +139,7 @@ def test_links_in_a_run_lead_nowhere_that_matters(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0 and not hasattr(os, "mkfifo"), reason="needs pipes")
 def test_a_checkpoint_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     from offdrift.errors import CheckpointError
-    from offdrift.train.old_policy import read_weights
+    from offdrift_lab.train.loop.old_policy import read_weights
 
     os.mkfifo(tmp_path / "w.safetensors")
     with pytest.raises(CheckpointError, match="it is a pipe"):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests_lab.train.sweeps import BASE
 
 from offdrift.engines.server.engine import OpenAIEngine
 from offdrift.errors import EngineError, OffdriftError, RecordError
@@ -14,7 +15,6 @@ from offdrift.records.provenance import Sampling
 from offdrift.records.readers import detect
 from tests.engines.test_openai_broken import VOCAB, Played, playing
 from tests.fuzz.readers import command
-from tests.train.sweeps import BASE
 
 ROOT = Path(__file__).parents[2]
 SECRETS = {

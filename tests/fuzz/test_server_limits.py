@@ -480,6 +480,7 @@ def test_a_good_answer_of_every_api_is_read_with_its_evidence() -> None:
     for api in RIGHT:
         answer = read(api, RIGHT[api], PROMPT, Sampling(2), 4, VOCAB)  # type: ignore[arg-type]
         assert answer.draws.tokens.tolist() == [3, 1]
-        assert answer.versions == (() if api == "completions" else ("a",))
+        labels = {"completions": [], "generate": ["a"], "sglang": ["a", "b"]}
+        assert [span.label for span in answer.spans] == labels[api]
     ended = read("completions", completion([1, 7], "stop"), PROMPT, Sampling(3, stop_token_ids=(7,)), "sampled", VOCAB)
     assert json.dumps(ended.draws.tokens.tolist()) == "[1, 7]"

@@ -1,51 +1,96 @@
-"""Ceilings on what makes a house hard to read; `make census` prints the numbers, with --list what is behind them."""
+"""Limits on what makes a house hard to read; `make census` prints the numbers, with --list what is behind them.
+
+A limit above its aim stands where the source is today: it may fall, and whoever raises one says why in the commit.
+"""
 
 import pytest
 
-from tests.house.census import AUDIT, Census, census, imported_by
+from tests.house.census import ROOT, Census, all_tests, census, prose_in_asserts, table
 
-CEILINGS = {
-    "modules": 292,
-    "longest file": 600,
-    "share of private helpers called once": 0.12,
-    "share of functions with a local named by a riddle": 0.003,
-    "small files with one importer": 3,
-    "formatter pragmas": 38,
+LIMITS = {
+    "bodies over 60 lines": 14,  # aim: 0
+    "functions with more than 20 branches": 46,  # aim: 0
+    "calls with 6 or more positional arguments": 76,  # aim: 40
+    "class names repeated in a package": 1,
+    "share of functions with a riddle for a name": 0.06,  # aim: 0.05
+    "share of docstrings that open with a riddle": 0.003,
+    "prose in asserts, of a hundred": 2.15,  # aim: 2
+    "circles of imports": 0,
+    "functions that only tests name": 9,  # aim: 0
+    "share of private helpers called once": 0.123,  # parsers of metric files are many small steps
+    "formatter pragmas": 43,
     "lines over 120 characters": 0,
-    "modules that an audit imports": 95,
+    "modules that an audit imports": 116,  # aim: 90; readings of health and the regime are files of their own
+    "modules of the lab that an audit imports": 0,
 }
 
 
 @pytest.fixture(scope="module")
-def source() -> Census:
-    return census()
+def counts() -> dict[str, tuple[float, list[str]]]:
+    return {name: (value, rows) for name, value, rows in table(census(), all_tests())}
 
 
-@pytest.mark.parametrize("name", CEILINGS)
-def test_the_source_stays_below_its_ceilings(source: Census, name: str) -> None:
-    functions = len(source.functions)
-    value = {
-        "modules": lambda: len(source.modules),
-        "longest file": lambda: max(source.lines.values()),
-        "share of private helpers called once": lambda: len(source.called_once) / functions,
-        "share of functions with a local named by a riddle": lambda: len(source.riddles) / functions,
-        "small files with one importer": lambda: len(source.small),
-        "formatter pragmas": lambda: len(source.pragmas()),
-        "lines over 120 characters": lambda: len(source.long_lines()),
-        "modules that an audit imports": lambda: len(imported_by(*AUDIT)),
-    }[name]()
-    assert value <= CEILINGS[name]
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_source_stays_below_its_limits(counts, name: str) -> None:
+    value, rows = counts[name]
+    assert value <= LIMITS[name], rows
+
+
+def test_everything_that_is_counted_has_a_limit(counts) -> None:
+    assert counts.keys() == LIMITS.keys()
+
+
+SOURCE = '''
+"""What this is."""
+import b
+
+
+class A: ...
+
+
+class A: ...
+
+
+def _once(x):
+    found = 1
+    return found
+
+
+def both() -> bool:
+    """Whether it is."""
+    return _once(x)  # fmt: skip
+
+
+def many(x):
+    """How many."""
+    return f(1, 2, 3, 4, 5, x if x and x or x else [y for y in x])
+
+
+def named_by_tests_alone(): ...
+'''
 
 
 def test_the_census_sees_what_it_counts(tmp_path) -> None:
-    (tmp_path / "a.py").write_text(
-        "import b\n\n\ndef _once():\n    found = 1\n    return found\n\n\ndef both():\n    return _once()  # fmt: skip\n"
-    )
-    (tmp_path / "b.py").write_text(f"x = '{'y' * 120}'\n")
+    (tmp_path / "a.py").write_text(SOURCE.lstrip())
+    long = "\n".join(f"    y = {i}" for i in range(61))
+    branching = "\n".join("    if x: pass" for _ in range(20))
+    (tmp_path / "b.py").write_text(f"import a\nx = '{'y' * 120}'\n\n\ndef f(x):\n{long}\n\n\ndef g(x):\n{branching}\n")
     small = census(tmp_path)
     assert small.called_once == ["a._once"]
     assert small.riddles == ["a._once"]
-    assert small.small == ["b"]
-    assert small.pragmas() == ["a:10"]
-    assert small.long_lines() == ["b:1"]
-    assert small.lines == {"a": 10, "b": 1}
+    assert small.pragmas() == ["a:18"]
+    assert small.long_lines() == ["b:2"]
+    assert small.long_bodies == ["b.f 61"]
+    assert small.branchy == ["b.g 21"]
+    assert small.positional == ["a:23"]
+    assert small.repeated_classes == ["a: A 2"]
+    assert sorted(row.split()[0] for row in small.headless) == ["a:1", "a:21"]
+    assert small.docstrings == 3
+    assert small.circles == ["a b"]
+    (tmp_path / "test_a.py").write_text(
+        'def test():\n    assert named_by_tests_alone() == "four words are prose"\n    assert x == 1\n'
+    )
+    tests: Census = census(tmp_path)
+    assert small.only_tested(tests) == ["a.named_by_tests_alone"]
+    assert prose_in_asserts(tests) == (["test_a:2"], 2)
+    assert (ROOT / "pyproject.toml").is_file()

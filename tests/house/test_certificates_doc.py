@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from offdrift.cli import application
 from offdrift.prove.bound import bound_chart
-from offdrift.prove.lengths import MEASURED, length_chart, length_rows
+from offdrift_lab.exact.lengths import MEASURED, length_chart, length_rows
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "certificates.md").read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import json
 import re
@@ -16,10 +17,13 @@ import offdrift as od
 from offdrift.audit import stream
 from offdrift.audit.partial import Job
 from offdrift.engines.server.client import Server
+from offdrift.engines.verify_sync import SyncReport
 from offdrift.errors import EngineError, RecipeError
+from offdrift.judge import load_rules
 from offdrift.records.readers import detect
-from offdrift.train import sweep, sweep_workers
-from offdrift.train.sweep import stored_sweep
+from offdrift.setting import parse_settings
+from offdrift_lab.train.sweep import sweep, sweep_workers
+from offdrift_lab.train.sweep.sweep import stored_sweep
 
 ROOT = Path(__file__).parents[2]
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text("utf-8")
@@ -91,7 +95,34 @@ def held_by(file: str, name: str) -> Callable[[Path], None]:
     return check
 
 
+def moved_rule(folder: Path) -> None:
+    rules = load_rules().rules
+    assert "engines_far_apart" in rules
+    assert "wrong_weights_from_the_start" not in rules
+
+
+def sync_report(folder: Path) -> None:
+    fields = {field.name for field in dataclasses.fields(SyncReport)}
+    assert {"stale", "together", "unverified"} <= fields
+    assert hasattr(SyncReport, "proved") or "proved" in fields
+    assert "groups" not in fields
+
+
+def parsed(folder: Path) -> None:
+    assert parse_settings("gate.high=0.5") == {"gate.high": 0.5}
+
+
 CHECKS: dict[str, Callable[[Path], None]] = {
+    "`from offdrift.train...`": held_by("test_moved.py", "test_an_old_name_is_the_same_module_and_warns"),
+    "`from offdrift.adapters.base import settings_of`": parsed,
+    "`SyncReport.groups`": sync_report,
+    "a `--rules` file": moved_rule,
+    "an arm's table": held_by(
+        "../tests_lab/train/settings/test_arm_tables.py", "test_an_arm_changes_the_keys_that_it_names"
+    ),
+    "`offdrift certify` on prompts": held_by(
+        "prove/test_certify.py", "test_prompts_that_recur_over_files_are_no_fresh_draws"
+    ),
     "a folder of a sweep from 0.1": sweep_of_01,
     "`from offdrift.train.sweep import run_sweep`": run_sweep,
     "a training loop that counted on SIGTERM": held_by(
@@ -105,7 +136,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "`PolicyLoss(loss, corrected, stats, observed)`": policy_loss,
     "`hidden_divergences`": kept_scores,
     "`offdrift train RECIPE --resume`": held_by(
-        "train/test_folder.py", "test_of_several_unfinished_runs_none_is_guessed"
+        "../tests_lab/train/loop/test_run_folder.py", "test_of_several_unfinished_runs_none_is_guessed"
     ),
     "a program that has plotly": no_plotly,
     "`offdrift audit 'https://USER:PASSWORD@HOST/...'`": held_by(
@@ -113,6 +144,16 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     ),
     "a server whose whole answer takes longer": held_by(
         "fuzz/test_server.py", "test_an_engine_whose_server_trickles_gives_up"
+    ),
+    "a chart of one of the 119": held_by(
+        "adapters/test_selection.py", "test_hooks_read_the_environment_and_send_the_choice_to_other_processes"
+    ),
+    "`offdrift_lab.evidence.budget.LIMITS`": held_by(
+        "../tests_lab/evidence/test_budget.py", "test_the_budget_is_that_of_the_rules"
+    ),
+    'the note "accepted': held_by(
+        "../tests_lab/train/report/test_summary.py",
+        "test_the_note_on_few_sequences_is_that_of_the_rules_it_is_shown_by",
     ),
     "parts of an unfinished audit from 0.1": parts_of_an_audit,
 }

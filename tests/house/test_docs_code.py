@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from offdrift.errors import OffdriftError
+from offdrift.show.findings import SIDES
 from tests.house.test_evidence import parsed
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +35,7 @@ RUN_ELSEWHERE = {
     "docs/integrations/skyrl.md": "tests/adapters/test_skyrl.py",
     "docs/integrations/trl.md": "tests/adapters/test_trl.py",
     "docs/integrations/verl.md": "tests/adapters/test_verl_config.py",
+    "docs/your-own-method.md": "tests_lab/test_your_own_method.py",
 }
 """Pages with Python that another test runs, because it needs a framework, or for what it prints."""
 FRAGMENTS = {
@@ -109,7 +111,7 @@ def test_every_block_names_a_language_that_is_checked():
 def test_a_command_can_be_read(place, line, monkeypatch):
     """Placeholders in capitals, `...` and what stands in brackets are the reader's."""
     monkeypatch.chdir(ROOT)
-    line = re.split(r"   +| && |[|;]", line.split(" #")[0])[0]
+    line = re.split(r"   +| && | > |[|;]", line.split(" #")[0])[0]
     words = [word for word in shlex.split(line, comments=True)[1:] if word != "..."]
     if (
         (words and words[0].isupper())
@@ -220,7 +222,7 @@ def test_the_notebook_runs_and_prints_what_it_says(tmp_path, monkeypatch):
         verdicts = [line for line in NOTEBOOK["stored"](cell).splitlines() if line.startswith(("╭", "■", "○", "stop:"))]
         assert [line for line in (text or "").splitlines() if line.startswith(("╭", "■", "○", "stop:"))] == verdicts
     stored = "".join(map(NOTEBOOK["stored"], cells))
-    assert "■ Stop  log-probs taken before temperature" in stored
+    assert f"■ Stop  {SIDES['raw_logprobs']}" in stored
     assert "✓ OK" in stored
 
 

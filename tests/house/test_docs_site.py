@@ -162,7 +162,9 @@ def test_every_option_of_every_command_is_in_the_table_of_its_command():
 @pytest.mark.slow
 def test_every_public_name_of_python_has_an_anchor_and_words(site):
     griffe = pytest.importorskip("griffe")
-    package = griffe.load("offdrift", search_paths=[ROOT / "src"], resolve_aliases=True)
+    packages = {
+        n: griffe.load(n, search_paths=[ROOT / "src"], resolve_aliases=True) for n in ("offdrift", "offdrift_lab")
+    }
     pages = pages_of(site)
     anchors = {anchor for place, page in pages.items() if place.startswith("api/") for anchor in page.anchors}
     links = {urlsplit(a).fragment for place, page in pages.items() if place.startswith("api/") for a in page.links}
@@ -172,7 +174,8 @@ def test_every_public_name_of_python_has_an_anchor_and_words(site):
         for member in API[kind]:
             short = member.partition("(")[0]
             path = short if kind.startswith("imported") else f"{kind}.{short}"
-            target = package[path.removeprefix("offdrift.")]
+            package, _, inside = path.partition(".")
+            target = packages[package][inside]
             assert (target.final_target if target.is_alias else target).docstring, f"{path} has no docstring"
             elsewhere = [f"[`{path}`]" in text or f">{path}<" in text for text in _texts(site)]
             assert path in anchors or any(elsewhere), path

@@ -11,8 +11,8 @@ import pytest
 from typer.main import get_command
 
 from offdrift.cli import application
-from offdrift.train.recipe import load_recipe
-from offdrift.train.sweep import load_sweep
+from offdrift_lab.train.settings.recipe import load_recipe
+from offdrift_lab.train.sweep.sweep import load_sweep
 
 ROOT = Path(__file__).parents[2]
 GENERATE = runpy.run_path(str(ROOT / "docs" / "generate.py"))

@@ -14,9 +14,10 @@ NAMES = {
     "BatchEvidence", "BatchInfo", "Bound", "Certificate", "Clipped", "Correction", "Divergence", "DriftStats", "Gate", "Grade", "Head",
     "ImportanceSampled", "KLPenalty", "LogProbs", "METHODS", "METRICS", "Method", "Observed",
     "OffdriftError", "PolicyLoss",
-    "Recorder", "Reinforce", "Segments", "TrustRegion", "Weight", "advantages", "aggregate", "all_bounds", "certify",
-    "exact_divergences", "hidden_divergences", "log_ratio", "method", "normalizer_of", "override", "per_unit",
-    "policy_loss", "record", "rejection", "summarize", "topk_divergences", "unified",
+    "Recorder", "Reinforce", "Segments", "TrustRegion", "Weight", "advantage", "advantages", "aggregate", "all_bounds", "audit",
+    "certify", "check",
+    "exact_divergences", "hidden_divergences", "log_ratio", "log_to", "method", "normalizer_of", "objective", "override", "per_unit",
+    "policy_loss", "record", "rejection", "statistic", "summarize", "topk_divergences", "unified", "weight",
 }  # fmt: skip
 FUNCTIONS = sorted(n for n in NAMES if inspect.isfunction(getattr(offdrift, n, None)))
 
@@ -33,12 +34,8 @@ def test_exactly_these_names_are_exported():
 
 def test_type_checkers_and_the_running_program_see_the_same_names():
     source = ast.parse(Path(offdrift.__file__).read_text("utf-8"))
-    listed = {
-        alias.asname: node.module
-        for node in ast.walk(source)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
+    (block,) = [n for n in source.body if isinstance(n, ast.If) and ast.unparse(n.test) == "typing.TYPE_CHECKING"]
+    listed = {alias.asname: node.module for node in block.body for alias in node.names}
     assert listed == offdrift._HOME
 
 

@@ -3,9 +3,11 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from offdrift.judge import Context
+from offdrift.judge.readings.shapes import KINDS
 
 Row = dict[str, float]
 STEPS = 60
@@ -104,6 +106,28 @@ def workers(**of_the_third: float) -> dict[str, list[Row]]:
     return {"worker": [{**usual, **(third if i == 2 else {}), "label": f"worker-{i}"} for i in range(4)]}
 
 
+def shape(
+    kind: str | None, gap: float = 0.1, there: Mapping[str, float] = MappingProxyType({}), **whole: float
+) -> dict[str, Any]:
+    """What an audit knows of a gap that is in one place, with other numbers `there`, or of the whole log alone."""
+    row = {
+        "kind": kind,
+        "where": "in one place",
+        "gap": gap,
+        "elsewhere": gap / 50,
+        "z": 20.0,
+        "corr_high": 1.0,
+        **there,
+    }
+    usual = {"gap": gap / 25, "tokens": 1e4, "sequences": 200, "ratio_mean": 1.0, "ratio_z": 0.0, "corr_high": 1.0}
+    return {"found": [] if kind is None else [row], "whole": {**usual, **whole}}
+
+
+def over_steps(trend: str, which: str = "over_steps", last: float = 0.2) -> dict[str, Any]:
+    """What an audit knows of a gap that goes that way over the steps."""
+    return {**shape(None), which: {"trend": trend, "first": 1e-3, "last": last, "largest": last}}
+
+
 @dataclass(frozen=True)
 class Example:
     """A history on which a rule must fire."""
@@ -136,26 +160,56 @@ FIRES: dict[str, Example] = {
         altered({**drift(0.06, slope=0.85, slope_r2=0.98), **without_lag()}),
         Context(temperature=0.8),
     ),
+    "tempered_trainer": Example(altered(drift(0.06, slope=1.3, slope_r2=0.98))),
+    "tempered_or_lag": Example(later(altered({**drift(0.03, slope=1.2, slope_r2=0.99), **without_lag()}))),
+    "record_not_drawn": Example(clean(), Context(shapes=shape(None, ratio_mean=1.2, ratio_z=30.0), overall={**clean()[8], **both(ratio_mean=1.2)})),
+    "record_or_support": Example(clean(), Context(shapes=shape(None, ratio_mean=0.8, ratio_z=-30.0), overall={**clean()[8], **both(ratio_mean=0.8)})),
+    "shape_support": Example(clean(), Context(shapes=shape("first_tokens", there={"ratio_mean": 0.9, "ratio_z": -20.0}))),
+    "shape_seen_mild": Example(clean(), Context(shapes=shape("seen", gap=0.01))),
+    "no_versions_drifting": Example(later(altered(without_lag())), Context(shapes=over_steps("growing", last=0.01))),
+    "updates_or_noise": Example(later(altered({**without_lag(), "staleness/k3": 0.08, "batch/updates_before": None})), Context(shapes=over_steps("flat", last=1e-3))),
+    "small_gap": Example(altered({**drift(0.01), "version_lag/mean": 0.0, "version_lag/max": 0.0}), Context(shapes=over_steps("flat", last=0.01))),
+    "ppl_below_one": Example(altered(lambda i, row: both(ppl_ratio=0.985 + 0.002 * math.sin(1.3 * i), k1=-0.004, k3=0.001, ratio_mean=None, ratio_mean_z=None))),
+    "trainer_not_repeating": Example(altered({"staleness/k3": 0.1, "batch/updates_before": 0.0, "version_lag/mean": 0.0, "version_lag/max": 0.0})),
+    **{f"shape_{kind}": Example(clean(), Context(shapes=shape(kind))) for kind in KINDS},
+    "shape_mild": Example(clean(), Context(shapes=shape("end", gap=0.01))),
+    "lag_contradicted": Example(
+        altered({"version_lag/mean": 4.0, "version_lag/max": 4.0}), Context(shapes=over_steps("growing"))
+    ),
+    "weights_passing": Example(clean(), Context(shapes=over_steps("spike", "over_steps_same"))),
+    **{
+        f"no_versions_{trend}": Example(later(altered(without_lag())), Context(shapes=over_steps(trend)))
+        for trend in ("growing", "jump", "sawtooth", "saturating")
+    },
+    "support_violated": Example(altered({"data/impossible_tokens": 2.0})),
+    "stale_as_logged": Example(altered({**drift(0.08), "version_lag/mean": 8.0, "version_lag/max": 8.0})),
+    "stale_as_logged_mild": Example(altered({**drift(0.03), "version_lag/mean": 8.0, "version_lag/max": 8.0})),
     "wrong_weights": Example(
         altered(lambda i, row: {**drift(rising(i, 0.2, 0.001)), "version_lag/mean": 0.0, "version_lag/max": 0.0})
     ),
     "weights_part": Example(
         altered(lambda i, row: {**drift(rising(i, 2e-3, 1e-5)), "version_lag/mean": 0.0, "version_lag/max": 0.0})
     ),
-    "wrong_weights_from_the_start": Example(altered(drift(0.9)), Context(same_weights=True)),
+    "engines_far_apart": Example(altered(drift(0.9)), Context(same_weights=True)),
     "router_flips": Example(
         altered(drift(0.03, k3_top_share=0.95, prob_diff_max=0.9)), Context(mixture_of_experts=True)
     ),
     "router_or_rare_tokens": Example(
         altered(drift(0.018, k3_top_share=0.95, prob_diff_max=0.9))
     ),
-    "engines_disagree": Example(altered(drift(0.08, pearson=0.93))),
+    "engines_disagree": Example(altered(drift(0.08, pearson=0.93)), Context(same_weights=True)),
+    "engines_apart": Example(altered(drift(0.08, pearson=0.97))),
     "engine_gap": Example(altered(drift(0.03))),
     "probability_spike": Example(altered(lambda i, row: both(prob_diff_max=0.8) if i == 30 else {})),
     "engine_or_lag": Example(later(altered({**drift(0.08), **without_lag()}))),
     "weight_variance": Example(altered(both(chi2_token=1.2))),
     "toxic_tail": Example(altered(both(chi2_token=2.5))),
     "sequence_weights_wasted": Example(altered({"weight/ess_frac": 0.4}), Context(method="seq_tis")),
+    "truncation_heavy": Example(altered(lambda i, row: {"weight/cap_frac": 0.4 + 0.02 * math.sin(i)}), Context(method="token_tis")),
+    "weights_off_mean": Example(altered(lambda i, row: {"weight/mean": 0.3 + 0.02 * math.sin(i)}), Context(method="token_tis")),
+    "weights_spread": Example(altered({"weight/mean": 1.6, "weight/std": 1.4})),
+    "sequence_products": Example(altered(both(chi2_seq=1e5))),
+    "critic_blind": Example(altered(lambda i, row: {"critic/vf_explained_var": 0.01 * math.sin(i)})),
     "ess_collapse": Example(altered(lambda i, row: both(ess_seq_frac=0.8 if i < 50 else 0.1))),
     "stale_engine": Example(
         altered(lambda i, row: {**drift(0.001 if i % 4 == 0 else 0.08), "version_lag/max": float(i % 4), "version_lag/mean": float(i % 4)})
@@ -180,10 +234,14 @@ FIRES: dict[str, Example] = {
     "clip_widened": Example(
         altered(lambda i, row: {"objective/clip_frac_active": 0.25, "objective/eps_high": 0.2 if i < 30 else 0.28})
     ),
-    "length_surge": Example(altered(lambda i, row: {"response/length_mean": 200.0 if i < 40 else 260.0})),
-    "surge_without_guard": Example(altered(lambda i, row: {"response/length_mean": rising(i, 300.0, 200.0)})),
+    "length_surge": Example(
+        altered(lambda i, row: {"staleness/k3": 0.03, "response/length_mean": 200.0 if i < 40 else 260.0})
+    ),
+    "surge_without_guard": Example(
+        altered(lambda i, row: {"staleness/k3": 0.03, "response/length_mean": rising(i, 300.0, 200.0)})
+    ),
     "surge_despite_guard": Example(
-        altered(lambda i, row: {"response/length_mean": rising(i, 400.0, 200.0), "optim/lr": 1e-6 if i < 30 else 5e-7})
+        altered(lambda i, row: {"staleness/k3": 0.03, "response/length_mean": rising(i, 400.0, 200.0), "optim/lr": 1e-6 if i < 30 else 5e-7})
     ),
     "update_too_large": Example(altered({"staleness/k3": 0.3})),
     "updates_drift": Example(
@@ -198,6 +256,7 @@ FIRES: dict[str, Example] = {
     "reward_collapse": Example(altered(lambda i, row: {"reward/mean": 0.6 if i < 35 else 0.2})),
     "systems_fix": Example(altered({"gate/drop_frac_seq": 0.4})),
     "rejection_not_enough": Example(altered({"gate/drop_frac_seq": 0.15})),
+    "band_at_its_limit": Example(altered({"weight/cap_frac": 0.15, **both(chi2_token=1.2)}), Context(method="decoupled_token_icepop")),
     "length_trap": Example(
         clean(),
         Context(facets={"length": [{"low": 0, "gate/acceptance_seq": 0.99}, {"low": 512, "gate/acceptance_seq": 0.3}]}),
@@ -209,7 +268,7 @@ FIRES: dict[str, Example] = {
     "negated_log_probs": Example(altered({"batch/unscored_frac": 1.0, "data/negated": 1.0})),
     "unscored_most": Example(altered({"batch/unscored_frac": 0.9})),
     "unscored_many": Example(altered({"batch/unscored_frac": 0.3})),
-    "unscored_some": Example(altered(lambda i, row: {"batch/tokens": 4000.0, "batch/unscored_tokens": 3.0 if i == 30 else 0.0})),
+    "unscored_some": Example(altered(lambda i, row: {"batch/tokens": 4000.0, "batch/unscored_tokens": 300.0 if i == 30 else 0.0})),
     "unread_most": Example(altered({"data/unread_frac": 0.9})),
     "unread_many": Example(altered({"data/unread_frac": 0.3})),
     "unread_some": Example(altered({"data/unread_frac": 0.001, "data/cuts": 1.0})),
@@ -220,6 +279,9 @@ FIRES: dict[str, Example] = {
     "partly_scored": Example(altered({"data/partly_frac": 0.02})),
     "rollout_not_logged": Example(
         [{"step": float(i), "staleness/k3": 0.001, "reward/mean": 0.5} for i in range(9)]
+    ),
+    "mean_gap": Example(
+        [{"step": float(i), "sampling/sampling_logp_difference/mean": 0.3, "reward": 0.5} for i in range(9)]
     ),
     "nothing_measured": Example([{"step": float(i), "reward/mean": 0.5} for i in range(9)]),
     "all_rejected": Example(altered({"gate/acceptance_seq": 0.0})),

@@ -19,13 +19,13 @@ from torch import Tensor
 from offdrift.engines import Engine, make_engine
 from offdrift.engines.verify_sync import SyncReport, verify_sync
 from offdrift.judge import Context
+from offdrift.models import load_model
 from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import EvidenceKind, FullVocab, Rollouts
 from offdrift.segments import Segments
-from offdrift.train.loop import train
-from offdrift.train.models import load_model
-from offdrift.train.recipe import Recipe, check_recipe
-from offdrift.train.warmstart import warm_start
+from offdrift_lab.train.data.warmstart import warm_start
+from offdrift_lab.train.loop.loop import train
+from offdrift_lab.train.settings.recipe import Recipe, check_recipe
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -173,7 +173,7 @@ CASES = (
     Case("int8", None, {"rollout.dtype": "bfloat16", "rollout.quantization": "int8"}),
     Case("bfloat16, experts", None, {**MOE, "rollout.dtype": "bfloat16"}),
     Case("4 bits", "precision", {}, {"arrives": bits(4)}),
-    Case("3 bits", "precision", {}, {"arrives": bits(3)}),
+    Case("3 bits", "unexplained", {}, {"arrives": bits(3)}),
     Case("router in 3 bits, experts", "router_flips", MOE, {"arrives": coarse_router}),
     Case("router flips at 2 %, experts", "router_flips", MOE, {"begins": flipping(0.02)}),
     Case("4 updates behind", "stale_engine", {"lag.sync_every": 4}),
@@ -242,9 +242,9 @@ def train_spoiled(recipe: Recipe, spoil: dict[str, Any], folder: Path, *, start_
             spoiling.enter_context(_spoiling(spoil))
         if start_seed is not None:
             start = partial(_started, start_seed)
-            spoiling.enter_context(patch("offdrift.train.context.warm_start", start))
+            spoiling.enter_context(patch("offdrift_lab.train.loop.context.warm_start", start))
             drawn = partial(_drawn, start_seed)
-            spoiling.enter_context(patch("offdrift.train.context.load_model", drawn))
+            spoiling.enter_context(patch("offdrift_lab.train.loop.context.load_model", drawn))
         train(recipe, folder)
     (arm,) = recipe.arms
     return folder / "arms" / arm
@@ -273,8 +273,8 @@ def _spoiling(spoil: dict[str, Any]) -> Iterator[None]:
         return report
 
     with (
-        patch("offdrift.train.context.make_engine", make),
-        patch("offdrift.train.context.verify_sync", verify),
-        patch("offdrift.train.arm.check_sync", lambda *args, **options: None),
+        patch("offdrift_lab.train.loop.context.make_engine", make),
+        patch("offdrift_lab.train.loop.context.verify_sync", verify),
+        patch("offdrift_lab.train.loop.arm.check_sync", lambda *args, **options: None),
     ):
         yield

@@ -14,7 +14,7 @@ from offdrift.records.readers import detect, pieces, read
 CLEAN = "clean"
 CAUSES = (
     "precision", "raw_logprobs", "one_sided_filter", "misaligned", "router_flips", "wrong_weights",
-    "stale_engine", "token_drift", "weight_variance", "clip_saturation", "optimizer_amplification",
+    "stale_engine", "token_drift", "weight_variance", "clip_saturation", "optimizer_amplification", "unexplained",
 )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def audited(batches: Iterable[Logged], context: Context) -> Reported:
     tally = functools.reduce(Tally.merge, (Tally.of(b, file="planted") for b in batches))
     told = tally.as_dict()
     steps = [{k: v for k, v in s.items() if isinstance(v, (int, float))} for s in told["steps"]]
-    known = replace(context, overall=told["overall"], facets=told["facets"])
+    known = replace(context, overall=told["overall"], facets=told["facets"], shapes=told["shapes"])
     return Reported(tuple(diagnose(steps, context=known)), told["overall"])
 
 

@@ -6,8 +6,9 @@ import pytest
 
 from offdrift.errors import RecipeError
 from offdrift.judge import load_rules
-from offdrift.judge.apply import HALF, apply_fix
-from offdrift.train.recipe import check_recipe
+from offdrift.judge.apply import apply_fix
+from offdrift.judge.findings import HALF
+from offdrift_lab.train.settings.recipe import check_recipe
 
 SNIPPETS = {name: fix.snippets["offdrift"] for name, fix in load_rules().fixes.items() if "offdrift" in fix.snippets}
 

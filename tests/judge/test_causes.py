@@ -7,7 +7,7 @@ import torch
 
 from offdrift.judge import Context, diagnose, judge, load_rules
 from offdrift.judge.apply import apply_fix
-from offdrift.train.recipe import check_recipe
+from offdrift_lab.train.settings.recipe import check_recipe
 from tests.judge import planted
 from tests.judge.histories import altered, both, clean, drift
 from tests.judge.reported import audited
@@ -38,7 +38,7 @@ def test_weights_that_never_arrive_are_no_precision(first, last):
     assert not {"engines_disagree", "engine_gap", "agreement_gap"} & set(told)
 
 
-@pytest.mark.parametrize("last", [0.002, 0.011, 0.1])
+@pytest.mark.parametrize("last", [0.002, 0.011, 0.045])
 def test_precision_is_there_at_the_first_step(last):
     told = named(altered(lambda i, row: growing(i, first=last / 2, last=last, tail=0.7)))
     assert told[0] in ("engines_disagree", "engine_gap")
@@ -73,8 +73,22 @@ def test_a_heavy_tail_of_unrelated_log_probs_is_beyond_any_drift_though_its_erro
     assert "misaligned" not in named(altered(mild))
 
 
+def test_a_filter_that_the_recorded_settings_exclude_is_not_accused():
+    old = {"version_lag/mean": 1.0, "version_lag/max": 2.0}
+    rows = altered({**both(k1=0.1, k3=0.03, ratio_mean=0.93, ratio_mean_z=-7.5), **old})
+    assert "one_sided_filter" in named(rows, DENSE)
+    assert "one_sided_filter" in named(rows, replace(DENSE, filtered=True))
+    assert "one_sided_filter" not in named(rows, replace(DENSE, filtered=False))
+
+
+def test_an_engine_may_filter_by_a_setting_of_its_own():
+    """At lag 0 nothing else explains it, whatever the run's settings say."""
+    rows = altered({**both(k1=0.1, k3=0.03, ratio_mean=0.93, ratio_mean_z=-7.5), **FRESH})
+    assert named(rows, replace(DENSE, filtered=False))[0] == "one_sided_filter"
+
+
 def test_a_filter_is_told_of_the_whole_run_and_not_of_two_steps_of_a_heavy_tail():
-    filtered = both(k1=0.1, k3=0.044, ratio_mean=0.944, ratio_mean_z=-7.5)
+    filtered = both(k1=0.1, k3=0.02, ratio_mean=0.92, ratio_mean_z=-7.5)
     rows = altered(lambda i, row: filtered if 40 <= i < 52 else {})
     whole = clean()[8]
     assert "one_sided_filter" not in named(rows, replace(DENSE, overall=whole))

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from benchmarks.confusion import BEGIN, END, KINDS, PAGE, RESULTS, render, upper_limit
+from tests_lab.train.conftest import Digits
 
 from offdrift.judge import Context
 from offdrift.stats import DriftStats, summarize
 from offdrift.stats.signature import signature
-from offdrift.train.tasks import TASKS
+from offdrift_lab.train.data.tasks import TASKS
 from tests.judge import planted, planted_real
 from tests.judge.reported import CAUSES, CLEAN, audited, logged
-from tests.train.conftest import Digits
 
 CONFUSED = {"learning rate, clip saturated"}
 """Both are true of it, and the survey repairs the clip (E) before the optimizer (F)."""

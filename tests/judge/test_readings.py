@@ -10,7 +10,7 @@ from benchmarks.trend_alarms import ar1
 from offdrift.judge import READINGS, Context, Watcher, load_rules
 from offdrift.judge.readings.view import Window
 from offdrift.judge.scatter import Scatter, drift_of, line_of, moved, normal_score, shift_of, slope_over, walk_of
-from tests.judge.histories import altered, both, clean, workers
+from tests.judge.histories import altered, both, clean, over_steps, shape, workers
 
 LIMITS = load_rules().limits
 
@@ -183,8 +183,8 @@ def test_same_weights_from_the_best_source():
     assert reading_after([lagging], Context(same_weights=True))["kl_same_ckpt"] == 0.3
     bucket = Context(facets={"lag": [{"low": 3, "mismatch/k1": 0.5}, {"low": 0, "mismatch/k1": 0.02}]})
     assert reading_after([lagging], bucket)["kl_same_ckpt"] == 0.02
-    first = {"step": 1, "mismatch/k1": 0.01}
-    assert reading_after([first, {"step": 2, "mismatch/k1": 0.2}])["kl_same_ckpt"] == 0.01
+    first = {"step": 1, "mismatch/k1": 0.01}  # nothing says that its weights were the same
+    assert "kl_same_ckpt" not in reading_after([first, {"step": 2, "mismatch/k1": 0.2}])
     # the old policy may be scored by newer weights than the rollout's: its own lag decides
     scored_late = {"step": 50, "mismatch/k1": 0.3, "old/version_lag": 2, "version_lag/max": 3}
     assert "kl_same_ckpt" not in reading_after([scored_late])
@@ -245,12 +245,15 @@ def test_every_reading_can_be_made_and_is_documented():
         mixture_of_experts=True,
         temperature=0.7,
         filter_replayed=True,
+        filtered=False,
         raw_stated=False,
         cache_replayed=True,
         method="decoupled_token_icepop",
+        shapes={**over_steps("flat"), **shape("end"), "over_steps": over_steps("flat")["over_steps"],
+                "over_steps_same": over_steps("jump")["over_steps"]},
         facets={"length": [{"low": 0, "gate/acceptance_seq": 0.9}, {"low": 9, "gate/acceptance_seq": 0.8}], **workers()},
     )  # fmt: skip
-    data = ("batch/unscored_frac", "data/unread_frac", "data/cuts", "data/partly_frac", "data/probability", "data/negated", "data/ahead_frac", "data/lacking_frac/rewards")  # fmt: skip
+    data = ("batch/unscored_frac", "data/unread_frac", "data/cuts", "data/partly_frac", "data/probability", "data/impossible_tokens", "data/negated", "data/ahead_frac", "data/lacking_frac/rewards")  # fmt: skip
     data += (
         "reuse/k3",
         "batch/updates_before",
@@ -263,8 +266,10 @@ def test_every_reading_can_be_made_and_is_documented():
         {"router/delta_router": 0.01, "fusion/alpha_mean": 0.1, "gate/drop_frac_seq": 0.1, **dict.fromkeys(data, 0.0)}
     )
     rows[-1] = {**rows[-1], "optim/loss": math.nan}
-    made = reading_after(rows, context)
-    assert set(made) == set(READINGS)
+    made = {**reading_after(rows, context), **reading_after([{"full/abs_log_ratio_mean": 0.1}])}
+    critic = reading_after(altered({"critic/vf_explained_var": 0.5, "weight/mean": 0.9}), Context(method="token_tis"))
+    assert set(made) | {"truncated", "critic_explains", "weight_mean"} == set(READINGS)
+    assert {"truncated", "critic_explains", "weight_mean"} <= set(critic)
     assert all(math.isfinite(x) for x in made.values())
     assert all(len(d.about) > 20 or "`" in d.about for d in READINGS.values())
     assert len(READINGS) > 40
@@ -339,3 +344,15 @@ def test_passing_findings_are_told_as_passing():
     assert (a.rule, a.severity, a.steps) == ("engines_disagree", "watch", 5)
     assert (b.rule, b.severity) == ("systems_fix", "watch")
     assert a.step == 103  # the third of five
+
+
+def test_held_out_reward_decides_where_it_is_measured():
+    """Training reward of a stale engine stays, while the policy has lost what it knew; and the other way round."""
+    trained = [{"step": i, "reward/mean": 0.6} for i in range(60)]
+    lost = [
+        {**row, **({"eval/reward": 0.5 if i < 30 else 0.05} if i % 10 == 0 else {})} for i, row in enumerate(trained)
+    ]
+    assert reading_after(lost)["reward_drop"] == pytest.approx(0.9)
+    assert reading_after(trained)["reward_drop"] == 0
+    harder = [{"step": i, "reward/mean": 0.6 if i < 30 else 0.1, **({"eval/reward": 0.5} if i % 10 == 0 else {})} for i in range(60)]  # fmt: skip
+    assert reading_after(harder)["reward_drop"] == 0

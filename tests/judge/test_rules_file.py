@@ -1,15 +1,18 @@
 """A user's TOML: what it changes, and what it is told when it is wrong."""
 
 import itertools
+import re
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 
 from offdrift.check.recommend import THRESHOLDS
 from offdrift.errors import RecipeError
 from offdrift.judge import Watcher, diagnose, judge, load_rules
-from offdrift.judge.rules import Compared
+from offdrift.judge.rules import HERE, Compared
+from offdrift.texts import parse_toml
 from tests.judge.histories import FIRES
 
 BUILT_IN = load_rules()
@@ -63,10 +66,15 @@ def test_everything_that_is_not_named_stays(own):
     assert set(built_in.rules) - set(own.rules) == {"probability_spike"}
     assert set(own.rules) - set(built_in.rules) == {"entropy_gone"}
     changed = {n for n in built_in.rules if n in own.rules and own.rules[n] != built_in.rules[n]}
-    assert changed == {"token_drift"}
+    # Texts that name a threshold say its new value.
+    assert changed == {"token_drift", "engines_apart"}
+    assert own.rules["engines_apart"].when == built_in.rules["engines_apart"].when
+    assert "below 0.1 nat" in own.rules["engines_apart"].explanation
     limits = {n for n, t in built_in.thresholds.items() if own.thresholds[n] != t}
     assert limits == {"kl_large", "ess_half"}
     assert own.thresholds["kl_large"].unit == "nat"
+    assert own.thresholds["kl_large"].source.endswith("mine.toml"), "not the survey"
+    assert own.thresholds["ess_half"].source == "our cluster"
     assert built_in is load_rules()
 
 
@@ -103,7 +111,7 @@ def test_own_rule_takes_the_place_of_its_letter(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(f"[rules.mine]\nletter = 'A'\n{RULE}all = [{{ metric = 'chi2_token', above = 0.1 }}]")
     told = judge({"chi2_token": 1.5, "pearson": 0.9}, load_rules(path))
-    assert [f.rule for f in told] == ["engines_disagree", "mine", "weight_variance", "systems_fix"]
+    assert [f.rule for f in told] == ["mine", "engine_or_lag", "weight_variance"]
 
 
 def test_every_rule_can_be_switched_off(tmp_path):
@@ -144,6 +152,8 @@ WRONG = {
     "code": (f"[rules.x]\n{RULE}all = 'kl > 1'", "all = 'kl > 1' must be a list"),
     "no text": ("[rules.x]\ncause = 'x'\nall = [{ metric = 'kl', above = 1 }]", "symptom = None must be text"),
     "fix without words": ("[fixes.x]\nmethod = 'token_tis'", "[fixes.x] do = None must be text"),
+    "threshold in a text": ("[rules.token_drift]\nsymptom = 'above {kl_larg}'", "symptom: threshold in braces = 'kl_larg' is not known; did you mean 'kl_large'?"),
+    "threshold in a fix": ("[fixes.halve_lr]\ndo = 'below {kl_updat:%}'", "did you mean 'kl_update'?"),
     "method of a fix": ("[fixes.x]\ndo = 'x'\nmethod = 'token_ti'", "method = 'token_ti' is not known; did you mean 'token_tis'?"),
 }  # fmt: skip
 
@@ -163,9 +173,14 @@ def test_missing_file_is_refused(tmp_path):
         load_rules(tmp_path / "none.toml")
 
 
+SOURCES = "".join(
+    file.read_text(encoding="utf-8")
+    for package in ("offdrift", "offdrift_lab")
+    for file in sorted((Path(__file__).parents[2] / "src" / package).rglob("*.py"))
+)
 WINDOWS = {"window_level", "window_trend", "window_long", "window_young"}
-TRENDS = {"trend_change", "trend_t", "trend_walk", "trend_drift"}
-CONDITIONS = [c for rule in BUILT_IN.rules.values() for c in (rule.when, *rule.raised_by)]
+TRENDS = {"trend_change", "trend_t", "trend_walk", "trend_drift", "trend_sure"}
+CONDITIONS = [c for rule in BUILT_IN.rules.values() for c in (rule.when, *rule.raised_by, *rule.excluded_by)]
 
 
 def bent(name, value):
@@ -221,7 +236,7 @@ def test_every_threshold_decides(name):
     """Out of reach, it turns a condition of some rule; what rules do not use, a reading, the check or the table does."""
     users = [c for c in CONDITIONS if any(x.threshold == name for branch in branches(c) for x in branch)]
     if name in WINDOWS | TRENDS:
-        histories = ("length_surge", "clip_saturation", "surge_without_guard")
+        histories = ("length_surge", "clip_saturation", "surge_without_guard", "truncation_heavy")
         values = (1, 500) if name in WINDOWS else (-1e12, 1e12)
         assert any(last_reading(h, bent(name, v)) != built_in_reading(h) for h in histories for v in values)
     elif users:
@@ -234,10 +249,43 @@ def test_every_threshold_decides(name):
 
         assert any(turned(c, b) for c in users for b in branches(c))
     else:
-        assert name in {row.limit for row in THRESHOLDS} | {"length_kept"}
+        assert name in {row.limit for row in THRESHOLDS} | {"length_kept", "tv_low"} or f'["{name}"]' in SOURCES
 
 
 def test_built_in_tables_are_documented():
     assert {r.fix for r in BUILT_IN.rules.values()} == set(BUILT_IN.fixes)
     assert all(t.source and t.about for t in BUILT_IN.thresholds.values())
     assert len(BUILT_IN.thresholds) > 50
+
+
+def test_texts_say_the_number_that_decides(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        "[thresholds]\nacceptance_low = 0.5\nkl_update = 0.25\n"
+        "[rules.token_drift]\nexplanation = 'past {kl_update} nat and {acceptance_low:%}, at {where} and {}'\n"
+    )
+    rules = load_rules(path)
+    assert rules.rules["low_acceptance"].symptom == FEW.format(50)
+    assert rules.rules["token_drift"].explanation == "past 0.25 nat and 50 %, at {where} and {}"
+    assert any("below 0.25 nat" in fix.do for fix in rules.fixes.values())
+    assert BUILT_IN.rules["low_acceptance"].symptom == FEW.format(70)
+
+
+FEW = "The gates accept fewer than {} % of the sequences."
+
+
+def test_no_text_of_the_built_in_tables_names_the_value_of_its_own_threshold_by_hand():
+    """A number of its condition in a symptom would stay when the threshold is moved."""
+    tables = parse_toml((HERE / "rules.toml").read_text(encoding="utf-8"))
+    for name, rule in BUILT_IN.rules.items():
+        parts = [c for way in branches(rule.when) for c in way if isinstance(c.threshold, str)]
+        values = {v for c in parts for v in (BUILT_IN.limits[c.threshold], 100 * BUILT_IN.limits[c.threshold])}
+        words = re.findall(r"(?<![\w.{])\d+(?:\.\d+)?(?= ?%| nat\b)", tables["rules"][name]["symptom"])
+        assert not {float(word) for word in words} & values, (name, words)
+
+
+def test_a_file_too_large_to_be_rules_is_refused(tmp_path):
+    path = tmp_path / "large.toml"
+    path.write_text("#" * (2**20 + 1))
+    with pytest.raises(RecipeError, match="more than 1 MiB"):
+        load_rules(path)

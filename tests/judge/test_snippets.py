@@ -2,17 +2,22 @@
 
 import ast
 import dataclasses
+import inspect
 import re
 import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
+from offdrift.cli import application
 from offdrift.judge import load_rules
 
 FIXES = load_rules().fixes
+ENVIRONMENT = {"METHOD", "SETTINGS", "RECORD", "ON_IDLE"}
+"""What `offdrift.adapters.base.environ` reads."""
 SNIPPETS = [(fix, where, text) for fix, f in FIXES.items() for where, text in f.snippets.items()]
 LANGUAGES = {"verl", "nemo-rl", "trl", "prime-rl", "offdrift", "slime", "skyrl", "vllm", "python", "shell"}
 
@@ -50,7 +55,8 @@ def test_verl_keys_are_verls(fix, where, text):
     known = set().union(*(dict(leaves(tree)) for tree in (ppo, megatron, lagging)))
     asked = dict(leaves(yaml.safe_load(text)))
     assert asked
-    assert set(asked) <= known
+    variables = {f"ray_kwargs.ray_init.runtime_env.env_vars.OFFDRIFT_{name}" for name in ENVIRONMENT}
+    assert set(asked) <= known | variables
 
 
 @of("verl")
@@ -84,6 +90,14 @@ def test_trl_arguments_are_trls(fix, where, text):
     fields = {f.name for f in dataclasses.fields(pytest.importorskip("trl").GRPOConfig)}
     (statement,) = ast.parse(text).body
     call = statement.value
+    if call.func.id == "OffdriftGRPOTrainer":
+        from offdrift.adapters.trl import OffdriftMixin, refuse_method
+        from offdrift.methods import method
+
+        ours = {k.arg: k.value for k in call.keywords}
+        assert set(ours) - {"reward_funcs", "args"} <= set(inspect.signature(OffdriftMixin.__init__).parameters)
+        refuse_method(method(ours["method"].value), "correct", records=ours["record"].value)
+        call = ours["args"]
     assert call.func.id == "GRPOConfig"
     assert not call.args
     asked = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
@@ -97,7 +111,7 @@ def test_trl_arguments_are_trls(fix, where, text):
 def test_recipe_takes_it(fix, where, text, request):
     """Pasted into a recipe of the repository, in place of what it changes."""
     pytest.importorskip("pydantic")
-    from offdrift.train.recipe import Recipe
+    from offdrift_lab.train.settings.recipe import Recipe
 
     asked = tomllib.loads(text)
     name = "async" if "pipeline" in asked else "tiny"
@@ -116,8 +130,14 @@ PRIME_RL = {
     "inference.vllm.logprobs_mode", "inference.vllm.dtype", "orchestrator.train.sampling.temperature",
     "orchestrator.max_off_policy_steps", "trainer.enable_router_replay", "trainer.enable_token_export",
     "trainer.model.optimization_dtype", "trainer.optim.lr", "trainer.optim.max_norm",
-    "trainer.loss.type", "trainer.loss.dppo_mask_low", "trainer.loss.dppo_mask_high",
+    "trainer.loss.type", *(f"trainer.loss.{key}" for key in ("eps", "ratio_low", "ratio_high")),
 }  # fmt: skip
+PRIME_RL_LOSSES = {
+    "ipo": {"eps", "adv_tau", "kl_tau"},
+    "icepop": {"ratio_low", "ratio_high", "adv_tau"},
+    "custom": {"import_path", "kwargs"},
+}
+"""Its losses by `trainer.loss.type`, and what each reads: pull requests #3418, #3526 and #3586 (September 2026)."""
 NEMO_RL = {
     "policy.generation.vllm_cfg.logprobs_mode", "policy.generation.temperature", "policy.generation.top_p",
     "policy.generation.top_k", "policy.router_replay.enabled", "policy.precision", "policy.max_grad_norm",
@@ -130,7 +150,7 @@ SKYRL = {
     "generator.sampling_params.top_k", "generator.sampling_params.min_p",
     "generator.inference_engine.enable_return_routed_experts", "generator.inference_engine.model_dtype",
     "trainer.bf16", "trainer.dump_data_batch", "trainer.update_epochs_per_batch",
-    "trainer.fully_async.max_staleness_steps", "trainer.policy.optimizer_config.lr",
+    "trainer.fully_async.max_staleness_steps", "trainer.hf_save_interval", "trainer.policy.optimizer_config.lr",
     "trainer.policy.optimizer_config.max_grad_norm",
     "trainer.policy.megatron_config.moe_enable_routing_replay",
     *(f"trainer.algorithm.off_policy_correction.{key}" for key in (
@@ -139,7 +159,7 @@ SKYRL = {
     )),
 }  # fmt: skip
 SLIME = {
-    "--rollout-temperature", "--rollout-top-p", "--rollout-top-k", "--check-weight-update-equal",
+    "--rollout-temperature", "--rollout-top-p", "--rollout-top-k", "--check-weight-update-equal", "--save-hf", "--save-interval",
     "--use-rollout-routing-replay", "--keep-old-actor", "--fp16", "--sglang-dtype",
     "--sglang-enable-deterministic-inference", "--lr", "--get-mismatch-metrics", "--use-tis",
     "--tis-clip", "--tis-clip-low", "--custom-tis-function-path", "--custom-config-path",
@@ -163,14 +183,63 @@ def test_keys_are_those_that_the_framework_reads(fix, where, text):
     assert asked <= known
 
 
+@of("prime-rl")
+def test_losses_of_prime_rl_are_those_that_it_has_with_their_own_numbers(fix, where, text):
+    loss = tomllib.loads(text).get("trainer", {}).get("loss")
+    if loss is not None:
+        assert set(loss) - {"type"} <= PRIME_RL_LOSSES[loss["type"]]
+        assert len(loss) > 1
+
+
+def test_corrections_that_change_prime_rls_loss_are_few_and_all_seen():
+    losses = [tomllib.loads(text).get("trainer", {}).get("loss") for _, where, text in SNIPPETS if where == "prime-rl"]
+    assert sum(loss is not None for loss in losses) == 4
+
+
 @of("python")
 def test_python_compiles(fix, where, text):
     compile(text, fix, "exec")
 
 
+def commands():
+    """Every call of our command that a fix or a rule prints, in its snippets, their comments and its sentences."""
+    rules = load_rules()
+    texts = [(name, text) for name, _, text in SNIPPETS] + [(name, fix.do) for name, fix in rules.fixes.items()]
+    texts += [
+        (name, getattr(r, f)) for name, r in rules.rules.items() for f in ("decides", "refuted_by", "explanation")
+    ]
+    return sorted(
+        {(name, match) for name, text in texts for match in re.findall(r"\boffdrift [a-z]+\b[^`)\n;]*", text)}
+    )
+
+
+@pytest.mark.parametrize(("fix", "text"), commands())
+def test_every_command_that_is_printed_is_one_that_the_command_line_takes(fix, text):
+    from offdrift.check.bench import EngineSpec
+    from offdrift.check.live import server_spec
+
+    _, name, *words = shlex.split(text, comments=True)
+    assert name in {"check", "audit", "watch"}
+    given = typer.main.get_command(application(name)).commands[name].make_context(name, words).params
+    if given.get("checkpoint"):
+        assert server_spec(given["rollout"]).kind
+    for engine in ("rollout", "train"):
+        if given.get(engine):
+            assert EngineSpec.parse(given[engine]).kind
+
+
+def test_commands_are_found_in_every_place():
+    assert {name for _, text in commands() for name in re.findall(r"offdrift (\w+)", text)} == {
+        "check",
+        "audit",
+        "watch",
+    }
+    assert len(commands()) > 20
+
+
 @of("shell")
-def test_shell_calls_our_command(fix, where, text):
-    words = shlex.split(text)
-    assert words[0] == "offdrift"
-    assert words[1] in {"check", "audit", "watch"}
+def test_shell_is_nothing_but_our_command(fix, where, text):
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert lines
+    assert all(line.startswith("offdrift ") for line in lines)
     assert not re.search(r"[;&|`$<>]", text)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from offdrift.correction import VariationalWeight, Weight
+from offdrift.laws.batches import VOCAB, Batch
 from offdrift.methods import Method
 from offdrift.methods.method import Interpolated
 from offdrift.penalty import KLPenalty
-from tests.laws.batches import VOCAB, Batch
 
 Numbers = list[float]
 Matrix = list[Numbers]

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Many
 
 import torch
 
-from tests.laws.batches import DIVERGENCES, Batch
+from offdrift.laws.batches import DIVERGENCES, Batch
 
 MU = -1.2
 """log mu of every token, unless its ratio needs room above."""

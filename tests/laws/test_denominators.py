@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from offdrift.batch_info import Observed
+from offdrift.laws.batches import HORIZON, Batch, draw, packed, run, seen
 from offdrift.methods import METHODS, Method
-from tests.laws.batches import HORIZON, Batch, draw, packed, run, seen
 from tests.laws.definitions import anchored, sequences_of, untouched
 
 PEERS = ("accepted", "verl_trainer")

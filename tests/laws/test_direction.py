@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from offdrift.correction import Correction
+from offdrift.laws.batches import VOCAB, Run, packed, run
 from offdrift.methods import METHODS, Method
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
 from offdrift.objectives.clipped import EntropyGrouped, GeometricClipped, QuantizedClipped, Soft
@@ -23,7 +24,6 @@ from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic, Regression
 from offdrift.objectives.second_moment import GroupClipped, SecondMomentClipped, VariancePenalized
 from offdrift.objectives.turns import TurnNormalized
-from tests.laws.batches import VOCAB, Run, packed, run
 from tests.laws.handmade import made
 
 TINY = 1e-7

@@ -10,12 +10,12 @@ from torch import Tensor
 from offdrift.adapters.base import Adapter
 from offdrift.batch_info import BatchInfo, Observed
 from offdrift.divergence.evidence import Divergence
+from offdrift.laws.batches import DIVERGENCES, VOCAB, Given, draw, packed, run, seen
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS
 from offdrift.segments import Segments
 from offdrift.stats import DriftStats, summarize
-from tests.laws.batches import DIVERGENCES, VOCAB, Given, draw, packed, run, seen
 
 every_row = pytest.mark.parametrize("name", METHODS)
 
@@ -78,7 +78,7 @@ def test_it_adds_nothing_to_a_step(name):
 
 @pytest.mark.parametrize("make", [masked_out, all_unscored])
 def test_an_adapter_takes_it_and_waits_for_tokens(make):
-    adapter = Adapter("token_tis", framework="plain")
+    adapter = Adapter("token_tis", framework="plain", metrics="all")
     given = make()
     assert adapter.loss(given.lp, given.advantages).loss == 0
     assert adapter.end_step(1)["offdrift/batch/tokens"] == len(given.advantages)

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offdrift.correction import Gate
+from offdrift.laws.batches import Run, draw, packed, run
+from offdrift.laws.laws import NOTHING_PASSES, far_apart
 from offdrift.methods import METHODS
-from tests.laws.batches import Given, Run, draw, packed, run
 from tests.laws.definitions import anchored, sequences_of, untouched
 from tests.laws.rows import ROWS
 
-NOTHING_PASSES = Gate(statistic="k2", on="full", unit="token", high=-1.0)
 every_row = pytest.mark.parametrize("name", METHODS)
 every_row_and_variant = pytest.mark.parametrize("name", ROWS)
 
@@ -51,25 +50,12 @@ def check_finite(got: Run) -> None:
                 assert x.isfinite().all(), name
 
 
-def far_apart(sign: float, dtype: torch.dtype) -> Given:
-    """Log-ratios of +-10,000 of every kind, in a long sequence, short ones and single tokens."""
-    batch = draw(2)
-    n = sum(batch.lengths)
-    third = torch.arange(n) % 3
-    columns = {k: x.to(dtype) for k, x in batch.tokens.items()}
-    for i, name in enumerate(("mu", "old", "pi")):
-        columns[name] = torch.full((n,), -1.0, dtype=dtype).where(third != i, -1e4)
-    columns["ref"] = columns["mu"].flip(0)
-    columns["a"] = sign * torch.ones(n, dtype=dtype)
-    return packed(batch.with_tokens(**columns))
-
-
 @every_row_and_variant
 def test_log_ratios_of_ten_thousand_stay_finite(name):
     """In this step and, where a method adapts, in the next."""
     for dtype in (torch.float32, torch.float64):
         for sign in (1.0, -1.0):
-            given = far_apart(sign, dtype)
+            given = far_apart(draw(2), sign, dtype)
             got = run(ROWS[name], given)
             check_finite(got)
             assert got.grad.dtype == dtype

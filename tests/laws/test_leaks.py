@@ -1,36 +1,17 @@
 """Gradient reaches log pi alone, and what gates and weights decided is a constant to it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from offdrift.batch_info import BatchInfo
-from offdrift.correction import Correction
-from offdrift.correction.weight import Weighted
-from offdrift.divergence.evidence import Divergence
-from offdrift.logprobs import LogProbs
+from offdrift.laws.batches import draw, packed, run, seen
+from offdrift.laws.laws import all_leaves, frozen
 from offdrift.loss import policy_loss
-from offdrift.methods import METHODS, Method
-from tests.laws.batches import Batch, Given, draw, packed, run, seen, segments_of
+from offdrift.methods import METHODS
 from tests.laws.rows import ROWS
 
 every_row = pytest.mark.parametrize("name", METHODS)
-
-
-def all_leaves(batch: Batch) -> tuple[Given, dict[str, Tensor]]:
-    """A batch whose every number asks for a gradient."""
-    t = {k: x.clone().requires_grad_() for k, x in batch.tokens.items()}
-    t["rewards"] = batch.rewards.clone().requires_grad_()
-    segments = segments_of(batch.turns, batch.groups)
-    lp = LogProbs.pack(t["mu"], t["pi"], t["old"], logp_ref=t["ref"], segments=segments)
-    given = packed(batch)
-    exact = {k: Divergence.exact(k, t[k]) for k in given.batch_info.divergences}
-    batch_info = replace(
-        given.batch_info, divergences=exact, entropy=t["entropy"], rewards=t["rewards"], version_lag=t["lag"]
-    )
-    return Given(lp=lp, leaf=t["pi"], advantages=t["a"], batch_info=batch_info), t
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -63,38 +44,6 @@ def test_what_is_reported_is_without_gradient(name):
     assert result.loss.requires_grad
     stats = (result.stats.sums, result.stats.maxima, *result.stats.by_position.values())
     assert not any(x.requires_grad for x in stats)
-
-
-@dataclass(frozen=True, eq=False)
-class Decided:
-    """A gate and a weight that repeat what was decided elsewhere."""
-
-    kept: Tensor
-    weighed: Tensor
-    on: str
-    exact = False
-    advantage = "any"
-    formula = "decided"
-
-    def keep(self, logprobs: LogProbs, advantages: Tensor | None, batch_info: BatchInfo) -> Tensor:
-        return self.kept
-
-    def __call__(self, logprobs: LogProbs, advantages: Tensor | None, batch_info: BatchInfo) -> Weighted:
-        return Weighted(self.weighed, ~self.kept)
-
-
-def frozen(row: Method, given: Given) -> tuple[Method, Given]:
-    """The row with its anchor, gates and weights replaced by what they made of this batch."""
-    lp, correction = given.lp, row.correction
-    if row.anchor is not None:
-        lp = row.anchor(lp, given.batch_info)
-        given = replace(given, lp=replace(lp, logp_old=lp.old.detach()))
-    decided = correction(lp, given.advantages, given.batch_info)
-    on = correction.weights[0].on if correction.weights else ""
-    constant = Decided(decided.keep, decided.weight.detach(), on)
-    weights = (constant,) if correction.weights else ()
-    gates = (constant,) if correction.gates else ()
-    return replace(row, anchor=None, correction=Correction(gates, weights)), given  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

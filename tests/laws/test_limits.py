@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from offdrift.correction import Correction, Gate, LengthNeutralGate, Weight
+from offdrift.laws.batches import Batch, draw, packed, run
 from offdrift.methods import METHODS, Method
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
 from offdrift.objectives.clipped import GeometricClipped, QuantizedClipped
@@ -15,7 +16,6 @@ from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.second_moment import SecondMomentClipped, VariancePenalized
 from offdrift.objectives.turns import TurnNormalized
-from tests.laws.batches import Batch, draw, packed, run
 from tests.laws.definitions import Matrix, Sequence, diagonal, gradient, ratio_push, sequences_of
 from tests.laws.formulas import PUSH, covariances, outward, pushes
 from tests.laws.rows import ROWS

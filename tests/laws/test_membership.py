@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from offdrift.correction import Correction, Gate, LengthNeutralGate
+from offdrift.laws.batches import DIVERGENCES, Batch, Run, packed, run
 from offdrift.methods import METHODS, Method
-from tests.laws.batches import DIVERGENCES, Batch, Run, packed, run
 from tests.laws.definitions import sequences_of, untouched
 from tests.laws.handmade import ASIDE, MU, binary_kl, k3, made, solve
 

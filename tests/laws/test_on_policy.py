@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from offdrift.laws.batches import draw, masked, packed, run
 from offdrift.methods import METHODS
-from tests.laws.batches import draw, masked, packed, run
 from tests.laws.definitions import Sequence, sequences_of
 from tests.laws.formulas import covariances
 from tests.laws.rows import ROWS

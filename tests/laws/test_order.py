@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from offdrift.correction import Correction, Gate, Weight
+from offdrift.laws.batches import draw, packed, run
 from offdrift.methods import METHODS
-from tests.laws.batches import draw, packed, run
 
 MORE = (
     Gate(statistic="k2", on="full", unit="token", high=0.03),

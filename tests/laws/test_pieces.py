@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from offdrift.batch_info import Observed
+from offdrift.laws.batches import HORIZON, Batch, Run, draw, masked, packed, padded, run, seen
 from offdrift.methods import METHODS, Method
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Regression
 from offdrift.stats.drift import DriftStats
-from tests.laws.batches import HORIZON, Batch, Run, draw, masked, packed, padded, run, seen
 from tests.laws.rows import ROWS
 
 SEEDS = range(4)

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from offdrift.advantages import advantages as estimated
 from offdrift.audit.counterfactual import CANDIDATES, Counterfactual
-from offdrift.audit.partial import Part
+from offdrift.audit.partial import AuditPartial
 from offdrift.audit.tally import Tally
 from offdrift.batch_info import BatchInfo, Observed
 from offdrift.correction import Correction, Weight
+from offdrift.laws.batches import Batch, Given, packed, run, seen
 from offdrift.methods import METHODS
 from offdrift.methods.schedules import EssScale
 from offdrift.ratios import per_unit, stopped_log_ratio
 from offdrift.records.batch import Logged
 from offdrift.stats import DriftStats, summarize
-from tests.laws.batches import Batch, Given, packed, run, seen
 from tests.laws.handmade import made
 
 LENGTH, SEQUENCES = 20, 6
@@ -211,7 +211,7 @@ def tallied(batch: Batch) -> list[Tally]:
     """Of the whole, merged of pieces, and what is stored of it."""
     parts = [Tally.of(logged(batch.chosen(which))) for which in SPLIT]
     merged = functools.reduce(Tally.merge, parts)
-    return [Tally.of(logged(batch)), merged, Part.from_bytes(Part(tally=merged).to_bytes()).tally]
+    return [Tally.of(logged(batch)), merged, AuditPartial.from_bytes(AuditPartial(tally=merged).to_bytes()).tally]
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
@@ -252,7 +252,7 @@ def test_nor_that_of_any_row_of_the_method_table(shift):
         half = batch.with_tokens(old=(batch.tokens["mu"] + batch.tokens["pi"]) / 2)
         parts = [Counterfactual.of(logged(half.chosen(which))) for which in SPLIT]
         merged = functools.reduce(Counterfactual.merge, parts)
-        again = Part.from_bytes(Part(counterfactual=merged).to_bytes()).counterfactual
+        again = AuditPartial.from_bytes(AuditPartial(counterfactual=merged).to_bytes()).counterfactual
         assert again.table() == merged.table()
         return {r["name"]: r["ess_frac"] for r in merged.table() if r["why_not"] is None}
 

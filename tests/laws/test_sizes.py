@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from offdrift.correction import Correction, VariationalWeight, Weight
+from offdrift.laws.batches import Run, packed, run
 from offdrift.methods import METHODS
-from tests.laws.batches import Run, packed, run
 from tests.laws.handmade import made
 from tests.oracles.fixtures import double
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offdrift.batch_info import BatchInfo
 from offdrift.correction.weight import Weighted
 from offdrift.errors import BadValueError, ShapeError
+from offdrift.laws.batches import Given, draw, packed, run
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS
@@ -17,7 +18,6 @@ from offdrift.numerics import vector_of
 from offdrift.segments import Segments
 from offdrift.stats import summarize
 from offdrift.stats.drift import DriftStats
-from tests.laws.batches import Given, draw, packed, run
 
 every_row = pytest.mark.parametrize("name", METHODS)
 READS = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.masked_select.default", "aten.equal.default"}

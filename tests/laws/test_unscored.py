@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from offdrift.laws.batches import Batch, Given, draw, packed, run, segments_of, with_batch_info
 from offdrift.logprobs import UNSCORED_BELOW, LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, Method
 from offdrift.stats import DriftStats, summarize
 from offdrift.stats.drift import Tails
 from offdrift.stats.signature import signature
-from tests.laws.batches import Batch, Given, draw, packed, run, segments_of, with_batch_info
 
 every_row = pytest.mark.parametrize("name", METHODS)
 SENTINELS = (-math.inf, -9999.0, UNSCORED_BELOW)

@@ -1,15 +1,17 @@
 """Which rows carry a certificate: read off their parts, and checked by enumeration of sequences."""
 
+import math
+
 import pytest
 import torch
 
-from offdrift.lab.pairs import FAMILIES
-from offdrift.lab.policy import TabularPolicy, divergences
-from offdrift.lab.statements import full_support, mean, products, token_sum
-from offdrift.methods import method
+from offdrift.methods import method, override
 from offdrift.methods.describe import CERTIFIES, certifies
-from offdrift.methods.probe import STEPS, WIDEST, integrated_push
+from offdrift.methods.probe import STEPS, WIDEST, integrated_push, token_push
 from offdrift.methods.table import METHODS
+from offdrift_lab.exact.pairs import FAMILIES
+from offdrift_lab.exact.policy import TabularPolicy, divergences
+from offdrift_lab.exact.statements import full_support, mean, products, token_sum
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -37,6 +39,35 @@ def test_the_push_of_the_plain_surrogate_integrates_to_it():
     for m in (0.5, 1.0, 3.0):
         phi = integrated_push(method("token_is"), -0.7, m, correct=True)
         torch.testing.assert_close(phi, -0.7 * m * log_s.expm1(), rtol=1e-4, atol=1e-6)
+
+
+CLAIMS = {
+    "any mismatch": ((0.0, 0.3, 1.0), (1.0, 0.1, 0.9, 3.0)),
+    "no mismatch": ((0.0, 0.3, 1.0), (1.0,)),
+    "no baseline": ((0.0,), (1.0,)),
+}
+"""Baselines and mismatches that a row's word is about."""
+
+
+@pytest.mark.parametrize("name", [n for n, row in METHODS.items() if certifies(row) in CLAIMS])
+def test_the_slopes_at_equal_policies_are_those_that_the_statement_allows(name):
+    """At s = 1 both sides of the inequality are 0 (a right answer, or no mismatch), so slopes decide beside it."""
+    baselines, mismatches = CLAIMS[certifies(method(name))]
+    beside = torch.tensor([-1e-9, 1e-9], dtype=torch.float64)
+    for b in baselines:
+        for reward, m in [(1.0, m) for m in mismatches] + [(0.0, 1.0), (0.5, 1.0)]:
+            below, above = token_push(method(name), reward - b, m, correct=reward > 0, log_s=beside).tolist()
+            assert above <= (reward - b) * m + 1e-6, (b, reward, m)
+            assert below >= (reward - b) * m - 1e-6, (b, reward, m)
+
+
+def test_a_weight_below_1_at_equal_policies_certifies_nothing():
+    """V = log((w + g) / (1 + g)) is above w - 1 for w in (.82, 1) at g = .1: too flat a slope, however little."""
+    assert certifies(method("shaped_is")) == "none known"
+    for saturation in (0.1, 1e-2, 1e-3):
+        assert certifies(override(method("shaped_is"), {"weight.saturation": saturation})) == "none known"
+    v = (torch.tensor(0.9).double() + 0.1).log() - math.log(1.1)
+    assert v > 0.9 - 1
 
 
 def overstated(name: str, mu: TabularPolicy, pi: TabularPolicy, baseline: float) -> float:

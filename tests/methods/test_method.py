@@ -62,8 +62,8 @@ def test_only_the_old_policy_changes_and_cached_ratios_are_not_shared():
     before = stopped_log_ratio(lp, on="staleness").clone()
     lag = torch.full((7,), 2)
     anchored = Interpolated()(lp, BatchInfo(version_lag=lag))
-    assert "staleness" in lp.stopped
-    assert anchored.stopped == {}
+    assert "staleness" in lp.detached_log_ratios
+    assert anchored.detached_log_ratios == {}
     expected = 0.5 * stopped_log_ratio(lp, on="full")
     torch.testing.assert_close(stopped_log_ratio(anchored, on="staleness"), expected)
     assert torch.equal(stopped_log_ratio(lp, on="staleness"), before)

@@ -112,7 +112,7 @@ def test_a_system_says_where_it_would_be_and_nothing_that_is_not_here(name):
 
 def in_recipe(path):
     """Whether a recipe has a setting of this dotted name."""
-    from offdrift.train.recipe import Recipe
+    from offdrift_lab.train.settings.recipe import Recipe
 
     parts = [Recipe]
     for key in path.split("."):
@@ -125,7 +125,7 @@ def in_recipe(path):
 
 def fault_of(word):
     """What a recipe says of a value by itself; not of what else it would need."""
-    from offdrift.train.recipe import load_recipe
+    from offdrift_lab.train.settings.recipe import load_recipe
 
     try:
         load_recipe("recipes/tiny.toml", changes=[word])
@@ -146,7 +146,7 @@ def test_every_recipe_value_that_a_system_names_exists():
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_what_runs_a_system_is_a_recipe_that_is_accepted_and_nothing_claims_more(name):
-    from offdrift.train.recipe import load_recipe
+    from offdrift_lab.train.settings.recipe import load_recipe
 
     row = SYSTEMS[name]
     claims = ("the trainer: ", "in the trainer ", "--set ", "offdrift schedules", "rollout.", "fusion.teacher")
@@ -172,6 +172,7 @@ def test_systems_have_every_fact_that_lists_and_filters_read():
         "needs_old",
         "needs_reference",
         "needs_divergences",
+        "divergences",
         "advantage",
         "formula",
         "parts",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offdrift.certificate import TrustRegion
+from offdrift.certificate import Looks, TrustRegion
 from offdrift.certificate.batch import COLUMNS, BatchEvidence
 from offdrift.certificate.certify import certify
 from offdrift.divergence.evidence import Divergence
@@ -20,7 +20,7 @@ from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.score import chunks
 from offdrift.errors import RecordError, ShapeError
 from offdrift.logprobs import LogProbs
-from offdrift.prove.certify import Judged, judge, longest_response, newest_policy, rollout_files
+from offdrift.prove.certify import JudgedBatches, check_design, judge, longest_response, newest_policy, rollout_files
 from offdrift.records import Provenance, Rollouts, Sampling
 from offdrift.records.store import read, write
 from tests.engines.models import tiny
@@ -112,7 +112,7 @@ def truth(policies, drawn) -> BatchEvidence:
     )
 
 
-def judged(files: list[Path], model: nn.Module, budget: int = 40, **options) -> Judged:
+def judged(files: list[Path], model: nn.Module, budget: int = 40, **options) -> JudgedBatches:
     return judge(files, model, region=REGION, token_budget=budget, **options)
 
 
@@ -270,6 +270,66 @@ def test_prompts_that_recur_over_files_are_no_fresh_draws(tmp_path):
     assert split > 0.1 * runs  # what goes wrong where they count as fresh
 
 
+def _drawn_answers(folder: Path, run: int, g: torch.Generator, *, draws: int) -> list[Path]:
+    """Files of draws of 200 prompts, one with 55 % of them: it loses by the policy of `Constant`, the others gain.
+
+    The rollout policy tosses a fair coin, the current one says the first side in 3 of 4 cases. The heavy prompt rewards
+    the second side (gain -1/4), each other the first (+1/4): J over draws changes by .45/4 - .55/4 = -.025, J over
+    distinct prompts by 198/200/4 = +.2475.
+    """
+    provenance = Provenance("coin", "0", "none", "float32", None, Sampling(max_tokens=1))
+    heavy = torch.rand(draws, generator=g) < 0.55
+    prompt = torch.where(heavy, 0, torch.randint(1, 200, (draws,), generator=g))
+    ids, group = prompt.repeat_interleave(2), torch.arange(draws).repeat_interleave(2)
+    tokens = torch.randint(2, (2 * draws,), generator=g)
+    rewards = torch.where(ids == 0, tokens == 1, tokens == 0).float()
+    paths = []
+    for i, rows in enumerate(torch.arange(2 * draws).chunk(4)):
+        b = len(rows)
+        paths.append(write(Rollouts(
+            tokens=tokens[rows], logp_rollout=torch.full((b,), math.log(0.5)), cu_seqlens=torch.arange(b + 1),
+            rollout_version=torch.zeros(b, dtype=torch.int64), prompt_tokens=ids[rows],
+            prompt_cu_seqlens=torch.arange(b + 1), group_ids=group[rows] - group[rows[0]], finish=("length",) * b,
+            provenance=provenance, rewards=rewards[rows],
+        ), folder / f"drawn-{run}-{i}.parquet"))  # fmt: skip
+    return paths
+
+
+@pytest.mark.parametrize("arriving", [False, True])
+def test_draws_of_a_prompt_that_comes_more_often_than_others_are_counted_as_drawn(tmp_path, arriving):
+    """By draws J falls and at most alpha of the certificates may say that it rises; merged by prompts nearly all do."""
+    runs, g, model = 20, torch.Generator().manual_seed(1), Constant()
+    region, looks = TrustRegion(horizon=1, delta=1.0), Looks(anytime=arriving)
+    false, merged, lowest = 0, 0, []
+    for run in range(runs):
+        files = _drawn_answers(tmp_path, run, g, draws=1200)
+        by_draw = judge(files, model, region=region, prompts="drawn", arriving=arriving)
+        assert by_draw.repeated == 0
+        drawn = certify(by_draw.evidence, looks=looks, prompts="drawn")
+        assert drawn.prompts == 1200
+        assert "a prompt counts as often as it is drawn" in drawn.verdict
+        false += drawn.gain_low > -0.025
+        lowest.append(drawn.gain_low)
+        listed = certify(judge(files, model, region=region, prompts="listed").evidence, prompts="listed")
+        assert 150 < listed.prompts <= 200
+        merged += listed.certified
+        with pytest.raises(RecordError, match=rf"1,200 groups .* {listed.prompts} distinct prompts.*listed.*drawn"):
+            check_design(files)
+    assert false == int(arriving)  # as docs/certificates.md says; at alpha = .05, 4 or more of 20 have probability .016
+    assert max(lowest) > -0.2, "it says something"
+    assert merged == runs, "what goes wrong where draws are merged"
+
+
+def test_no_design_is_asked_for_where_no_prompt_comes_twice(policies, drawn, stored, tmp_path):
+    check_design([stored["full"]])
+    for again in (drawn["full"], drawn["full"].with_(group_ids=drawn["full"].group_ids + 7)):
+        with pytest.raises(RecordError, match=f"{2 * PROMPTS} groups of answers are to {PROMPTS} distinct prompts"):
+            check_design([stored["full"], write(again, tmp_path / "again.parquet")])
+    apart = drawn["full"].with_(group_ids=torch.arange(PROMPTS * ANSWERS))
+    with pytest.raises(RecordError, match="--prompts listed"):
+        check_design([write(apart, tmp_path / "apart.parquet")])
+
+
 def test_one_file_at_a_time_is_in_memory(policies, stored, monkeypatch):
     opened: list[weakref.ref] = []
 
@@ -289,7 +349,7 @@ def test_one_file_at_a_time_is_in_memory(policies, stored, monkeypatch):
 
 
 def test_whoever_watches_sees_what_was_read_so_far(policies, drawn, stored):
-    seen: list[tuple[Path, Judged]] = []
+    seen: list[tuple[Path, JudgedBatches]] = []
     files = [stored["full"], stored["sampled"]]
     last = judged(files, policies[1], watch=lambda file, so_far: seen.append((file, so_far)))
     n, b = len(drawn["full"].tokens), PROMPTS * ANSWERS

@@ -2,7 +2,7 @@
 
     python -m tests.records.hostile LIMIT_MIB MEMORY_MIB PATH...
 
-One JSON object per path: sequences, bad rows, or the error. Anything but our error is a traceback.
+One JSON object per path: sequences, bad rows, or the error, and by how much the peak of memory grew. Anything but our error is a traceback.
 """
 
 import json
@@ -29,6 +29,13 @@ def outcome(path: str, limit: int) -> dict[str, object]:
     }
 
 
+def grown(path: str, limit: int) -> dict[str, object]:
+    """What comes of a path, and by how many MiB reading it raised the peak of resident memory."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    told = outcome(path, limit)
+    return {**told, "grown": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10}
+
+
 def main() -> None:
     limit, memory = (int(x) << 20 for x in sys.argv[1:3])
     for name in ("slime/train_data", "skyrl", "nemo_rl", "miles/dashboard_columns"):
@@ -37,7 +44,7 @@ def main() -> None:
     most = pages * resource.getpagesize() + memory
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     for path in sys.argv[3:]:
-        print(json.dumps(outcome(path, limit)), flush=True)
+        print(json.dumps(grown(path, limit)), flush=True)
 
 
 if __name__ == "__main__":

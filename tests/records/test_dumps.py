@@ -4,11 +4,18 @@ The dumps are laid out as the frameworks lay them out (commits in `docs/logs.md`
 their own writers made.
 """
 
+import collections
+import datetime
+import decimal
+import fractions
 import json
+import re
 import shutil
+import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,6 +38,121 @@ def rank_dump(path: Path, rank: int, samples: list[int], **changed: Any) -> None
     cut = {k: v for k, v in cut.items() if v is not None}
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({**payload, "rank": rank, "rollout_data": cut, **changed}, path)
+
+
+class Settings:
+    """A class of a user's own, which an audit cannot import."""
+
+    def __init__(self) -> None:
+        self.path = Path("/data")
+
+
+def user_metadata() -> dict[Any, Any]:
+    """What people put into slime's `Sample.metadata`: objects that reduce, build, append and set items."""
+    return {
+        "counts": collections.defaultdict(list, {"a": [1, 2]}),
+        "when": datetime.datetime(2026, 11, 27, 1, 2, tzinfo=datetime.UTC),
+        "where": Path("/data/problems.jsonl"),
+        "names": np.array(["a", "bc"]),
+        "objects": np.array([{}, None], dtype=object),
+        "name": np.str_("x"),
+        "share": fractions.Fraction(1, 3),
+        "decimal": decimal.Decimal("1.5"),
+        "id": uuid.UUID(int=5),
+        "own": Settings(),
+        "counter": collections.Counter("aab"),
+        "queue": collections.deque([1, 2]),
+        "sets": [{1, 2}, frozenset({3})],
+        "complex": 1j,
+        (1, 2): "a tuple as a key",
+        frozenset({1}): "another",
+        Path("/x"): "and another",
+        "pattern": re.compile("a+"),
+        "range": range(3),
+        "kind": int,
+    }
+
+
+@pytest.mark.parametrize("folder", ["slime/train_data", "slime/rollout_data"])
+def test_what_a_user_put_beside_the_samples_of_slime_does_not_hide_them(tmp_path: Path, folder: str) -> None:
+    (path,) = (f for f in (LOGS / folder).glob("*.pt") if not f.name.startswith("eval"))
+    payload = torch.load(path, weights_only=False)
+    for sample in payload["samples"]:
+        sample["metadata"] = user_metadata()
+    torch.save({**payload, "about": user_metadata()}, tmp_path / path.name)
+    _, batches, bad = read_all(tmp_path)
+    _, expected, _ = read_all(path)
+    assert bad == []
+    assert len(batches) == len(expected) >= 1
+    for batch, right in zip(batches, expected, strict=True):
+        assert torch.equal(batch.tokens, right.tokens)
+        assert torch.equal(batch.logp_rollout, right.logp_rollout)
+
+
+@pytest.mark.parametrize("value", [Path("/x"), np.array(["a"]), Settings(), [Path("/x")]])
+def test_an_object_where_numbers_belong_is_refused_by_its_name(tmp_path: Path, value: Any) -> None:
+    payload = torch.load(LOGS / "slime" / "train_data" / "7.pt", weights_only=False)
+    payload["samples"][1]["rollout_log_probs"] = value
+    torch.save(payload, tmp_path / "7.pt")
+    name = {"list": r"logp_rollout holds .*Path", "ndarray": "NumPy array of type '<U1'"}.get(type(value).__name__)
+    try:
+        _, _, bad = read_all(tmp_path)
+        said = "; ".join(b.reason for b in bad)
+    except RecordError as e:
+        said = str(e)
+    assert re.search(name or type(value).__name__, said), said
+
+
+TOKENS = ("advantages", "loss_mask", "loss_masks", "returns", "kl", "entropy", "values")
+
+
+def test_samples_without_a_token_are_no_bad_rows(tmp_path: Path) -> None:
+    """An answer of no token, in the middle of slime's dumps."""
+    for name in ("train_data", "rollout_data"):
+        payload = torch.load(LOGS / "slime" / name / "7.pt", weights_only=False)
+        first = payload["samples"][0]
+        key = "response_lengths" if name == "train_data" else "response_length"
+        empty = {**first, key: 0, "tokens": first["tokens"][: len(first["tokens"]) - int(first[key])]}
+        empty |= {k: x[:0] for k, x in first.items() if x is not None and ("log_probs" in k or k in TOKENS)}
+        payload["samples"].insert(1, empty)
+        (tmp_path / name).mkdir()
+        torch.save(payload, tmp_path / name / "7.pt")
+        _, batches, bad = read_all(tmp_path / name)
+        assert bad == []
+        assert sum(b.num_sequences for b in batches) == len(payload["samples"])
+        assert sorted(x for b in batches for x in b.segments.lengths.tolist())[0] == 0
+
+
+def test_raw_rewards_of_miles_are_those_of_the_ranks_samples(tmp_path: Path) -> None:
+    payload = torch.load(MILES / "train_data" / "7_0.pt", weights_only=False)
+    data, n = payload["rollout_data"], len(payload["rollout_data"]["response_lengths"])
+    rewards = [10.0 * i for i in range(n + 3)]
+    for partition, expected in (
+        (list(range(3, 3 + n)), rewards[3:]),
+        (torch.tensor([0, 2, 4]).numpy(), [0.0, 20.0, 40.0]),
+        (None, None),  # of other ranks, too, and nothing says which
+    ):
+        changed = {k: x for k, x in data.items() if k != "partition"} | {"raw_reward": rewards}
+        changed |= {} if partition is None else {"partition": partition}
+        torch.save({**payload, "rollout_data": changed}, tmp_path / "7_0.pt")
+        _, batches, bad = read_all(tmp_path)
+        assert bad == []
+        found = [r for b in batches if b.rewards is not None for r in b.rewards.tolist()]
+        assert found == (expected or [])
+
+
+def test_the_end_that_open_instruct_appends_to_an_empty_answer_is_no_hole(tmp_path: Path) -> None:
+    (file,) = (LOGS / "open_instruct").glob("*_rollouts_*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    answered = {**rows[0], "finish_reason": "stop"}
+    empty = {**answered, "response_tokens": [2], "logprobs": [float("nan")]}
+    hole = {**answered, "logprobs": [float("nan"), *answered["logprobs"][1:]]}
+    file = tmp_path / file.name
+    file.write_text("".join(json.dumps(row) + "\n" for row in (answered, empty, hole)))
+    _, batches, bad = read_all(tmp_path)
+    assert bad == []
+    holes = [n for b in batches for n in b.unscored.get("logp_rollout/missing", torch.zeros(b.num_sequences)).tolist()]
+    assert sorted(holes) == [0, 0, 1]
 
 
 def test_ranks_of_miles_that_hold_the_same_samples_count_once(tmp_path: Path) -> None:

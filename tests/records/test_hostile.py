@@ -11,6 +11,7 @@ import re
 import struct
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from offdrift.records.readers import detect, pickles, pieces, read
 from offdrift.records.readers.files import opened
 from offdrift.records.readers.pickles import load_pickle, load_torch
 from offdrift.records.recorder import write_log
+from tests.records import crafted
 from tests.records.samples import LOGS, ragged, read_all
 
 ROOT = Path(__file__).parents[2]
@@ -135,6 +137,64 @@ def test_what_takes_too_much_is_left_out_and_the_rest_is_read(tmp_path: Path) ->
         ((file, row, reason),) = outcome["bad"]
         assert (Path(file).name, row) == (f"{name}.pt", 0)
         assert "more than 256 MiB, the most that it may; allow more with --max-file-mib" in reason
+
+
+LIES = {
+    "the footer says too little": ([100_000_000], 5, 1),
+    "the last page is larger than the footer says": ([3, 100_000_000], 4, 1),
+    "more than memory in one row": ([100_000_000], None, 1),
+    "in one column of many pages": ([1_000_000] * 100, None, 1),
+}
+"""Values of the pages, values by the footer, and row groups."""
+
+
+def test_the_pages_of_a_parquet_file_decide_and_not_its_footer(tmp_path: Path) -> None:
+    """Gigabytes from hundreds of bytes: nothing is decoded that the headers of the pages say is too much."""
+    paths = []
+    for i, (pages_, claimed, groups) in enumerate(LIES.values()):
+        paths.append(tmp_path / f"{i}.parquet")
+        crafted.write(paths[-1], pages_, claimed=claimed, groups=groups)
+    assert paths[0].stat().st_size < 1133
+    crafted.write(tmp_path / "fits.parquet", [1_900_000], claimed=None)
+    *told, fits = outcomes(*paths, tmp_path / "fits.parquet", limit=64)
+    for name, outcome in zip(LIES, told, strict=True):
+        assert outcome["sequences"] == 0, name
+        assert outcome["grown"] < 16, (name, outcome)
+        assert_matches(
+            r"values in its pages|has a page of|decodes to [\d,]+ MiB, more than 64 MiB", str(outcome["bad"])
+        )
+    assert fits["sequences"] == 1
+    assert fits["grown"] <= 64, fits
+
+
+def test_row_groups_that_share_their_pages_are_limited_together(tmp_path: Path) -> None:
+    """Ten thousand bytes of footer name the same page again and again: the file decodes to so much, and no more."""
+    crafted.write(tmp_path / "a.parquet", [1_000_000], groups=100)
+    (outcome,) = outcomes(tmp_path / "a.parquet", limit=64)
+    assert 1 <= outcome["sequences"] <= 8
+    assert len(outcome["bad"]) == 100 - outcome["sequences"]
+    assert "with the row groups before, the file decodes to" in outcome["bad"][-1][2]
+    assert outcome["grown"] <= 128  # the batches of four row groups, which are kept here, and what one takes meanwhile
+
+
+def test_a_text_that_is_repeated_inside_lists_is_counted_as_often(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"completion": [["x" * 1_000_000] * 270], "reward": [1.0]}), tmp_path / "a.parquet")
+    assert (tmp_path / "a.parquet").stat().st_size < 200_000
+    (outcome,) = outcomes(tmp_path / "a.parquet")
+    assert outcome["sequences"] == 0
+    assert_matches(r"texts decode to [\d,]+ MiB, more than 256 MiB", str(outcome["bad"]))
+
+
+def test_thousands_of_row_groups_cost_little_more_than_one(tmp_path: Path) -> None:
+    n = 3000
+    table = pa.table({"logp_rollout": [[-1.0, -2.0]] * n, "logp": [[-1.1, -2.1]] * n, "step": [1] * n})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=1)
+    read_all(LOGS / "slime")  # everything is loaded
+    began = time.process_time()
+    _, batches, bad = read_all(tmp_path / "a.parquet")
+    assert time.process_time() - began < 1.5
+    assert sum(b.num_sequences for b in batches) == n
+    assert not bad
 
 
 @pytest.mark.slow

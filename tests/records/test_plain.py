@@ -10,10 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from offdrift.audit.partial import Job, work
 from offdrift.errors import RecordError
-from offdrift.records.readers import detect
+from offdrift.records.readers import detect, pieces
 from offdrift.records.recorder import write_log
-from tests.records.samples import flat, one, ragged, same_groups, unscored
+from tests.records.samples import flat, one, ragged, read_all, same_groups, unscored
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -218,3 +219,43 @@ def test_columns_of_numbers_that_are_not_read_are_named(tmp_path: Path, kind: st
     said = detect([str(written(tmp_path, kind, [many]))]).said
     assert "not used: n0, n1, n2, n3, n4, n5, n6, n7 and 2 more; map" in said
     assert "not used" not in detect([str(written(tmp_path, kind, ROWS))]).said
+
+
+IMPOSSIBLE = [
+    ("position", [0, -3], "position holds -3"), ("position", [0, 2**40], "position holds 1099511627776"),
+    ("step", -1, "step holds -1"), ("step", 2**60, "step holds"), ("version", -2, "version holds -2"),
+    ("rollout_version", -9, "rollout_version holds -9"), ("rollout_version", [8, 2**31], "rollout_version holds 2147483648"),
+    ("response_length", -5, "response_length holds -5"), ("response_length", 2**31, "response_length holds 2147483648"),
+    ("updates_before", -1, "updates_before holds -1"),
+]  # fmt: skip
+
+
+@both
+@pytest.mark.parametrize(("name", "value", "words"), IMPOSSIBLE)
+def test_an_integer_that_cannot_be_costs_its_row_by_name(
+    tmp_path: Path, kind: str, name: str, value: Any, words: str
+) -> None:
+    """What is indexed by a place, a lag or a length would end the audit, or be nonsense in its numbers."""
+    right = {"position": [0, 1], "step": 1, "version": 9, "response_length": 2, "updates_before": 0}
+    good = {**ROWS[0], **right, "rollout_version": [8, 8] if isinstance(value, list) else 8}
+    path = written(tmp_path, kind, [good, {**good, name: value}, good])
+    found, batches, bad = read_all(path)
+    assert [b.row for b in bad] == [2]
+    assert words in bad[0].reason
+    assert f"--columns {name}= leaves the column out" in bad[0].reason
+    assert sum(b.num_sequences for b in batches) == 2
+    counted = [work(piece, Job(found)) for piece in pieces(found)]
+    assert sum(part.unread.rows for part in counted) == 1
+
+
+@both
+def test_an_integer_that_cannot_be_is_none_where_nothing_trains(tmp_path: Path, kind: str) -> None:
+    """AReaL writes -1 for the version of a prompt's tokens."""
+    row = {
+        "logp_rollout": [-1.0, -2.0],
+        "logp": [-1.0, -2.0],
+        "mask": [0, 1],
+        "rollout_version": [-5, 1],
+        "position": [-1, 0],
+    }
+    assert one(written(tmp_path, kind, [row])).rollout_version.tolist() == [1]  # type: ignore[union-attr]

@@ -217,7 +217,7 @@ except ImportError as e:
         "False offdrift.records.recorder offdrift.records.recorder True",
         "module 'offdrift' has no attribute 'recorder_of'",
         "prompts[1] is of type list; give one text per sequence, such as the rendered chat template",
-        "offdrift.Recorder writes Parquet: pip install 'offdrift[audit]'",
+        "offdrift.Recorder needs pyarrow: pip install 'offdrift[audit]'",
     ]
     assert list(tmp_path.iterdir()) == []
 
@@ -232,7 +232,7 @@ def test_the_loop_of_the_page_runs_and_the_command_below_it_audits_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    short, loop, settings = BLOCKS
+    short, loop, tracker, settings = BLOCKS
     names: dict[str, Any] = {}
     exec(loop, names)
     _close_all()  # as at the end of the process
@@ -252,3 +252,9 @@ def test_the_loop_of_the_page_runs_and_the_command_below_it_audits_its_log(
     assert len(list(Path("run/log").iterdir())) == 1
     exec(settings, {})
     assert capsys.readouterr().out == "1 0\n"
+    exec(tracker, {})
+    rows = [line.split(" ", 1) for line in capsys.readouterr().out.splitlines()]
+    assert [step for step, _ in rows] == ["1", "2", "3"]
+    assert all(
+        json.loads(row.replace("'", '"')).keys() == {"offdrift/full/k3", "offdrift/full/ess_frac"} for _, row in rows
+    )

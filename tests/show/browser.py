@@ -123,9 +123,17 @@ class Browser:
         return found["result"].get("value")
 
     def wait(self, condition: str) -> None:
+        """Until the page is loaded and the condition true: half a page may answer with an error, or nothing."""
+        whole = f"document.readyState === 'complete' && document.body !== null && ({condition})"
         end = time.monotonic() + TIMEOUT
-        while not self.run(condition):
-            assert time.monotonic() < end, f"never true: {condition}"
+        while True:
+            try:
+                if self.run(whole):
+                    return
+                said = f"never true: {condition}"
+            except AssertionError as error:
+                said = f"{condition}: {error}"
+            assert time.monotonic() < end, said
             time.sleep(0.05)
 
     def press(self, key: str) -> None:

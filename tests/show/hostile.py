@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from offdrift.train.page import render_sweep
-from offdrift.train.sweep_results import results
+from tests_lab.train.sweeps import fill, reward, sweep_of
+
+from offdrift_lab.train.report.page import render_sweep
+from offdrift_lab.train.sweep.sweep_results import results
 from tests.show.synthetic import write_lines
-from tests.train.sweeps import fill, reward, sweep_of
 
 MARK = "document.documentElement.dataset.pwned=1;window.__pwned=1"
 PAYLOADS = (

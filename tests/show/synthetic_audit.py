@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from offdrift.methods import METHODS
-from offdrift.plan.compare import plan
-from offdrift.plan.drift import DriftFit, Fit
-from offdrift.plan.phases import Phases
 from offdrift.show.json_access import Fields
+from offdrift_lab.plan.compare import plan
+from offdrift_lab.plan.drift import DriftFit, Fit
+from offdrift_lab.plan.phases import Phases
 
 PAIRS = ("mismatch", "staleness", "full")
 LENGTHS = ((1, 63), (64, 255), (256, 1023), (1024, 4095), (4096, None))

@@ -9,7 +9,7 @@ import pytest
 
 from offdrift.audit.charts import along, bars_of, histogram_chart, limits_of, over_time, place
 from offdrift.audit.method_table import FAMILIAR, length_curves, tried, untried
-from offdrift.audit.page import heats, render_audit
+from offdrift.audit.page import NO_TOKEN, heats, render_audit
 from offdrift.audit.view import audit_view
 from offdrift.methods import METHODS
 from offdrift.show.headline import all_numbers, headlines
@@ -17,6 +17,7 @@ from tests.show.screens import printed
 from tests.show.synthetic_audit import audit
 from tests.show.test_colors import contrast
 
+PLACES = "The log has no tokens: a number is a token's place in the response, from 0 on."
 VIEWS = Path(__file__).parents[2] / "src/offdrift/show/assets/views.css"
 
 
@@ -205,6 +206,24 @@ def test_a_method_suggested_with_other_settings_is_the_row_that_has_them() -> No
     assert [m.suggested for m in tried({"methods": rows, "suggestion": said})] == [True, False, False]  # fmt: skip
 
 
+def test_a_part_that_a_method_lacks_has_no_number() -> None:
+    """100 % of the tokens kept is no merit of a method that drops none; a weight that masks may drop some."""
+    parts = {"kept_tokens": 1.0, "kept_sequences": 1.0, "weight_max": 2.0, "ess_frac": 0.9}
+    rows = [
+        {"name": "weights", "gates": "", "weights": "weight token ratio(full), truncate above 2", **parts},
+        {"name": "masks", "gates": "", "weights": "weight token ratio(full), mask above 5", **parts},
+        {"name": "gates", "gates": "gate k2", "weights": "", **parts, "kept_tokens": 0.4},
+        {"name": "nothing", "gates": "", "weights": "", **parts},
+    ]
+    shown = {m.name: {key for key in parts if m.values[key] is not None} for m in tried({"methods": rows})}
+    assert shown == {
+        "weights": {"weight_max", "ess_frac"},
+        "masks": {"kept_tokens", "kept_sequences", "weight_max", "ess_frac"},
+        "gates": {"kept_tokens", "kept_sequences", "ess_frac"},
+        "nothing": {"ess_frac"},
+    }
+
+
 def test_methods_with_one_gate_share_one_curve() -> None:
     rows = [{"name": n, "acceptance_by_length": c} for n, c in
             (("a", [0.9, 0.8]), ("decoupled_geo_rs", [0.9, 0.8]), ("flat", [1.0, 1.0]), ("steep", [1.0, 0.1]), ("none", None))]  # fmt: skip
@@ -212,6 +231,24 @@ def test_methods_with_one_gate_share_one_curve() -> None:
         ("steep", (1.0, 0.1)),
         ("decoupled_geo_rs (+1 alike)", (0.9, 0.8)),
     ]
+
+
+def test_a_dashed_line_says_what_it_is(content: dict[str, Any]) -> None:
+    labels = [label for chart in over_time(content) for _, label in chart.lines]
+    assert len(labels) >= 4
+    assert all(re.search(r"[a-z]{3}", label) for label in labels), labels
+
+
+def test_a_page_of_a_log_without_tokens_says_what_its_numbers_are() -> None:
+    worst = {"sequences": [{"log_ratio": [0.0, -0.3], "tokens": None}], "tokens": [{"token": None, "position": 3}]}
+    page = render_audit({"worst": worst})
+    assert PLACES in page
+    assert NO_TOKEN in page
+    assert heats({"worst": worst})[0].as_data["places"] is True
+    worst = {"sequences": [{"log_ratio": [0.0, -0.3], "tokens": [1, 2]}], "tokens": [{"token": 3, "position": 3}]}
+    assert PLACES not in render_audit({"worst": worst})
+    assert heats({"worst": worst})[0].as_data["places"] is False
+    assert NO_TOKEN not in render_audit({"worst": worst})
 
 
 def test_tokens_are_texts_where_there_are_texts_and_ids_otherwise(content: dict[str, Any]) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from offdrift.audit.coverage import LOG, questions
+from offdrift.audit.method_table import READ, TITLE
 from offdrift.audit.page import alpha_rows, render_audit, write_audit_page
-from offdrift.audit.view import audit_view, unanswered
+from offdrift.audit.view import audit_view, invest_words, regime_words, unanswered
 from offdrift.show.charts import MAX_POINTS
 from offdrift.stats.metrics import METRICS
 from tests.show.parsed import Parsed, parse
@@ -38,6 +39,31 @@ def test_mismatch_and_staleness_stand_beside_each_other_with_their_evidence(cont
     assert "at least 0.120" in page
     assert "Where to invest: mismatch" in " ".join(printed(audit_view(content, width=80), width=80).split())
     assert "Mismatch or staleness" not in render_audit({**content, "alphas": None})
+
+
+def test_where_nothing_is_wrong_nothing_is_to_be_invested_in(content: dict[str, Any]) -> None:
+    """A larger part of a bound is no reason to repair what does not drift."""
+    healthy = {**content, "verdict": {"level": "ok", "text": "No drift that matters."}, "findings": []}
+    assert (invest_words(content) != "", invest_words(healthy)) == (True, "")
+    assert "Where to invest" not in render_audit(healthy)
+    assert "Where to invest" not in printed(audit_view(healthy), width=100)
+
+
+@pytest.mark.parametrize(("name", "level", "said"), [("TV low, chi2 low", "act", False), ("TV low, chi2 low", "watch", True), ("TV high, chi2 low", "act", True)])  # fmt: skip
+def test_a_calm_regime_is_not_told_beside_an_urgent_verdict(name: str, level: str, said: bool) -> None:
+    about = {"regime": {"name": name, "meaning": "what fits it"}, "verdict": {"level": level}}
+    assert regime_words(about) == (f"Regime: {name} (what fits it)" if said else "")
+
+
+def test_screen_and_page_head_the_table_of_corrections_alike(content: dict[str, Any]) -> None:
+    """Kept is not good: both say so, and why no correction is suggested."""
+    why = "repair first, a correction would hide it: run both engines in float32"
+    audited = {**content, "suggestion": {"method": None, "why": why}}
+    page = " ".join(html.unescape(render_audit(audited)).split())
+    screen = " ".join(printed(audit_view(audited, width=110), width=110).split())
+    for words in (TITLE, READ, f"No correction suggested:{{}} {why}"):
+        assert words.format("</b>") in page
+        assert words.format("") in screen
 
 
 # -- size and shape ------------------------------------------------------------------------------
@@ -118,7 +144,7 @@ def test_the_page_says_everything_of_the_first_screen(good: Parsed) -> None:
     order = ["qwen3-30b-a3b-math/rollouts", "The engines disagree from step 107", "KL per token",
              "Effective sample size", "Correlation of probabilities", "Fix", "rollout_is_threshold: 2.0",
              "What this log cannot answer", "Over the run", "Ratios of the sampled tokens", "KL by position",
-             "Acceptance by response length", "What each method would have done", "The worst sequences",
+             "Acceptance by response length", TITLE, "The worst sequences",
              "Certificate", "All numbers", "Where the numbers come from", "3 rows could not be read"]  # fmt: skip
     at = 0
     for part in order:

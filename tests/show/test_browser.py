@@ -10,10 +10,11 @@ import pytest
 from offdrift.audit.compare import write_comparison
 from offdrift.audit.page import write_audit_page
 from offdrift.check.page import write_check_page
-from offdrift.plan.page import write_plan_page
-from offdrift.show.charts import Chart, Series, write_chart
+from offdrift.show.charts import Chart, Series
+from offdrift.show.figures import write_chart
 from offdrift.show.numbers import kl_level
-from offdrift.train.page import write_report
+from offdrift_lab.plan.page import write_plan_page
+from offdrift_lab.train.report.page import write_report
 from tests.show.browser import Browser, browser, chromium
 from tests.show.hostile import PAYLOADS, hostile, swept, write_hostile_run
 from tests.show.synthetic import overlap, write_run
@@ -112,6 +113,23 @@ def test_the_first_screen_holds_the_verdict_the_numbers_and_the_fix(chrome: Brow
     assert max(bottoms) < 800
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_command_is_whole_in_its_box_and_no_link_stands_alone(chrome: Browser, folder: Path, width: int) -> None:
+    command = (
+        "offdrift check --rollout openai:http://HOST:PORT/v1 --checkpoint STEP_FOLDER --earlier EARLIER_STEP_FOLDER"
+    )
+    content = audit(steps=12)
+    content["findings"][0]["snippets"] = {"shell": command}
+    chrome.open(write_audit_page(content, folder / f"command {width}"), width=width, height=800)
+    box = "[...document.querySelectorAll('.snippets pre:not([hidden])')].map(p => [p.scrollWidth, p.clientWidth])"
+    assert all(needed <= there for needed, there in chrome.run(box))
+    assert chrome.run("document.querySelector('.snippets pre').textContent.trim()") == command
+    top = "[...document.querySelectorAll('figcaption > .anchor')].map(a => a.getBoundingClientRect().top - a.parentElement.getBoundingClientRect().top)"  # fmt: skip
+    offsets = chrome.run(top)
+    assert len(offsets) > 10
+    assert max(offsets) < 12, "in the first line of its caption"
+
+
 def test_an_arm_is_hidden_in_both_groups_of_charts_by_either_button(chrome: Browser, pages: dict[str, Path]) -> None:
     chrome.open(pages["pipeline report"])
     first, second = chrome.run("[...document.querySelectorAll('.legend')].map(l => l.getBoundingClientRect().top > 0)")
@@ -139,12 +157,19 @@ def test_the_table_of_methods_is_sorted_by_click_and_by_key(chrome: Browser, pag
     button = "#methods-table th:nth-child(2) .sort"
     before = chrome.run(COLUMN.format(1))
     assert len(before) > 90
+    blank = before.count("")  # of methods that reject nothing: they stand at the end in either order
+    falling = sorted((float(v) for v in before if v), reverse=True)
+    assert blank > 0
+    assert len(falling) > 40
     chrome.click(button)
-    falling = [float(v) for v in chrome.run(COLUMN.format(1))]
-    assert falling == sorted(map(float, before), reverse=True)
+    sorted_column = chrome.run(COLUMN.format(1))
+    assert [float(v) for v in sorted_column[: len(falling)]] == falling
+    assert sorted_column[len(falling) :] == [""] * blank
     assert chrome.run(f"document.querySelector('{button}').parentElement.ariaSort") == "descending"
     chrome.press("Enter")
-    assert [float(v) for v in chrome.run(COLUMN.format(1))] == falling[::-1]
+    sorted_column = chrome.run(COLUMN.format(1))
+    assert [float(v) for v in sorted_column[: len(falling)]] == falling[::-1]
+    assert sorted_column[len(falling) :] == [""] * blank
     assert chrome.run(f"document.querySelector('{button}').parentElement.ariaSort") == "ascending"
     chrome.click("#methods-table th:nth-child(1) .sort")
     names = chrome.run(COLUMN.format(0))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offdrift.check.page import check_headlines, factor_chart, render_check, write_check_page
-from offdrift.check.view import threshold_rows
+from offdrift.check.view import BUDGETS, threshold_rows
 from tests.show.parsed import Parsed, parse
 from tests.show.synthetic_audit import SNIPPETS, check
 
@@ -26,11 +26,18 @@ def test_it_says_what_was_measured_and_what_to_do(good: Parsed) -> None:
     text = words(good)
     for part in ("SmolLM2-135M", "rollout: vllm 0.11.0 bfloat16", "train: transformers 5.1.0 float32", "16 prompts",
                  "passed at a KL of 0.00200 nat", "KL per token 0.00112 nat", "trm_max gate.high = 0.061",
-                 "calibrated to accept 99.0 % of clean sequences", "float32 instead of bfloat16", "1 factor not tried",
+                 "these limits are calibrated to accept 99.0 % of clean sequences", "float32 instead of bfloat16", "1 factor not tried",
                  "the model has no experts", "✗ no", "✓ yes", "repeat_kl_mean"):  # fmt: skip
         assert part in text, part
     for snippet in SNIPPETS.values():
         assert snippet.strip() in "".join(good.text)
+
+
+def test_nothing_to_train_with_has_no_limits_that_were_calibrated() -> None:
+    content = check() | {"recommended": {"method": None, "why": "nothing to correct", "acceptance": 0.99}}
+    page = render_check(content)
+    assert "nothing to correct" in page
+    assert "calibrated to accept" not in page
 
 
 def test_a_missed_budget_is_no_defect() -> None:
@@ -41,6 +48,7 @@ def test_a_missed_budget_is_no_defect() -> None:
         table = table[: table.index("</table>")]
         assert said in table
         assert table.count("flagged") == flagged
+        assert (BUDGETS in page, ">Healthy</th>" in table) == (kind == "budget", kind == "size"), "a budget is no limit"
 
 
 def test_factors_that_matter_are_marked(good: Parsed) -> None:
@@ -68,7 +76,10 @@ def test_a_metric_with_two_thresholds_is_one_row() -> None:
     assert (one.healthy, one.otherwise, one.level) == ("< 0.02", "watch; act if > 0.05", "watch")
     assert (one.sources, one.missed, one.outside) == (("tree",), "larger", False)
     text = html.unescape(render_check({**check(), "thresholds": [act, watch]}))
-    assert len(re.findall("kl_<wbr>mean <a [^>]*>#</a><small>larger</small></th>", text)) == 1
+    assert (
+        len(re.findall("kl_<wbr>mean <a [^>]*>#</a><small>KL per token, nat</small><small>larger</small></th>", text))
+        == 1
+    )
     assert "watch; act if > 0.05" in text
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from offdrift.audit.compare import (
-    Compared,
+    ComparedNumber,
     common_kl,
     comparison_view,
     differences,
@@ -18,6 +18,7 @@ from offdrift.audit.compare import (
     sentence,
     write_comparison,
 )
+from offdrift.show.headline import LATELY, all_numbers, headlines
 from offdrift.show.numbers import short
 from offdrift.show.packed import unpack
 from offdrift.stats.metrics import METRICS
@@ -37,12 +38,24 @@ def test_the_better_one_follows_the_direction_of_the_metric() -> None:
     cases = [(1.0, 2.0, "worse", "a"), (2.0, 1.0, "worse", "b"), (1.0, 2.0, "better", "b"), (2.0, 1.0, "better", "a"),
              (1.0, 2.0, "neither", ""), (1.0, 1.0, "worse", ""), (1.0, None, "worse", "")]  # fmt: skip
     for a, b, larger_is, winner in cases:
-        assert Compared("m", a, b, larger_is, "", short).winner == winner, (a, b, larger_is)
+        assert ComparedNumber("m", a, b, larger_is, "", short).winner == winner, (a, b, larger_is)
 
 
 def test_differences_have_a_sign() -> None:
-    changes = [Compared("m", a, b, "worse", "", short).change for a, b in ((1.0, 3.0), (3.0, 1.0), (1.0, 1.0), (1.0, None))]  # fmt: skip
+    changes = [ComparedNumber("m", a, b, "worse", "", short).change for a, b in ((1.0, 3.0), (3.0, 1.0), (1.0, 1.0), (1.0, None))]  # fmt: skip
     assert changes == ["+2.00", "−2.00", "0", "–"]
+
+
+def test_an_estimate_below_0_of_what_cannot_be_is_neither_better_nor_written_as_a_size() -> None:
+    a, b = ({"overall": {"mismatch/chi2_seq": x, "mismatch/k1": -0.01}} for x in (-0.981, -0.5))
+    found = {c.name: c for c in overall(a, b)}
+    chi2 = found["mismatch/chi2_seq"]
+    assert chi2.winner == ""
+    assert [chi2.write(x) for x in (chi2.a, chi2.b, 0.25)] == ["≈ 0 (noise: −0.981)", "≈ 0 (noise: −0.500)", "0.250"]
+    assert (chi2.a, chi2.b) == (-0.981, -0.5), "as they were stored"
+    assert found["mismatch/k1"].write(-0.01) == "−0.0100", "a mean of log-ratios may be negative"
+    row = next(r for r in all_numbers(a["overall"]) if r["name"] == "mismatch/chi2_seq")
+    assert row["value"] == "≈ 0 (noise: −0.981)"
 
 
 def test_every_metric_that_both_have_is_compared_the_telling_first(pair: tuple) -> None:
@@ -55,6 +68,19 @@ def test_every_metric_that_both_have_is_compared_the_telling_first(pair: tuple) 
         assert c.larger_is == METRICS[c.name].larger_is
     assert overall(a, little())[0].name == "reward/mean"
     assert overall(a, {}) == []
+
+
+def test_the_first_screen_tells_a_number_that_got_worse_than_its_average() -> None:
+    steps = [{"step": i, "mismatch/k3": 0.006 * i} for i in range(1, 17)]
+    kl, *_ = headlines({"overall": {"mismatch/k3": 0.028}, "steps": steps})
+    assert kl.text == "0.0280"
+    assert kl.level == "act"
+    assert kl.comparison == LATELY.format("0.0840", "above 0.05: find the cause")
+    flat = [{**row, "mismatch/k3": 0.028} for row in steps]
+    (kl,) = headlines({"overall": {"mismatch/k3": 0.028}, "steps": flat})[:1]
+    assert (kl.level, kl.comparison) == ("watch", "between 0.02 and 0.05: watch it")
+    (kl,) = headlines({"overall": {"mismatch/k3": 0.028}, "steps": steps[-8:]})[:1]
+    assert kl.level == "watch", "a few steps are their own average"
 
 
 def run(*kls: float, first: int = 1, tokens: float = 1.0) -> dict[str, Any]:
@@ -96,7 +122,9 @@ def test_the_differences_as_data(pair: tuple) -> None:
     assert entry["difference"] == pytest.approx(b["overall"]["mismatch/k3"] - a["overall"]["mismatch/k3"])  # fmt: skip
     assert entry["better"] == ("a" if entry["difference"] > 0 else "b")
     assert len(found["methods"]) == len(methods(a, b)) > 90
-    assert differences({}, {}) == {"kl": {"metric": None, "a": None, "b": None}, "metrics": {}, "methods": {}}  # fmt: skip
+    empty = differences({}, {})
+    assert empty.pop("verdicts") == {name: {"level": "", "judged_by": ""} for name in "ab"}
+    assert empty == {"kl": {"metric": None, "a": None, "b": None}, "metrics": {}, "methods": {}}
 
 
 def test_series_of_both_runs_lie_over_each_other(pair: tuple, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from offdrift.errors import BadValueError, OffdriftError, RecordError, ShapeError
-from offdrift.show.charts import Chart, Series, chart_data, figure_page, points, styled, write_figure
+from offdrift.show.charts import Chart, Series, chart_data, points, styled
+from offdrift.show.figures import figure_page, write_figure
 from offdrift.show.png import palette, picture_of, spread
 from tests.show.test_colors import DARK, LIGHT
 
@@ -209,7 +210,7 @@ def test_a_place_that_cannot_be_written_is_our_error(tmp_path):
 def test_a_missing_package_is_named_with_the_way_to_get_it(missing, tmp_path, monkeypatch):
     for name in [m for m in sys.modules if m in ("offdrift.show.png", "offdrift.show.html")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "offdrift.train.page", raising=False)
+    monkeypatch.delitem(sys.modules, "offdrift_lab.train.report.page", raising=False)
     for name in [m for m in sys.modules if m.split(".")[0] == missing]:
         monkeypatch.delitem(sys.modules, name)
 

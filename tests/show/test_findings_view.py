@@ -3,9 +3,18 @@
 import pytest
 
 from offdrift.audit.compare import comparison_view
-from offdrift.audit.view import audit_view, spark
+from offdrift.audit.view import OTHER_FRAMEWORK, audit_view, spark
 from offdrift.judge.findings import Evidence, Finding
-from offdrift.show.findings import CAUSES, SEVERITY_STYLE, finding_view, in_order, shown, verdict_of, verdict_view
+from offdrift.show.findings import (
+    CAUSES,
+    PLACE_OF_METHOD,
+    SEVERITY_STYLE,
+    finding_view,
+    in_order,
+    shown,
+    verdict_of,
+    verdict_view,
+)
 from tests.show.hostile import PAYLOADS, replaced
 from tests.show.screens import flat, printed
 from tests.show.synthetic_audit import SNIPPETS, audit, finding, little
@@ -15,8 +24,8 @@ from tests.show.synthetic_audit import SNIPPETS, audit, finding, little
 def test_a_finding_shows_everything_that_it_says(width: int) -> None:
     text = printed(finding_view(finding(), "verl", width), width)
     words = flat(text)
-    for part in ("▲ Act", "cause A", "correlate by 0.931", "0.0611 nat", "> 0.0500 nat", "not logged",
-                 "Fix: Run both engines", "Refuted by:", "confidence high", "first at step 107"):  # fmt: skip
+    for part in ("▲ Act", "correlate by 0.931", "0.0611 nat", "> 0.05 nat", "not logged",
+                 "Fix: Run both engines", "This finding is wrong if:", "confidence high", "first at step 107"):  # fmt: skip
         assert part in words, part
     for line in SNIPPETS["verl"].strip().splitlines():
         assert f"   {line}" in text, "a snippet's lines can be copied: nothing stands beside them"
@@ -30,12 +39,12 @@ def test_a_real_finding_is_read_from_its_dict() -> None:
         refuted_by="R.", snippets={"trl": "x"}, step=None, steps=1,
     )  # fmt: skip
     s = shown(real.as_dict(), "verl")
-    assert (s.level, s.cause, s.when) == ("stop", CAUSES["stale_engine"], "at 1 step")
-    assert s.evidence == (("m", "2.00 nat", "> 1.00 nat", "src"),)
+    assert (s.level, s.cause, s.when) == ("stop", CAUSES["stale_engine"], "seen in 1 step")
+    assert s.evidence == (("m", "2.00 nat", "> 1 nat", "src"),)
     assert s.snippets == (("trl", "x"),), "without a snippet for verl or offdrift, the first there is"
 
 
-@pytest.mark.parametrize(("where", "when"), [({"step": None, "steps": 0}, "over the whole log"), ({"step": 3, "steps": 1}, "first at step 3, at 1 step"), ({"step": None, "steps": 4}, "at 4 steps")])  # fmt: skip
+@pytest.mark.parametrize(("where", "when"), [({"step": None, "steps": 0}, "over the whole log"), ({"step": 3, "steps": 1}, "first at step 3, seen in 1 step"), ({"step": None, "steps": 4}, "seen in 4 steps")])  # fmt: skip
 def test_a_finding_says_where_it_was_seen(where: dict, when: str) -> None:
     assert shown(finding() | where).when == when
 
@@ -45,6 +54,57 @@ def test_the_snippet_of_the_detected_framework_comes_first(framework: str, first
     names = [name for name, _ in shown(finding(), framework).snippets]
     assert names[0] == first
     assert sorted(names) == sorted(SNIPPETS)
+
+
+def test_without_a_snippet_of_the_framework_a_shell_command_comes_first() -> None:
+    snippets = {"offdrift": "[lag]\nqueue = 0", "shell": "offdrift check --model MODEL"}
+    first = {name: shown(finding(snippets=snippets), name).snippets[0][0] for name in ("plain", "verl", "offdrift")}
+    assert first == {"plain": "shell", "verl": "shell", "offdrift": "offdrift"}
+
+
+def test_a_log_of_no_framework_is_shown_what_anybody_can_run_before_settings_of_our_own() -> None:
+    snippets = {"offdrift": "[rollout]\ntemperature = 1.0", "python": "logits / temperature"}
+    first = {name: shown(finding(snippets=snippets), name).snippets[0][0] for name in ("plain", "offdrift", "areal")}
+    assert first == {"plain": "python", "offdrift": "offdrift", "areal": "python"}
+    plain = {"source": {"framework": "plain"}, "findings": [finding(snippets={**snippets, "verl": "x: 1", "trl": "y"})]}
+    words = flat(printed(audit_view(plain, 100)))
+    assert OTHER_FRAMEWORK.format("trl, verl") in words
+    ours = {**plain, "source": {"framework": "verl"}}
+    assert "--framework" not in printed(audit_view(ours, 100))
+
+
+def test_a_method_of_a_recipe_says_where_it_stands() -> None:
+    code = dict(shown(finding(snippets={"offdrift": 'method = "gspo"\n[lag]\nqueue = 0'})).snippets)["offdrift"]
+    place, *rest = code.splitlines()
+    assert place == PLACE_OF_METHOD
+    assert rest == ['method = "gspo"', "[lag]", "queue = 0"]
+    assert dict(shown(finding(snippets={"offdrift": "[lag]\nqueue = 0"})).snippets) == {"offdrift": "[lag]\nqueue = 0"}
+
+
+def test_what_is_not_known_says_how_to_tell_it() -> None:
+    missing = {"metric": "temperature_off", "value": None, "relation": "missing", "threshold": None}
+    (row,) = shown(finding(evidence=[missing])).evidence
+    assert row[1] == "not known: --temperature 0.7 says it"
+    (row,) = shown(finding(evidence=[{**missing, "metric": "experts"}])).evidence
+    assert row[1] == "not known: --moe or --dense says it"
+    (row,) = shown(finding(evidence=[{**missing, "metric": "version_lag/mean"}])).evidence
+    assert row[1] == "not logged"
+
+
+def test_the_place_of_a_finding_is_a_path_from_here() -> None:
+    stored = {**finding(), "page": "report.html#finding-a"}
+    words = printed(audit_view({"findings": [stored]}, 100, folder="audits/mine"))
+    assert "Details: audits/mine/report.html#finding-a" in words
+    assert "Details: report.html#finding-a" in printed(audit_view({"findings": [stored]}, 100))
+
+
+def test_a_measurement_that_the_fix_asks_for_is_not_said_twice() -> None:
+    fix = "Compare checksums of every tensor with the trainer's, then send what is missing."
+    again = finding(fix=fix, decides="Compare checksums of all tensors with the trainer's.", refuted_by="Nothing: x.")
+    other = finding(fix=fix, decides="Run both engines in float32.")
+    assert (shown(again).decides, shown(again).refuted_by) == ("", "")
+    assert "To confirm" not in printed(finding_view(again))
+    assert "To confirm: Run both engines in float32." in flat(printed(finding_view(other)))
 
 
 def test_what_can_wait_stands_last_and_the_order_of_repair_stays() -> None:
@@ -86,9 +146,9 @@ def test_the_view_of_an_audit_fits_and_holds_what_matters(width: int) -> None:
     words = flat(text)
     assert max(map(len, text.splitlines())) <= width
     for part in ("▲ Act", "KL per token", "Effective sample size", "rollout_is_threshold: 2.0", "■ Stop",
-                 "decoupled_token_icepop ◂", "What this log cannot answer", "log: kl_rollout_current",
-                 "3 rows could not be read", "112.jsonl:498", "99 more", "30 steps"):  # fmt: skip
-        assert part.replace("99 more", " more in the page") in words, part
+                 "decoupled_token_icepop ◂", "What this log cannot answer", ": kl_rollout_current",
+                 "3 rows could not be read", "112.jsonl:498", " more methods on the page", "30 steps"):  # fmt: skip
+        assert part in words, part
     assert words.count("rollout_is_threshold: 2.0") == 1, "one snippet, that of the first finding"
 
 

@@ -9,7 +9,7 @@ from offdrift.methods import METHODS
 from offdrift.methods.describe import catalog, catalog_text
 from offdrift.methods.table import SYSTEMS
 from offdrift.show.method_table import ABOUT, WIDE, find, method_list, method_page, select, shown, stored
-from offdrift.train.recipe import load_recipe
+from offdrift_lab.train.settings.recipe import load_recipe
 from tests.show.screens import flat, printed
 
 WIDTHS = (60, 80, 100, 112, 120, 160, 200, 240)
@@ -126,10 +126,21 @@ def test_the_commands_of_a_page_run(name):
     said = flat(printed(method_page(find(name)), 80))
     command = re.search(r"offdrift train (\S+) --set (method=\S+) .*--set (override\.\S+)", said)
     assert command is not None
-    path, *changes = command.groups()
-    recipe = load_recipe(path, changes=changes)
+    path, chosen, change = command.groups()
+    recipe = load_recipe(path, changes=[chosen])
     assert list(recipe.arms) == [name]
     assert recipe.arms[name].build().describe() == METHODS[name].describe()
+    changed = load_recipe(path, changes=[chosen, change]).arms[name].build()
+    assert changed != METHODS[name], "the change that the page shows is one"
+
+
+def test_a_page_lists_the_divergences_that_a_method_reads():
+    """An audit asks for them: who reads the page first must learn it there."""
+    reading = {name: row for name, row in METHODS.items() if row.divergences}
+    assert len(reading) > 5
+    for name, row in reading.items():
+        said = flat(printed(method_page(find(name)), 80))
+        assert all(divergence in said.partition("needs ")[2] for divergence in row.divergences), name
 
 
 def test_a_page_has_color_on_a_terminal_only():

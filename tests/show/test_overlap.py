@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from offdrift.train.overlap import OVERLAP, drift_by_lag
-from offdrift.train.page import overlap_charts, write_report
-from offdrift.train.stored import Arm, Run, overlap_numbers, read_run, summary_numbers, verdict
-from offdrift.train.view import run_summary
+from offdrift_lab.train.report.overlap import OVERLAP, drift_by_lag
+from offdrift_lab.train.report.page import overlap_charts, write_report
+from offdrift_lab.train.report.stored import Run, StoredArm, overlap_numbers, read_run, summary_numbers, verdict
+from offdrift_lab.train.report.view import run_summary
 from tests.show.hostile import PAYLOADS, SHOWN
 from tests.show.parsed import Parsed, parse
 from tests.show.screens import flat, printed
@@ -28,8 +28,8 @@ ROWS = [
 ]  # fmt: skip
 
 
-def arm(name: str = "a", rows: list[dict] = ROWS, **schedule: object) -> Arm:
-    return Arm(name, True, summary=overlap_numbers(rows), metrics=tuple(rows), schedule=schedule)
+def arm(name: str = "a", rows: list[dict] = ROWS, **schedule: object) -> StoredArm:
+    return StoredArm(name, True, summary=overlap_numbers(rows), metrics=tuple(rows), schedule=schedule)
 
 
 @pytest.fixture(scope="module")
@@ -165,11 +165,11 @@ def test_without_exact_divergences_drift_is_estimated_and_said_to_be(folder, tmp
 
 
 def test_a_damaged_log_is_left_out(folder, tmp_path):
-    assert drift_by_lag(Arm("a", True)).lags == drift_by_lag(Arm("a", True, folder=tmp_path)).lags == []
+    assert drift_by_lag(StoredArm("a", True)).lags == drift_by_lag(StoredArm("a", True, folder=tmp_path)).lags == []
     whole = write_token_log(tmp_path, 2, [0, 1, 2, 2, 1, 0]).read_bytes()
     (tmp_path / "log" / "batch-000003.parquet").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "log" / "batch-000004.parquet").write_bytes(b"no Parquet")
-    assert drift_by_lag(Arm("a", True, folder=tmp_path)).tokens == [2, 2, 2]
+    assert drift_by_lag(StoredArm("a", True, folder=tmp_path)).tokens == [2, 2, 2]
 
 
 def test_what_a_recipe_calls_its_schedule_is_text(folder, tmp_path):
@@ -213,7 +213,7 @@ def test_a_narrow_table_keeps_what_matters_most_and_names_the_rest(folder):
 
 
 def test_the_verdict_counts_arms_that_are_too_many_to_name():
-    arms = tuple(Arm(f"arm{i}", True, {"reward_after": 0.5}) for i in range(8))
+    arms = tuple(StoredArm(f"arm{i}", True, {"reward_after": 0.5}) for i in range(8))
     run = Run("demo", {}, "", None, {}, {}, arms)
     assert verdict(run) == "8 arms ended level, at 0.500 in held-out reward."
     assert "arm0, arm1, arm2, arm3, arm4 and arm5 ended level" in verdict(replace(run, arms=arms[:6]))

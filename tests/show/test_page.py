@@ -2,14 +2,16 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offdrift.errors import RecordError
+from offdrift.judge import load_rules
 from offdrift.methods.describe import raises
 from offdrift.show.charts import points
-from offdrift.train.page import (
+from offdrift_lab.train.report.page import (
     QUANTITIES,
     all_charts,
     line_chart,
@@ -18,7 +20,7 @@ from offdrift.train.page import (
     reward_chart,
     write_report,
 )
-from offdrift.train.stored import Arm, Sample, read_run
+from offdrift_lab.train.report.stored import Sample, StoredArm, read_run
 from tests.show.parsed import Parsed, parse
 from tests.show.synthetic import ARMS, write_lines, write_run
 
@@ -99,15 +101,15 @@ def test_the_last_new_batch_of_every_arm_says_what_it_proves(tmp_path):
     assert "not this one" not in page
     assert "A certificate is about J, the mean reward of a response" in page
     assert page.count("What its steps raise (grpo): E[(R / sigma - b) / |y|], not J = E[R]") == 1
-    assert Arm("b", finished=True, metrics=({"update": 1},)).proved is None
+    assert StoredArm("b", finished=True, metrics=({"update": 1},)).proved is None
 
 
 KL = next(q for q in QUANTITIES if q.id == "kl_mean")
 ACCEPTANCE = next(q for q in QUANTITIES if q.id == "acceptance")
 
 
-def arm(key: str, values: list[float | None], name: str = "a") -> Arm:
-    return Arm(name, True, metrics=tuple({"update": u, key: v} for u, v in enumerate(values)))
+def arm(key: str, values: list[float | None], name: str = "a") -> StoredArm:
+    return StoredArm(name, True, metrics=tuple({"update": u, key: v} for u, v in enumerate(values)))
 
 
 def test_every_chart_of_a_run_has_its_lines_and_says_what_they_mean(tmp_path: Path) -> None:
@@ -120,7 +122,7 @@ def test_every_chart_of_a_run_has_its_lines_and_says_what_they_mean(tmp_path: Pa
 
 
 def test_reward_is_drawn_raw_smoothed_and_held_out() -> None:
-    one = Arm(
+    one = StoredArm(
         "a",
         True,
         metrics=tuple({"update": u, "reward/mean": r} for u, r in [(0, 0.0), (2, 0.3), (3, 0.6)]),
@@ -150,11 +152,13 @@ def test_a_log_axis_leaves_out_what_it_cannot_show() -> None:
 
 
 def test_arms_keep_their_color_when_another_recorded_nothing() -> None:
-    arms = [arm(KL.key, [0.1, 0.2], "a"), Arm("empty", False), arm(KL.key, [0.3, 0.4], "c")]
+    arms = [arm(KL.key, [0.1, 0.2], "a"), StoredArm("empty", False), arm(KL.key, [0.3, 0.4], "c")]
     series = line_chart(KL, arms).series
     assert [(s.name, s.color, s.group) for s in series] == [("a", "arm-0", "0"), ("c", "arm-2", "2")]
 
 
-def test_acceptance_has_its_line_at_70_percent() -> None:
+def test_acceptance_has_its_line_where_the_rules_have_it() -> None:
     assert line_chart(ACCEPTANCE, []).lines == [(0.7, "70%")]
+    half = replace(arm("gate/acceptance_seq", [0.9, 0.8]), limits=load_rules().limits | {"acceptance_low": 0.5})
+    assert line_chart(ACCEPTANCE, [half]).lines == [(0.5, "50%")]
     assert line_chart(KL, []).lines == ()

@@ -14,15 +14,16 @@ import pytest
 from offdrift.audit.compare import write_comparison
 from offdrift.audit.page import render_audit, write_audit_page
 from offdrift.check.page import write_check_page
-from offdrift.plan.page import write_plan_page
 from offdrift.show.anchors import on_page
-from offdrift.show.charts import Chart, Series, figure_page
+from offdrift.show.charts import Chart, Series
+from offdrift.show.figures import figure_page
 from offdrift.show.findings import finding_view
 from offdrift.show.html import _ASSETS as ASSETS
 from offdrift.show.html import PAGE_BYTES, write_document
 from offdrift.show.json_access import read_lines, visible, visible_token
 from offdrift.show.packed import unpack
-from offdrift.train.page import QUANTITIES, write_report
+from offdrift_lab.plan.page import write_plan_page
+from offdrift_lab.train.report.page import QUANTITIES, write_report
 from tests.show.hostile import PAYLOADS, SHOWN, hostile, swept, write_hostile_run
 from tests.show.parsed import Parsed, parse
 from tests.show.screens import flat, printed
@@ -225,7 +226,7 @@ def test_a_finding_has_the_same_name_on_the_page_and_in_the_json() -> None:
     assert names == ["finding-a", "finding-b-c", "finding-a-2", "finding"]
     page = render_audit(audit(steps=2) | {"findings": stored})
     assert [page.count(f'id="{name}"') for name in names] == [1, 1, 1, 1]
-    assert "On the page: report.html#finding-b-c" in flat(printed(finding_view(stored[1])))
+    assert "Details: report.html#finding-b-c" in flat(printed(finding_view(stored[1])))
     assert "On the page" not in printed(finding_view(finding()))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from offdrift.errors import RecordError
 from offdrift.show.numbers import duration, fixed, percent, short
-from offdrift.train.stored import COLUMNS, Arm, Run, read_run, verdict
+from offdrift_lab.train.report.stored import COLUMNS, Run, StoredArm, read_run, verdict
 from tests.show.synthetic import ARMS, write_lines, write_run
 
 
@@ -161,13 +161,13 @@ def arm(
     acceptance: float | None = None,
     prompts: int | None = None,
     finished: bool = True,
-) -> Arm:
+) -> StoredArm:
     summary = {"reward_before": before, "reward_after": after, "acceptance": acceptance}
     evals = () if prompts is None else ({"update": 8, "reward": after, "prompts": prompts},)
-    return Arm(name, finished, summary, evals=evals)
+    return StoredArm(name, finished, summary, evals=evals)
 
 
-def sentence(*arms: Arm) -> str:
+def sentence(*arms: StoredArm) -> str:
     return verdict(Run("run", {}, "", None, {}, {}, arms))
 
 
@@ -201,7 +201,7 @@ def sentence(*arms: Arm) -> str:
         ((arm("a", finished=False), arm("b", finished=False)), "So far .a and b still running.: no held-out reward"),
     ],
 )
-def test_the_verdict_says_what_the_numbers_say(arms: tuple[Arm, ...], expected: str) -> None:
+def test_the_verdict_says_what_the_numbers_say(arms: tuple[StoredArm, ...], expected: str) -> None:
     assert re.search(expected, sentence(*arms))
 
 
@@ -214,7 +214,7 @@ def test_every_column_explains_itself() -> None:
 
 
 def test_an_arm_without_numbers_has_a_dash_in_every_cell() -> None:
-    cells = [column.cell(Arm("a", True)) for column in COLUMNS]
+    cells = [column.cell(StoredArm("a", True)) for column in COLUMNS]
     assert [cell.text for cell in cells] == ["–"] * 9
     assert not any(cell.note or cell.flagged for cell in cells)
 
@@ -222,8 +222,8 @@ def test_an_arm_without_numbers_has_a_dash_in_every_cell() -> None:
 @pytest.mark.parametrize(
     ("column", "summary", "text", "note", "flagged"),
     [
-        ("reward", {"reward_before": 0.25, "reward_after": 0.5}, "0.250 → 0.500", "+0.250", False),
-        ("reward", {"reward_before": 0.5, "reward_after": 0.25}, "0.500 → 0.250", "−0.250", False),
+        ("reward", {"reward_before": 0.25, "reward_after": 0.5}, "0.250 → 0.500", "change +0.250", False),
+        ("reward", {"reward_before": 0.5, "reward_after": 0.25}, "0.500 → 0.250", "change −0.250", False),
         ("reward", {"reward_before": 0.5}, "0.500", "", False),
         ("kl_mean", {"kl_mean": 0.00123, "grade": "exact"}, "0.00123", "exact", False),
         ("kl_max", {"kl_max": 0.0000456}, "4.56e−5", "", False),
@@ -232,13 +232,13 @@ def test_an_arm_without_numbers_has_a_dash_in_every_cell() -> None:
         ("ess", {"ess_frac": 0.9}, "90.0 %", "", False),
         ("ppl_gap", {"log_ppl_gap": 0.0125}, "0.0125", "", False),
         ("bound", {"bound": 4.1}, "4.10", "", False),
-        ("precondition", {"falsified_updates": 0, "updates": 64}, "not falsified", "in 64 updates", False),
-        ("precondition", {"falsified_updates": 3, "updates": 64}, "falsified", "at 3 of 64 updates", True),
+        ("precondition", {"falsified_updates": 0, "updates": 64}, "yes", "in all 64 updates", False),
+        ("precondition", {"falsified_updates": 3, "updates": 64}, "no", "in 3 of 64 updates", True),
         ("speed", {"tokens_per_s": 2413.4, "seconds": 78.5}, "2,413", "1 min 18 s", False),
     ],
 )
 def test_cells(column: str, summary: dict, text: str, note: str, flagged: bool) -> None:
-    (cell,) = [c.cell(Arm("a", True, summary)) for c in COLUMNS if c.id == column]
+    (cell,) = [c.cell(StoredArm("a", True, summary)) for c in COLUMNS if c.id == column]
     assert (cell.text, cell.note, cell.flagged) == (text, note, flagged)
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from offdrift.train.stored import read_run
-from offdrift.train.view import LIVE, LiveProgress, run_summary
+from offdrift_lab.train.report import view
+from offdrift_lab.train.report.stored import read_run
+from offdrift_lab.train.report.view import LIVE, LiveProgress, run_summary
 from tests.show.screens import printed
 
 
@@ -63,6 +65,43 @@ def test_off_a_terminal_there_are_plain_lines_now_and_then():
     assert "\x1b" not in text
 
 
+def test_off_a_terminal_a_wait_is_told_at_growing_distances(monkeypatch):
+    monkeypatch.setattr(view, "SILENCE_S", 0.3)
+    screen = io.StringIO()
+    with LiveProgress(Console(file=screen, width=140)) as watch:
+        watch(Event("setup", text="verifying weights"))
+        time.sleep(2.9)
+        watch(Event("stage", "gspo", text="drawing batch 3"))
+        time.sleep(0.9)
+    verifying, drawing = (
+        [x for x in screen.getvalue().splitlines() if words in x] for words in ("verifying", "batch 3")
+    )
+    assert "so far" not in verifying[0]
+    assert 3 <= len(verifying) <= 6
+    assert all("verifying weights: " in line and line.endswith(" s so far") for line in verifying[1:])
+    assert any("gspo drawing batch 3: " in line for line in drawing)
+
+
+def test_the_reward_of_training_samples_is_not_taken_for_the_held_out_one():
+    metrics = {**UPDATE, "gate/acceptance_seq": 1.0}
+    text = shown(Event("update", "a", 8, 64, metrics=metrics), Event("eval", "a", 8, 64, metrics={"reward": 0.156}))
+    assert "training reward 0.625" in text
+    assert "held-out reward 0.156" in text
+    assert " reward 0.625" not in text.replace("training reward", "")
+
+
+def test_a_stage_of_the_whole_run_has_no_name_before_it(monkeypatch):
+    monkeypatch.setattr(view, "SILENCE_S", 0.2)
+    screen = io.StringIO()
+    with LiveProgress(Console(file=screen, width=140)) as watch:
+        watch(Event("update", "a", 64, 64, metrics=UPDATE))
+        time.sleep(0.7)
+        watch(Event("stage", text="writing the page"))
+    lines = [line.partition(" ")[2] for line in screen.getvalue().splitlines()]
+    assert lines[-1] == "writing the page"
+    assert any(line.startswith("a 64/64: nothing new for ") for line in lines), "how long ago, not how long it took"
+
+
 def test_missing_numbers_are_dashes_and_markup_in_texts_is_text():
     text = shown(Event("arm", "a", text="[bold]x[/]"), Event("update", "a", 8, 64, metrics={"update": 8}))
     assert "[bold]x[/]" in text
@@ -87,15 +126,27 @@ def test_the_table_and_the_notes_at_both_widths(tmp_path: Path, width: int):
     (tmp_path / "run.json").write_text(json.dumps({"format": 1, "name": "x", "table": [summary]}))
     text = printed(run_summary(read_run(tmp_path), width=width), width)
     assert max(map(len, text.splitlines())) <= width
-    for words in ("0.600 → 0.700", "55.0 %", "below 70 %", "1.23", "falsified", "at 40 of 64", "something a reader must know", "Remark 4.3"):  # fmt: skip
+    for words in ("0.600 → 0.700", "55.0 %", "below 70 %", "1.23", "in 40 of 64", "something a reader must know", "Remark 4.3"):  # fmt: skip
         assert words in text, words
 
 
 def test_a_finding_is_said_once_with_its_fix_and_markup_is_text():
 
     console = Console(record=True, width=200, file=io.StringIO())
-    found = {"severity": "act", "symptom": "Tokens [bold]drift[/].", "fix": "Reduce the lag."}
+    found = {"severity": "act", "symptom": "Tokens [bold]drift[/].", "fix": "Reduce the lag.", "page": "report.html#a"}
     with LiveProgress(console) as watch:
         watch(Event("finding", "none", 7, 10, "short", found))
     said = console.export_text()
     assert "none: update 7, act: Tokens [bold]drift[/]. Reduce the lag." in said
+    assert "report.html" not in said, "the page is written when the run has ended"
+
+
+def test_what_a_run_does_before_its_first_update_is_said_where_nothing_moves():
+    console = Console(record=True, width=200, file=io.StringIO())
+    with LiveProgress(console) as watch:
+        watch(Event("stage", "none", text="drawing"))
+        watch(Event("update", "none", 1, 10, metrics={}))
+        watch(Event("stage", "none", text="training"))
+    said = console.export_text()
+    assert "none: drawing" in said
+    assert "training" not in said

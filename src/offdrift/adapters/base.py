@@ -21,16 +21,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from offdrift.adapters.report import PREFIX as PREFIX
+from offdrift.adapters.report import Reported, StepReport
+from offdrift.adapters.selection import Choice, parse_choice
 from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.correction import Corrected
 from offdrift.correction.compose import factors
-from offdrift.errors import LivenessError, MethodError, check_choice
-from offdrift.judge import Context, Finding, Watcher, load_rules
+from offdrift.errors import LivenessError, check_choice
+from offdrift.judge import Context, Finding, Rules, Watcher, load_rules
 from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss, policy_loss
 from offdrift.methods import Method, override
 from offdrift.methods import method as row
 from offdrift.numerics import largest_of
+from offdrift.records.atomic import write_json
+from offdrift.setting import parse_settings
 from offdrift.stats import DriftStats, summarize
 from offdrift.stats.drift import Tails
 from offdrift.stats.signature import signature
@@ -39,15 +44,11 @@ if TYPE_CHECKING:
     from offdrift.records.recorder import Recorder
 
 
-PREFIX = "offdrift/"
 Gather = Callable[[Any], list[Any]]
 OnIdle = Literal["error", "warn"]
-LOUD = ("stop", "act")
-"""Severities of findings that are logged as warnings; the others as information."""
-
-
 # Hooks without arguments of their own read OFFDRIFT_METHOD (a row of METHODS), OFFDRIFT_SETTINGS (single values:
-# "gate.high=0.02,weight.cap=5"), OFFDRIFT_RECORD (folder to record tokens in), OFFDRIFT_ON_IDLE ("error" or "warn").
+# "gate.high=0.02,weight.cap=5"), OFFDRIFT_RECORD (folder to record tokens in), OFFDRIFT_ON_IDLE ("error" or "warn"),
+# OFFDRIFT_METRICS ("main", "all", or names with commas).
 
 
 def environ(name: str) -> str | None:
@@ -57,7 +58,7 @@ def environ(name: str) -> str | None:
 
 def environ_settings() -> dict[str, Any]:
     """OFFDRIFT_SETTINGS, as paths for `override`. Raises: `MethodError`."""
-    return settings_of(environ("SETTINGS") or "")
+    return parse_settings(environ("SETTINGS") or "")
 
 
 def environ_on_idle() -> OnIdle:
@@ -67,43 +68,29 @@ def environ_on_idle() -> OnIdle:
     return chosen
 
 
-def settings_of(text: str) -> dict[str, Any]:
-    """Settings from "path=value" pairs with commas between them.
-
-    Raises: `MethodError` naming what is no pair.
-
-    Example:
-        >>> settings_of("gate.high=0.02, aggregate=token_mean")
-        {'gate.high': 0.02, 'aggregate': 'token_mean'}
-    """
-    settings = {}
-    for pair in filter(None, (part.strip() for part in text.split(","))):
-        path, equals, value = (x.strip() for x in pair.partition("="))
-        if not (path and equals and value):
-            raise MethodError(f'{pair!r} is no setting; write "path=value", as in "weight.cap=5"')
-        try:
-            settings[path] = float(value)
-        except ValueError:
-            settings[path] = value
-    return settings
+def environ_metrics() -> str:
+    """OFFDRIFT_METRICS. Raises: `MethodError` naming what is no metric."""
+    return parse_choice(environ("METRICS") or "main")
 
 
-class Adapter:
+class Adapter(Reported):
     """A method attached to another framework's loop.
 
     Args:
-        method: name of a row of `METHODS`, or any composition.
+        method: name of a row of `METHODS`, or of code ("mine.py:mine"), or any composition.
         framework: whose terms findings are written in, and the name of the logger.
         settings: single values of the method, as paths for `override`.
         record: where tokens are recorded: a folder, or a `Recorder`; None records nothing.
         context: what else the diagnosis knows of the run.
-        rules: a TOML file over the built-in rules.
+        rules: a TOML file over the built-in rules; its content is stored beside the record, as rules.json.
         on_idle: "error" if a part that is never called or cannot act ends the run; "warn" if it is
             only logged (both engines equal to the last bit, for instance).
         gather: collects one object of every process, in every process; None if this process sees the
             whole batch.
+        metrics: those that `end_step` returns for a tracker: "main", about twelve; "all", 119 where a step has
+            three policies; or a list of names, in which * stands for anything. Absent: OFFDRIFT_METRICS, else "main".
 
-    Raises: `MethodError` for an unknown method or setting.
+    Raises: `MethodError` for an unknown method, setting or metric.
 
     Example:
         >>> from offdrift.segments import Segments
@@ -127,6 +114,7 @@ class Adapter:
         rules: Path | None = None,
         on_idle: OnIdle = "error",
         gather: Gather | None = None,
+        metrics: Choice | None = None,
     ) -> None:
         check_choice("on_idle", on_idle, get_args(OnIdle))
         self.method = override(row(method) if isinstance(method, str) else method, settings)
@@ -136,8 +124,11 @@ class Adapter:
         context = context or Context()
         name = method if isinstance(method, str) else context.method
         context = replace(context, framework=framework, method=name)
-        self._watcher = Watcher(context=context, rules=load_rules(rules))
-        self.recorder = recorder_of(record, framework)
+        table = load_rules(rules)
+        watcher = Watcher(context=context, rules=table)
+        choice = environ_metrics() if metrics is None else parse_choice(metrics)
+        self._report = StepReport(watcher, self.log, choice)
+        self.recorder = recorder_of(record, framework, rules=table if rules is not None else None)
         """Where tokens are recorded; None records nothing."""
         self._stats: DriftStats | None = None
         self._tails = Tails()
@@ -145,9 +136,14 @@ class Adapter:
         self._applied = True
 
     @property
-    def findings(self) -> list[Finding]:
-        """All findings so far, in the order in which to repair them."""
-        return self._watcher.findings
+    def called(self) -> bool:
+        """Whether anything was measured since the last step."""
+        return self._stats is not None or self._skipped
+
+    @property
+    def fired(self) -> list[Finding]:
+        """Findings that the last step set off for the first time."""
+        return self._report.fired
 
     def loss(
         self,
@@ -180,7 +176,7 @@ class Adapter:
         Raises: `EvidenceError` if the method needs what the batch does not carry.
         """
         anchored = logprobs if self.method.anchor is None else self.method.anchor(logprobs, batch_info)
-        if batch_info.observed is None and self.method.looks_ahead:
+        if batch_info.observed is None and self.method.needs_whole_step:
             a = torch.zeros_like(logprobs.logp_rollout) if advantages is None else advantages
             batch_info = replace(batch_info, observed=self.method.observe(anchored, a, batch_info))
         corrected = self.method.correction(anchored, advantages, batch_info)
@@ -197,7 +193,7 @@ class Adapter:
         self._skipped = True
 
     def end_step(self, step: int, *, also: Mapping[str, float] = {}) -> dict[str, float]:
-        """Close the step: metrics to log, by name; {} if no tokens came since the last call.
+        """Close the step: the chosen metrics to log, by name; {} if no tokens came since the last call.
 
         New findings and, once, the state of every part go to the log of this framework.
 
@@ -226,18 +222,7 @@ class Adapter:
         if stats is None:
             return {}
         metrics = {**summarize(stats), **also}
-        for finding in self._watcher.update({"step": step, **metrics}):
-            snippet = next(iter(finding.snippets.values()), "")
-            values = (e for e in finding.evidence if e.value is not None)
-            evidence = ", ".join(f"{e.metric} = {e.value:.3g}" for e in values)
-            self.log.log(
-                logging.WARNING if finding.severity in LOUD else logging.INFO,
-                "%s: %s (%s). %s\n%s",
-                *(finding.severity, finding.symptom, evidence, finding.fix, snippet),
-            )
-        severities = [finding.severity for finding in self.findings]
-        counts = {f"findings_{s}": severities.count(s) for s in ("stop", "act", "watch")}
-        return {f"{PREFIX}{name}": float(x) for name, x in {**metrics, **counts}.items()}
+        return self._report.judge(step, metrics)
 
     def _add(self, logprobs: LogProbs, stats: DriftStats, advantages: Tensor | None, batch_info: BatchInfo) -> None:
         with torch.no_grad():
@@ -246,21 +231,24 @@ class Adapter:
                 sums |= {"reward": batch_info.rewards.sum(), "reward/n": float(len(batch_info.rewards))}
             largest = {"length_max": logprobs.segments.lengths.max()}
             if batch_info.version_lag is not None:
-                sums |= {"version_lag": logprobs.at_scored(batch_info.version_lag).sum()}
+                sums |= {"version_lag": logprobs.select_scored(batch_info.version_lag).sum()}
                 largest["version_lag_max"] = largest_of(batch_info.version_lag.double())
             stats = stats.plus(sums, largest)
             self._tails.add(logprobs)
         self._stats = stats if self._stats is None else self._stats.merge(stats)
 
 
-def recorder_of(record: Recorder | str | Path | None, framework: str) -> Recorder | None:
-    """The recorder that `record` names: itself, or one of a folder."""
+def recorder_of(record: Recorder | str | Path | None, framework: str, rules: Rules | None = None) -> Recorder | None:
+    """The recorder that `record` names: itself, or one of a folder, which then holds the rules, too."""
     if record is None or not isinstance(record, (str, Path)):
         return record
     # Only who records needs Arrow.
     from offdrift.records.recorder import Recorder
 
-    return Recorder(record, framework=framework)
+    recorder = Recorder(record, framework=framework)
+    if rules is not None:
+        write_json(Path(record) / "rules.json", rules.as_record())
+    return recorder
 
 
 Kind = Literal["gate", "weight", "objective"]
@@ -277,7 +265,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class PartState:
-    """What one configured part did in a step."""
+    """Effect of one configured gate, weight or clip in one step: how many tokens it saw and how many it changed."""
 
     part: str
     """Its formula."""
@@ -349,7 +337,9 @@ def liveness(
             state = "acted" if applied else "measured"
         elif changed is not None and tokens:
             state = "idle" if _moves_input(part, numbers) else "blind"
-        return PartState(part.formula, kind, tokens, int(changed or 0), state, getattr(part, "on", None))
+        return PartState(
+            part.formula, kind, tokens, changed=int(changed or 0), state=state, on=getattr(part, "on", None)
+        )
 
     gates, weights = method.correction.gates, method.correction.weights
     parts = [state_of(gate, "gate", numbers.get(f"gate/{i}/rejected_tokens")) for i, gate in enumerate(gates)]

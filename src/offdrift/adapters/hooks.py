@@ -19,7 +19,8 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from offdrift.adapters.base import Adapter, environ, environ_on_idle, environ_settings
+from offdrift.adapters.base import Adapter, environ, environ_metrics, environ_on_idle, environ_settings
+from offdrift.adapters.selection import Choice, parse_choice
 from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.correction import Corrected
 from offdrift.divergence.evidence import k3
@@ -30,6 +31,7 @@ from offdrift.loss import PolicyLoss
 from offdrift.methods import Method, override
 from offdrift.methods import method as row
 from offdrift.methods.describe import evidence
+from offdrift.methods.load import absolute, in_code
 from offdrift.methods.probe import batch as probe_batch
 from offdrift.objectives import Reinforce
 from offdrift.ratios import RatioName, stopped_log_ratio
@@ -99,7 +101,7 @@ def check_served(
         named = " and ".join(f"{INPUTS[name]} ({name})" for name in missing)
         hint = next((hints[name] for name in missing if name in hints), "choose another method")
         raise EvidenceError(f"{framework} hands its hook no {named}, which this method needs: {hint}")
-    if method.looks_ahead or method.lr_scale is not None:
+    if method.needs_whole_step or method.lr_scale is not None:
         raise MethodError(
             f"this method acts on a whole step at once ({method.describe()}); {framework} calls its "
             "hook on one piece of a step at a time. Choose a method that decides by token or sequence"
@@ -167,7 +169,7 @@ def proportional(method: Method) -> bool:
 
 @dataclass(frozen=True)
 class HookConfig:
-    """What a hook was asked for: a value that can travel to other processes."""
+    """Settings of a hook, as plain values that can be sent to other processes."""
 
     framework: str
     method: str
@@ -177,6 +179,8 @@ class HookConfig:
     on_idle: str = "error"
     horizon: int | None = None
     """Tokens per sequence that aggregate="fixed" divides by."""
+    metrics: str = "main"
+    """Metrics to log, of `parse_choice`."""
 
     @staticmethod
     def of(
@@ -187,17 +191,19 @@ class HookConfig:
         record: str | os.PathLike[str] | None = None,
         on_idle: str | None = None,
         horizon: int | None = None,
+        metrics: Choice | None = None,
     ) -> HookConfig:
         """Arguments, or the environment (see `base.environ`) for those that are None.
 
         Args:
-            method: a row of `METHODS`.
+            method: a row of `METHODS`, or code: "mine.py:mine".
             settings: single values of the method, as paths for `override`.
             record: folder for log-probs and advantages of the tokens.
             on_idle: "error" or "warn", if a part of the method cannot act.
             horizon: tokens per sequence, for aggregate="fixed".
+            metrics: those that are logged, as `Adapter` takes them.
 
-        Raises: `MethodError` if neither names a method, or for an unknown method or setting.
+        Raises: `MethodError` if neither names a method, or for an unknown method, setting or metric.
         """
         name = method or environ("METHOD")
         if not name:
@@ -205,10 +211,12 @@ class HookConfig:
                 f"{framework}'s hook needs a method: give method= or set OFFDRIFT_METHOD, for instance "
                 "OFFDRIFT_METHOD=token_tis; `offdrift methods` lists all rows"
             )
+        name = absolute(name) if in_code(name) else name  # the same in every process
         text = json.dumps(dict(environ_settings() if settings is None else settings), sort_keys=True)
         record = record or environ("RECORD")
         folder = None if record is None else os.fspath(record)
-        config = HookConfig(framework, name, text, folder, on_idle or environ_on_idle(), horizon)
+        config = HookConfig(framework, name, text, record=folder, on_idle=on_idle or environ_on_idle(), horizon=horizon)
+        config = replace(config, metrics=environ_metrics() if metrics is None else parse_choice(metrics))
         _ = config.row  # an unknown setting is an error here, not in another process
         return config
 
@@ -234,6 +242,7 @@ def hook_of(config: HookConfig, *, only: Method | None = None, divides: bool = T
         record=config.record,
         context=Context(method=config.method),
         on_idle=config.on_idle,  # type: ignore[arg-type]
+        metrics=config.metrics,
     )
     note = method.describe() if divides else f"{method.describe()}. {config.framework}'s denominators"
     if only is not None:

@@ -42,7 +42,7 @@ def identity(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Credit:
-    """What is known about how good the sequences of one batch were.
+    """Evidence of how good the sequences of one batch were.
 
     Floats are float64 and carry no gradient. `advantages` makes one and checks it; the constructor
     checks nothing. Fields are what `advantages` says of its arguments of the same names.
@@ -98,7 +98,7 @@ class Credit:
 
     @cached_property
     def siblings(self) -> Float[Tensor, " b"]:
-        """How many sequences of the same group count, itself included if it does."""
+        """Number of sequences of the same group that count, itself included if it does."""
         groups = self.segments.groups
         return groups.spread(groups.sum(self.counts))
 
@@ -136,7 +136,7 @@ def group_max(x: Float[Tensor, " b"], credit: Credit) -> Float[Tensor, " b"]:
 
 
 def without_spread(x: Float[Tensor, " b"], credit: Credit) -> Bool[Tensor, " b"]:
-    """Whether at least two of a sequence's siblings count and all that count have the same value."""
+    """Mark sequences with at least two siblings that count, where all that count have the same value."""
     return (group_max(x, credit) == -group_max(-x, credit)) & (credit.siblings > 1)
 
 

@@ -87,8 +87,8 @@ def rloo(credit: Credit) -> Float[Tensor, " n"]:
 
     Reference: RLOO, arXiv:2402.14740, eq. 8.
     """
-    apart, _ = _apart_from_others(credit)
-    return credit.segments.spread(apart)
+    difference, _ = _apart_from_others(credit)
+    return credit.segments.spread(difference)
 
 
 def rloo_vectorized(credit: Credit) -> Float[Tensor, " n"]:
@@ -104,8 +104,8 @@ def rloo_vectorized(credit: Credit) -> Float[Tensor, " n"]:
 
     Reference: RLOO, arXiv:2402.14740, eq. 8, as in verl's vectorized implementation.
     """
-    apart, others = _apart_from_others(credit)
-    return credit.segments.spread(apart.where(others > 0, 0.0))
+    difference, others = _apart_from_others(credit)
+    return credit.segments.spread(difference.where(others > 0, 0.0))
 
 
 def opo(credit: Credit) -> Float[Tensor, " n"]:

@@ -94,7 +94,7 @@ def opob(credit: Credit) -> Float[Tensor, " n"]:
 def norm_agreement(
     exact: Float[Tensor, " b"], stand_in: Float[Tensor, " b"], groups: Groups
 ) -> dict[str, Float[Tensor, ""]]:
-    """How far two measures of the sequences' gradients put the answers to a prompt in the same order.
+    """Compare the orders in which two measures of the sequences' gradients put the answers to a prompt.
 
         concordant = sum over pairs of one prompt of sign(x_i - x_j) sign(y_i - y_j),   tau = concordant / pairs
 

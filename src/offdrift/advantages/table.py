@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Real
@@ -262,7 +262,7 @@ def advantages(
     rewards: Real[Tensor, " r"],
     segments: Segments,
     *,
-    how: AdvantageName = "grpo",
+    how: AdvantageName | str = "grpo",
     baseline_over: Literal["sampled", "kept"] = "sampled",
     keep: Bool[Tensor, " b"] | None = None,
     group_ids: Int[Tensor, " b"] | Literal["of_segments"] | None = "of_segments",
@@ -339,7 +339,7 @@ def advantages(
         ...            baseline_over="kept", keep=keep)
         tensor([ 0.5000,  0.5000, -0.5000,  8.0000])
     """
-    check_choice("how", how, get_args(AdvantageName))
+    check_choice("how", how, tuple(ADVANTAGES))
     check_choice("baseline_over", baseline_over, ("sampled", "kept"))
     if baseline_over == "kept" and keep is None:
         raise EvidenceError(f"baseline_over='kept' needs keep, which was not given; {WAYS_OUT['keep']}")

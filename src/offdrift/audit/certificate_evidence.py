@@ -18,8 +18,10 @@ import torch
 from jaxtyping import Bool, UInt64
 
 from offdrift.audit.counterfactual import mixed
+from offdrift.certificate.prompts import PromptDesign, two_readings
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import OffdriftError
+from offdrift.judge import load_rules
 from offdrift.logprobs import LogProbs
 from offdrift.records.batch import Logged
 from offdrift.records.rollouts import text_id
@@ -41,9 +43,7 @@ INCOMPLETE = (
     "log them for every response"
 )
 COLUMNS = {"logp_rollout": np.float64, "logp": np.float64, KL: np.float64, TV: np.float64}
-PER_SEQUENCE = {"keys": np.uint64, "lengths": np.int64, "rewards": np.float64}
-DELTA, ALPHA = 0.05, 0.05
-"""Limit on KL(rollout || judged) that is certified, nats; largest probability that any of the certificates is wrong."""
+PER_SEQUENCE = {"keys": np.uint64, "draws": np.uint64, "lengths": np.int64, "rewards": np.float64}
 RANGES = ((0.0, 1.0), (-1.0, 1.0))
 """Ranges of rewards that are recognized."""
 
@@ -105,7 +105,8 @@ class Proof:
             "lengths": lengths,
         }
         arrays = {k: x.numpy().astype((COLUMNS | PER_SEQUENCE)[k]) for k, x in columns.items() if x is not None}
-        arrays["keys"] = _keys(batch)[chosen.numpy()]
+        keys = _keys(batch)
+        arrays["keys"], arrays["draws"] = keys[chosen.numpy()], _draws(batch, keys)[chosen.numpy()]
         return Proof(
             order=(newest, int(old), -first),
             arrays=arrays,
@@ -133,18 +134,42 @@ class Proof:
         shared = [name for name in self.arrays if name in other.arrays]
         both = {k: np.concatenate([self.arrays[k], other.arrays[k]]) for k in shared}
         return Proof(
-            self.order, both, 0, self.reused or other.reused, self.masked or other.masked, self.why_not or other.why_not
+            self.order,
+            both,
+            0,
+            reused=self.reused or other.reused,
+            masked=self.masked or other.masked,
+            why_not=self.why_not or other.why_not,
         )._thinned(max(self.level, other.level))
 
-    def as_dict(self, *, of: int = 1, look: int | None = None) -> dict[str, Any]:
+    def as_dict(
+        self,
+        *,
+        of: int = 1,
+        look: int | None = None,
+        prompts: PromptDesign | None = None,
+        limits: Mapping[str, float] | None = None,
+    ) -> dict[str, Any]:
         """The certificate, ready for JSON; or `why_not`.
 
         Args:
             of, look: policies that are audited by the same rollouts, and the number of this look at the run, which
-                share `ALPHA`: see `Looks`.
+                share the probability of error: see `Looks`.
+            prompts: the design of prompts that come more than once; None refuses them, with both readings.
+            limits: thresholds by name (`Rules.limits`), if not the built-in ones: `trust_region` is the KL(rollout ||
+                judged) that is certified (nats), `certificate_error` the largest probability that any is wrong.
         """
+        limits = load_rules().limits if limits is None else limits
         if self.why_not:
             return _none(self.why_not)
+        distinct, draws = (len(np.unique(self.arrays[name])) for name in ("keys", "draws"))
+        if draws > distinct and prompts is None:
+            return _none(two_readings(draws, distinct, command="offdrift audit --prompts"))
+        if prompts == "drawn" and self.level:
+            return _none(
+                "of so many tokens a share of the prompts is kept, and draws of prompts that are left out cannot be "
+                "counted; audit fewer steps, or --prompts listed"
+            )
         from offdrift.certificate import Looks, TrustRegion  # few logs hold evidence
         from offdrift.certificate.batch import BatchEvidence
         from offdrift.certificate.certify import certify
@@ -153,16 +178,23 @@ class Proof:
         fits = [r for r in RANGES if r[0] <= rewards.min() and rewards.max() <= r[1]]
         if not fits:
             return _none(f"rewards from {rewards.min():g} to {rewards.max():g} are outside [-1, 1]; rescale them")
-        tensors = {k: torch.from_numpy(x) for k, x in self.arrays.items() if k != "keys"}
-        ids = torch.from_numpy(self.arrays["keys"].view(np.int64))
+        tensors = {k: torch.from_numpy(x) for k, x in self.arrays.items() if k not in ("keys", "draws")}
+        ids = torch.from_numpy(self.arrays["draws" if prompts == "drawn" else "keys"].view(np.int64))
         try:
-            region = TrustRegion(horizon=longest, delta=DELTA)
+            region = TrustRegion(horizon=longest, delta=limits["trust_region"])
             segments = Segments.from_lengths(tensors["lengths"], group_ids=ids)
             logprobs = LogProbs.pack(tensors["logp_rollout"], tensors["logp"], segments=segments)
             exact = {k: Divergence.exact(k, tensors[k]) for k in (KL, TV) if k in tensors}
             evidence = BatchEvidence.of(logprobs, tensors["rewards"], region=region, divergences=exact)
             looks = Looks(at=look, of=of)
-            proof = certify(evidence, reward_range=fits[0], alpha=ALPHA, looks=looks, fresh=True)
+            proof = certify(
+                evidence,
+                reward_range=fits[0],
+                alpha=limits["certificate_error"],
+                looks=looks,
+                fresh=True,
+                prompts=prompts,
+            )
         except OffdriftError as e:
             return _none(str(e))
         certificate = proof.as_dict()
@@ -175,6 +207,8 @@ class Proof:
             provided.append(
                 "which rollouts of these weights were used first did not depend on what was drawn, as on their length"
             )
+        if prompts == "drawn":
+            provided.append("draws of one prompt have group ids of their own, in all files of the step")
         if self.masked:
             provided.append("tokens that are not trained on were not drawn by the policy")
         return certificate | {
@@ -187,7 +221,7 @@ class Proof:
         }
 
     def _thinned(self, level: int) -> Proof:
-        """The same with the prompts of a level, and of higher ones until the tokens are few enough."""
+        """Keep only prompts of this sampling level, and raise the level until few enough tokens are left."""
         keys, lengths = self.arrays["keys"], self.arrays["lengths"]
         kept = _divisible(keys, level)
         while lengths[kept].sum() > TOKENS and _divisible(keys, level + 1).any():
@@ -205,7 +239,7 @@ def _judges_old(batch: Logged) -> bool:
 
 
 def _missing(batch: Logged) -> str:
-    """What a batch lacks to be evidence; "" if nothing."""
+    """Say which evidence for a certificate the batch lacks; "" if it has all of it."""
     current = batch.logp is not None and KL in batch.divergences
     if not (_judges_old(batch) or current):
         return (
@@ -245,6 +279,13 @@ def _keys(batch: Logged) -> UInt64[np.ndarray, " b"]:
         return mixed(batch.group_ids.numpy().astype(np.uint64))
     ids = [text_id(p.encode(errors="surrogatepass")) for p in batch.prompts]
     return np.array(ids, dtype=np.int64).view(np.uint64)
+
+
+def _draws(batch: Logged, keys: UInt64[np.ndarray, " b"]) -> UInt64[np.ndarray, " b"]:
+    """A number for the draw that each sequence answers: its prompt and group, where a log has both."""
+    if batch.prompts is None or batch.group_ids is None:
+        return keys
+    return mixed(keys ^ mixed(batch.group_ids.numpy().astype(np.uint64)))
 
 
 def _divisible(keys: UInt64[np.ndarray, " b"], level: int) -> Bool[np.ndarray, " b"]:

@@ -43,11 +43,26 @@ class PairChart:
 
 
 PAIR_CHARTS = (
-    PairChart("ess", "Effective sample size", "of the batch, raw ratios", "ess_frac", share=True, threshold="ess_half"),
+    PairChart(
+        "ess",
+        "Effective sample size",
+        "of the batch, raw ratios",
+        "ess_frac",
+        share=True,
+        threshold="ess_half",
+        label=" of the batch: weights too noisy below",
+    ),
     PairChart(
         "chi2", "χ² of token weights", "log scale", "chi2_token", log=True, threshold="chi2_toxic", label=": toxic tail"
     ),
-    PairChart("pearson", "Correlation of probabilities", "", "pearson", threshold="pearson_broken"),
+    PairChart(
+        "pearson",
+        "Correlation of probabilities",
+        "",
+        "pearson",
+        threshold="pearson_broken",
+        label=": not the same policy below",
+    ),
     PairChart("worst", "Worst token, |log ratio|", "nat, log scale", "abs_log_ratio_max", log=True),
     PairChart("gap", "Perplexity gap", "nat, log scale", "log_ppl_gap", log=True),
 )
@@ -115,7 +130,7 @@ def inhabited(table: Rows) -> slice:
 
 
 def labels(table: Rows) -> list[str]:
-    """What each bucket is called: its label, else its ends."""
+    """Label of each bucket; where the row has none, its range."""
     names = []
     for row in table:
         low, high = number(row.get("low")), number(row.get("high"))
@@ -150,7 +165,7 @@ def _kl_chart(steps: Steps, table: Rows, limits: Mapping[str, float]) -> Chart:
     exact = [pair for pair, name in names.items() if name and name == EXACT.get(pair)]
     grade = f"exact for {', '.join(exact)}; else k3" if exact else "k3 of the sampled tokens"
     meaning = f"KL of a token, mean over the step: {grade}. " + _pairs_in_words(series)
-    lines = _reference(limits, "kl_large")
+    lines = _reference(limits, "kl_large", ": find the cause above")
     return Chart("KL per token", "nat, log scale", series, "kl", meaning, log=True, lines=lines, wide=True)
 
 
@@ -207,13 +222,13 @@ def _facet_chart(audit: Fields, name: str, title: str, x_title: str, kind: str) 
 
 
 def _lag_histogram(audit: Fields) -> Chart:
-    """How many tokens were how old; none where all are of one age."""
+    """Draw the share of tokens at each version lag; empty where all tokens have the same lag."""
     table = rows(at(audit, "facets", "lag"))
     tokens = column(table, "tokens")
     total = sum(n or 0.0 for n in tokens)
     shares = [None if n is None else n / total for n in tokens] if len(table) > 1 and total else []
     mixed = number(at(audit, "overall", "version_lag/mixed_frac"))
-    meaning = "Share of the tokens by the updates between the weights that drew them and those that they trained."
+    meaning = "Share of tokens by version lag: updates between sampling and training."
     if mixed is not None:
         meaning += f" {percent(mixed)} of the responses have tokens of several versions."
     texts = [f"{percent(share)}  ({n or 0:,.0f} tokens)" for share, n in zip(shares, tokens)]
@@ -287,7 +302,7 @@ Bar = tuple[float, float, float]
 
 
 def place(log_ratio: float) -> float:
-    """Where a log-ratio stands on the axis: sign(l) log10(1 + |l| / 1e-4), logarithmic towards 1 from both sides.
+    """Position of a log-ratio l on the chart's axis: sign(l) log10(1 + |l| / 1e-4), symmetric about ratio 1.
 
     Ratios 0.999, 0.99, 0.9 and 0.5 are as far apart as their distances from 1 are in magnitude.
 
@@ -306,7 +321,7 @@ def histogram_chart(histograms: object) -> Chart:
             outlines.append((steps_of(pair, bars, color=PAIR_COLORS[pair], group=pair), bars))
     pairs = "; ".join(f"{s.name}: {PAIR_WORDS[s.name].split(':')[0]}" for s, _ in outlines)
     meaning = (
-        f"How many tokens have which ratio of probabilities; {pairs}. Both axes are logarithmic, the lower one "
+        f"Distribution of the tokens' probability ratios; {pairs}. Both axes are logarithmic, the lower one "
         "towards 1 from both sides: equal ratios are in the middle, and the two humps stand at the usual size of a "
         "difference. Dashed lines are the limits of the chosen method."
     )
@@ -364,7 +379,7 @@ def bars_of(histogram: Fields) -> list[Bar]:
 
 
 def ratio_ticks(reach: float) -> list[tuple[float, str]]:
-    """Where ratios that people know stand on an axis that reaches to |l| = `reach`, and their texts."""
+    """Ticks at round ratios (0.9, 1.11, ...) for an axis that ends at |l| = `reach`: position and text of each."""
     below: list[float] = []  # from the middle outwards, so far apart that their texts do not touch
     for r in (0.999, 0.99, 0.9, 0.5, 0.1, 1e-2, 1e-3, 1e-4):
         last = place(math.log(below[0])) if below else 0.0

@@ -18,11 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from offdrift.audit.charts import PAIR_CHARTS, bars_of, best_kl, ratio_chart, steps_of
-from offdrift.audit.method_table import MethodColumn, asked_about, method_columns, tried
+from offdrift.audit.method_table import TITLE, MethodColumn, asked_about, method_columns, tried
 from offdrift.audit.page import provenance
 from offdrift.judge.kl_choice import kl_metrics
 from offdrift.show.charts import Chart, Series, chart_data
-from offdrift.show.findings import WORDS, in_order, safe, verdict_of
+from offdrift.show.findings import WORDS, footnote, in_order, safe, verdict_of
 from offdrift.show.headline import (
     PAIRS,
     common_context,
@@ -32,10 +32,11 @@ from offdrift.show.headline import (
     main_pair,
     meaning_of,
     thresholds,
+    writer_of,
 )
 from offdrift.show.html import render_document, write_document
 from offdrift.show.json_access import Fields, at, column, mapping, number, rows, text
-from offdrift.show.numbers import percent, short
+from offdrift.show.numbers import never_negative, percent, short
 from offdrift.stats.metrics import METRICS
 
 SHARES = ("kept_tokens", "ess_frac", "kept_length_ratio")
@@ -58,7 +59,7 @@ RUN_METRICS = (
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedNumber:
     """One number of two runs."""
 
     name: str
@@ -77,7 +78,9 @@ class Compared:
     def winner(self) -> str:
         """ "a", "b", or "" where they are equal, or neither direction is better."""
         d = self.difference
-        if d is None or self.a is None or self.larger_is == "neither" or abs(d) <= SAME * abs(self.a):
+        if d is None or self.a is None or self.b is None or self.larger_is == "neither":
+            return ""
+        if abs(d) <= SAME * abs(self.a) or (self.write is never_negative and max(self.a, self.b) <= 0):
             return ""
         return "b" if (d > 0) == (self.larger_is == "better") else "a"
 
@@ -87,10 +90,11 @@ class Compared:
         d = self.difference
         if d is None:
             return "–"
-        return "−" + self.write(-d).lstrip("−") if d < 0 else ("+" if d > 0 else "") + self.write(d)
+        write = short if self.write is never_negative else self.write
+        return "−" + write(-d).lstrip("−") if d < 0 else ("+" if d > 0 else "") + write(d)
 
 
-def overall(a: Fields, b: Fields) -> list[Compared]:
+def overall(a: Fields, b: Fields) -> list[ComparedNumber]:
     """Every metric that both runs have over their whole logs, the telling ones first."""
     first, second = (
         {name: x for name, value in mapping(run.get("overall")).items() if (x := number(value)) is not None}
@@ -106,7 +110,12 @@ def overall(a: Fields, b: Fields) -> list[Compared]:
     order = {name: i for i, name in enumerate(dict.fromkeys([*telling, *METRICS]))}
     names = sorted(first.keys() & second.keys(), key=lambda n: (order.get(n, len(order)), n))
     larger_is = {name: metric.larger_is for name, metric in METRICS.items()}
-    return [Compared(n, first[n], second[n], larger_is.get(n, "neither"), meaning_of(n), short) for n in names]
+    return [
+        ComparedNumber(
+            n, first[n], second[n], larger_is=larger_is.get(n, "neither"), meaning=meaning_of(n), write=writer_of(n)
+        )
+        for n in names
+    ]
 
 
 def shares(audit: Fields) -> list[MethodColumn]:
@@ -114,13 +123,18 @@ def shares(audit: Fields) -> list[MethodColumn]:
     return [c for c in method_columns(audit) if c.key in SHARES]
 
 
-def methods(a: Fields, b: Fields) -> list[tuple[str, list[Compared]]]:
-    """What each method would have kept of either log, and at which effective sample size."""
+def methods(a: Fields, b: Fields) -> list[tuple[str, list[ComparedNumber]]]:
+    """Compare what each method would have kept of either log, and the effective sample size that remains."""
     first, second = ({m.name: m.values for m in tried(x)} for x in (a, b))
     columns = shares(a)
 
-    def cells(name: str) -> list[Compared]:
-        return [Compared(c.key, first[name][c.key], second[name][c.key], c.better, c.meaning, percent) for c in columns]
+    def cells(name: str) -> list[ComparedNumber]:
+        return [
+            ComparedNumber(
+                c.key, first[name][c.key], second[name][c.key], larger_is=c.better, meaning=c.meaning, write=percent
+            )
+            for c in columns
+        ]
 
     return [(name, cells(name)) for name in first if name in second]
 
@@ -130,6 +144,10 @@ def differences(a: Fields, b: Fields) -> dict[str, Any]:
     metric = common_kl(a, b)
     first, second = in_common(a, b, metric)
     return {
+        "verdicts": {
+            name: {"level": text(at(run, "verdict", "level")), "judged_by": text(run.get("judged_by"))}
+            for name, run in (("a", a), ("b", b))
+        },
         "kl": {"metric": metric or None, "a": first, "b": second},
         "metrics": {
             c.name: {"a": c.a, "b": c.b, "difference": c.difference, "better": c.winner or None} for c in overall(a, b)
@@ -138,9 +156,9 @@ def differences(a: Fields, b: Fields) -> dict[str, Any]:
     }
 
 
-def common_kl(a: Fields, b: Fields) -> str:
-    """The best measure of KL that both logs have, of the first pair of policies with one; "" for none."""
-    tables = [mapping(x.get("overall")) for x in (a, b)]
+def common_kl(*audits: Fields) -> str:
+    """The best measure of KL that all logs have, of the first pair of policies with one; "" for none."""
+    tables = [mapping(x.get("overall")) for x in audits]
     measures = (metric for pair in PAIRS for metric in kl_metrics(pair, None, math.inf))
     return next((m for m in measures if all(number(t.get(m)) is not None for t in tables)), "")
 
@@ -167,7 +185,7 @@ def in_common(a: Fields, b: Fields, metric: str) -> tuple[float | None, float | 
 
 
 def sentence(a: Fields, b: Fields, names: tuple[str, str]) -> str:
-    """What the comparison amounts to, by the best measure of KL that both runs have."""
+    """Sum up the comparison in one sentence, by the best KL measure that both runs have."""
     metric = common_kl(a, b)
     x, y = in_common(a, b, metric)
     if x is None or y is None:
@@ -201,15 +219,19 @@ def render_comparison(a: Mapping[str, Any], b: Mapping[str, Any], names: tuple[s
         "runs": [
             {
                 **dict(zip(("level", "verdict"), verdict_of(x.get("verdict")))),
-                "findings": in_order(x.get("findings"), text(at(x, "source", "framework")), f"{side}-finding"),
+                "findings": found,
+                "footnote": footnote(found),
                 "headlines": headlines(x),
                 "provenance": provenance(x),
                 "counts": count_words(x),
+                "judged_by": text(x.get("judged_by")),
             }
             for side, x in (("first", a), ("second", b))
+            for found in [in_order(x.get("findings"), text(at(x, "source", "framework")), f"{side}-finding")]
         ],
         "compared": overall(a, b),
         "methods": methods(a, b),
+        "methods_title": TITLE,
         "shares": shares(a),
         "charts": charts,
         "colors": list(zip(names, COLORS, DASH, ("a", "b"))),
@@ -250,7 +272,7 @@ def _ratios(pair: str, audits: tuple[Fields, Fields], names: tuple[str, str]) ->
     for i, audit in enumerate(audits):
         if bars := bars_of(mapping(at(audit, "histograms", pair))):
             outlines.append((steps_of(names[i], bars, color=COLORS[i], group="ab"[i], dash=DASH[i]), bars))
-    meaning = "How large a share of each run's tokens has which ratio of probabilities; both axes are logarithmic."
+    meaning = "Distribution of each run's tokens over probability ratios; both axes are logarithmic."
     return ratio_chart(f"ratios-{pair}", f"Ratios of the sampled tokens, {pair}", meaning, outlines)
 
 
@@ -263,7 +285,8 @@ def comparison_view(
         level, words = verdict_of(audit.get("verdict"))
         sign, word, style = WORDS[level]
         parts.append(Text.assemble((f"{safe(name)}  ", "bold"), (f"{sign} {word}  ", style), safe(words)))
-        parts.append(Text(" · ".join(count_words(audit)), style="dim"))
+        facts = [*count_words(audit), safe(text(audit.get("judged_by")))]
+        parts.append(Text(" · ".join(filter(None, facts)), style="dim"))
     if numbers := overall(a, b)[:METRICS_SHOWN]:
         table, most = Table(box=box.SIMPLE_HEAD, pad_edge=False), max(12, (width - 50) // 2)
         table.add_column("over the whole log", overflow="fold")

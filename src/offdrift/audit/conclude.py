@@ -1,4 +1,4 @@
-"""What an audit concludes: numbers, findings, a verdict, a suggestion and a certificate, as JSON."""
+"""Turn the statistics of a log into numbers, findings, a verdict, a suggested method and a certificate, as JSON."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 from offdrift.audit.certificate_evidence import Proof
 from offdrift.audit.coverage import coverage, metrics, questions
-from offdrift.audit.partial import Job, Part
+from offdrift.audit.partial import AuditPartial, Job
+from offdrift.certificate.prompts import PromptDesign
 from offdrift.errors import RecordError
-from offdrift.judge import Context, Rules, diagnose, escalate, load_rules, verdict
+from offdrift.judge import Context, Rules, decide, diagnose, escalate, load_rules, regime, verdict
 from offdrift.judge.kl_choice import kl_of
 from offdrift.judge.verdict import Action, correlation_broken
 from offdrift.records.atomic import plain, write_json
@@ -32,13 +33,14 @@ PAGE = "report.html"
 
 
 def conclude(
-    part: Part,
+    part: AuditPartial,
     job: Job,
     *,
     context: Context | None = None,
     rules: Rules | None = None,
     of: int = 1,
     look: int | None = None,
+    prompts: PromptDesign | None = None,
 ) -> dict[str, Any]:
     """The content of `audit.json`, which holds everything that the page and the comparison of two runs show.
 
@@ -60,16 +62,11 @@ def conclude(
             f"no row could be read as {source.format}: {part.unread.rows} bad rows, the first at "
             f"{first.file}:{first.row} ({first.reason}){hint}"
         )
-    tally = part.tally.as_dict()
+    rules = rules or load_rules()
+    tally = part.tally.as_dict(rules.limits)
     missing = coverage(part, files=len(source.files) + len(source.skipped), size=source.bytes)
     overall = {**tally["overall"], **metrics(missing)}
-    facets = {
-        axis: [{**_numbers(row), "label": row["label"]} for row in rows] for axis, rows in tally["facets"].items()
-    }
-    context = context or Context(framework=source.framework)
-    context = replace(informed(context, tally["facets"]["drawn_by"]), overall=overall, facets=facets)
-    findings = diagnose([_numbers(step) for step in tally["steps"]], context=context, rules=rules)
-    limits = (rules or load_rules()).limits
+    context = informed(context or Context(framework=source.framework), tally["facets"]["drawn_by"])
     methods = [] if part.counterfactual is None else part.counterfactual.table()
     exact = any(name.startswith(("kl_", "tv_")) for name in tally["has"])
     audit = {
@@ -92,16 +89,55 @@ def conclude(
         "overall": overall,
         "counts": {**tally["counts"], "bad_rows": part.unread.rows},
         "bad_rows": [b._asdict() for b in part.bad],
-        "questions": questions({*tally["has"], *(["exact"] if exact else [])}),
+        "questions": questions({*tally["has"], *(["exact"] if exact else [])}, lags=tally["facets"].get("lag", ())),
         "methods": methods,
-        "limits": limits,
-        "suggestion": suggest(methods, overall, limits=limits),
-        "findings": on_page((f.as_dict() for f in findings), PAGE),
-        "verdict": verdict(findings, overall, missing=missing["said"], limits=limits),
-        "certificate": (part.proof or Proof()).as_dict(of=of, look=look),
+        "context": {name: getattr(context, name) for name in KNOWN},
+        "certificate": (part.proof or Proof()).as_dict(of=of, look=look, prompts=prompts, limits=rules.limits),
         "alphas": Alphas.of(overall, grade=tally["grade"]).as_dict(),
     }
-    return plain(audit)
+    return plain(audit | judged(audit, context, rules))
+
+
+KNOWN = ("method", "temperature", "mixture_of_experts", "filtered", "filter_replayed", "cache_replayed", "raw_stated")
+"""What an audit stores of the context besides its own numbers: facts that another judgement of it needs."""
+
+
+def judged(audit: Mapping[str, Any], context: Context, rules: Rules) -> dict[str, Any]:
+    """The entries of `audit.json` that rules decide: findings, verdict, suggestion, regime, and the rules themselves.
+
+    Args:
+        audit: the numbers of a log of tokens, as `audit.json` has them.
+        context: what is known about the run besides.
+    """
+    overall, limits = audit["overall"], rules.limits
+    facets = {
+        axis: [{**_numbers(row), "label": row["label"]} for row in buckets] for axis, buckets in audit["facets"].items()
+    }
+    context = replace(context, overall=overall, facets=facets, shapes=audit["shapes"])
+    findings = diagnose([_numbers(step) for step in audit["steps"]], context=context, rules=rules)
+    return {
+        **rules.as_record(),
+        "regime": regime(overall, limits=limits),
+        "suggestion": decide(
+            findings,
+            suggest(audit["methods"], overall, limits=limits),
+            table=audit["methods"],
+            trains=context.method,
+            limits=limits,
+        ),
+        "findings": on_page((_without_itself(f.as_dict()) for f in findings), PAGE),
+        "verdict": verdict(findings, overall, missing=audit["coverage"]["said"], limits=limits),
+    }
+
+
+AUDIT = "offdrift audit LOGS"
+"""The snippet of fixes that an audit helps with, which says nothing in an audit."""
+
+
+def _without_itself(finding: dict[str, Any]) -> dict[str, Any]:
+    """A finding as plain data, without advice to make the audit that it stands in."""
+    kept = {name: snippet for name, snippet in finding["snippets"].items() if snippet.strip() != AUDIT}
+    return {**finding, "snippets": kept}
 
 
 def informed(context: Context, drawn_by: Sequence[Mapping[str, Any]]) -> Context:
@@ -123,6 +159,7 @@ def informed(context: Context, drawn_by: Sequence[Mapping[str, Any]]) -> Context
         "temperature": temperatures.pop() if len(temperatures) == 1 else None,
         "filter_replayed": all("support" in p["replayed"] for p in filtered) if filtered else None,
         "cache_replayed": all("retention" in p["replayed"] for p in evicted) if evicted else None,
+        "filtered": bool(filtered),
         "raw_stated": any(p["logprobs"] == "raw" for p in warped),
     }
     return replace(context, **{name: x for name, x in own.items() if getattr(context, name) is None})
@@ -200,7 +237,7 @@ def suggest(
     t = load_rules().limits if limits is None else limits
     missing = max(overall.get(x) or 0.0 for x in ("data/unread_frac", "batch/unscored_frac"))
     if missing > t["data_most"]:
-        why = f"{missing:.0%} of the log is missing, so what the rest asks for may not be what the run needs"
+        why = f"{missing:.0%} of the log is missing, so the rest may suggest the wrong method"
         return _suggestion(None, None, why)
     on = next((x for x in LADDERS if not math.isnan(_number(overall, f"{x}/chi2_token"))), None)
     if on is None:
@@ -236,7 +273,7 @@ def suggest(
     # would reject is set aside. Policies of equal weights have nothing to catch up with: their engines disagree.
     tail, weights = (tried.get(name) for name in TAILS[on])
     lag = _number(overall, "version_lag/mean")
-    if tail is not None and weights is not None and ess_raw >= t["ess_half"] and not (lag == 0 and on == "mismatch"):
+    if tail is not None and weights is not None and ess_raw >= t["ess_half"] and lag != 0:
         outside = 1 - tail["kept_tokens"]
         unexplained = None if lag > 0 else pearson
         if escalate(chi2, outside, ess_after_rs=ess_raw, pearson=unexplained, **measured).action != "systems fix":
@@ -251,7 +288,7 @@ def suggest(
                 f"drift would mask most of the batch, weights leave an effective sample size of "
                 f"{weights['ess_frac']:.1%}; {age}",
             )
-    return _suggestion(rung, None, f"repair the system, no correction is cheaper: {why} ({on})")
+    return _suggestion(rung, None, f"repair the system; no correction is cheaper: {why} ({on})")
 
 
 def _suggestion(rung: Rung | None, method: str | None, why: str, settings: Mapping[str, float] = {}) -> dict[str, Any]:
@@ -308,6 +345,7 @@ def run_context(
     return Context(
         framework=framework,
         filter_replayed=bool(replay.get("support")) if filtered else None,
+        filtered=filtered if rollout else None,
         **{k: stored[k] if x is None else x for k, x in options.items()},
     )
 

@@ -1,4 +1,4 @@
-"""What every method of the table would have done with a log: kept, weighted, and cost in sample size.
+"""Replay every method of the table on a log: tokens kept, weights, and effective sample size.
 
 Many rows share gates, weights and clips. Parts are frozen, so equal parts of different methods are one key, and each
 decides once per batch (`Decisions`). What it decided is counted per row, as sums that can be added (`Counterfactual`).
@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,12 +34,14 @@ from offdrift.objectives import Objective
 from offdrift.records.batch import Logged
 from offdrift.records.rollouts import text_id
 
+STEPS = 256
+"""Steps that are looked at together: every one of them is a view of its own, of some 90 KiB."""
 OBSERVERS: frozenset[Any] = frozenset(p for row in METHODS.values() for p in row.observers)
 """Parts that look at a whole step."""
 
 
 @dataclass(frozen=True, eq=False)
-class View:
+class LoggedView:
     """A logged batch as parts of methods take it."""
 
     batch: Logged
@@ -52,13 +55,13 @@ class View:
 
     @cached_property
     def batch_info(self) -> BatchInfo:
-        """What methods may read of the batch beside its log-probs."""
+        """Inputs for methods besides log-probs: divergences, entropy, rewards and version lags."""
         logged = self.batch
         exact = {name: Divergence.exact(name, x) for name, x in logged.divergences.items()}
         return BatchInfo(divergences=exact, entropy=logged.entropy, rewards=logged.rewards, version_lag=logged.lag)
 
     @cached_property
-    def steps(self) -> list[tuple[Int[Tensor, " k"], View]]:
+    def steps(self) -> list[tuple[Int[Tensor, " k"], LoggedView]]:
         """Each step's tokens, and the step as a view of its own."""
         step = self.batch.step
         sequences = [(step == s).nonzero().squeeze(-1) for s in step.unique()]
@@ -75,7 +78,7 @@ class View:
         return function(logprobs, self.batch.advantages, batch_info)
 
     def call_by_step(self, method: Method, function: Callable[..., Any]) -> Any:
-        """The same for each step alone, put together in the order of the tokens."""
+        """Call a function on the tokens of each step separately, and join the results in token order."""
         results = [(rows, step.call(method, function)) for rows, step in self.steps]
         rows = torch.cat([r for r, _ in results])
 
@@ -95,7 +98,7 @@ Decision = tuple[Any, bool] | str
 
 
 class Decided(NamedTuple):
-    """What a correction decided; None where it has no part that could."""
+    """Decision of a correction for every token; a field is None where no part of the method decides it."""
 
     keep: Bool[Tensor, " n"] | None
     weight: Float[Tensor, " n"] | None
@@ -113,9 +116,9 @@ class Decisions:
     """
 
     def __init__(self, batch: Logged) -> None:
-        self.views = [View(batch)]
+        self.views = [LoggedView(batch)]
         if batch.logp is None and batch.logp_old is not None:
-            self.views.append(View(at_first_update(batch), first_update=True))
+            self.views.append(LoggedView(at_first_update(batch), first_update=True))
         self._answers: dict[Hashable, Decision] = {}
         self._weights: tuple[Hashable, Decided | str] = (None, "")
 
@@ -123,7 +126,7 @@ class Decisions:
         """Why the log cannot say what a method would have done with it; "" if it may."""
         batch = self.views[0].batch
         if not batch.num_tokens and (batch.pairs or batch.logp_rollout is not None):
-            return "the log holds no token that every one of its policies scores"
+            return "no token in the log has log-probs of every policy"
         parts = (*method.correction.gates, *method.correction.weights, method.objective)
         of_staleness = method.anchor is None and all(part.on == "staleness" for part in parts)
         if batch.logp_rollout is not None or of_staleness:
@@ -131,7 +134,7 @@ class Decisions:
         return "the log holds no log-probs of the rollout policy"
 
     def correction(self, method: Method) -> Decided | str:
-        """What the method's gates and weights decide, or a sentence why they cannot."""
+        """Apply the method's gates and weights to the batch; a sentence with the reason if the log lacks an input."""
         gates = []
         for gate in method.correction.gates:
             decision = self._once(("gate", gate, method.anchor), method, gate, gate.keep)
@@ -199,7 +202,8 @@ class Decisions:
         reason = ""
         for view in self.views:
             try:
-                whole = part not in OBSERVERS or len(view.steps) == 1
+                observes = part in OBSERVERS or part in method.observers
+                whole = not observes or len(view.steps) == 1
                 return (view.call if whole else view.call_by_step)(method, call), view.first_update
             except OffdriftError as e:
                 reason = str(e)
@@ -237,7 +241,10 @@ COLUMNS = len(COUNTED) + 2 * (len(LENGTH_CUTS) + 1)
 WIDE = {"gate.low": 0.99, "gate.high": 1.01}
 """The geometric band that is advised where one is needed; verl's default is ten times narrower."""
 
-GEOMETRIC = ("decoupled_geo_rs", "decoupled_geo_rs_token_tis", "bypass_pg_geo_rs", "bypass_pg_geo_rs_token_tis")
+GEOMETRIC = (
+    "decoupled_geo_rs", "decoupled_geo_rs_token_tis", "decoupled_geo_rs_seq_tis", "bypass_pg_geo_rs",
+    "bypass_pg_geo_rs_token_tis",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -247,6 +254,8 @@ class Candidate:
     method: Method
     family: str
     settings: Mapping[str, float] = field(default_factory=dict)
+    code: Mapping[str, str] | None = None
+    """File, attribute and hash of a method that is in no table."""
 
 
 CANDIDATES: dict[str, Candidate] = {
@@ -267,20 +276,20 @@ class Counterfactual:
     why_not: tuple[str, ...]
     """Per row, why it could not be tried on some batch; "" if it could always."""
     names: tuple[str, ...] = tuple(CANDIDATES)
-    """Of the rows."""
+    """Of the rows: the candidates, and methods in a user's code."""
 
     def __post_init__(self) -> None:
-        if self.names != tuple(CANDIDATES) or self.sums.shape[1:] != (COLUMNS,):
+        if self.names[: len(CANDIDATES)] != tuple(CANDIDATES) or self.sums.shape != (len(self.names), COLUMNS):
             raise RecordError("these counts are about other methods or columns than this version's; count again")
 
     @staticmethod
     @torch.no_grad()
-    def of(batch: Logged) -> Counterfactual:
+    def of(batch: Logged, also: tuple[str, ...] = ()) -> Counterfactual:
         """Try every candidate on a batch; about 80 bytes per token are needed beside it.
 
-        Parts that look at a whole step are given what the batch holds of each step. In a log without log-probs of
-        the current policy, methods that read them are tried at the first update, where the current policy is
-        the old one.
+        `also` are absolute names of methods in a user's code, which this process has loaded. Parts that look at a
+        whole step are given what the batch holds of each step. In a log without log-probs of the current policy,
+        methods that read them are tried at the first update, where the current policy is the old one.
 
         Example:
             >>> one = torch.tensor([0, 1])
@@ -290,13 +299,17 @@ class Counterfactual:
             >>> rows["decoupled_token_is"]["weight_mean"], rows["decoupled_k3_rs"]["kept_tokens"]
             (1.6487212181091309, 0.0)
         """
-        sums = np.zeros((len(CANDIDATES), COLUMNS))
-        largest, why_not = np.zeros(len(CANDIDATES)), [""] * len(CANDIDATES)
-        logs = np.full((len(CANDIDATES), 2), -np.inf)
+        if len(firsts := batch.step.unique()[::STEPS].contiguous()) > 1:
+            which = torch.searchsorted(firsts, batch.step, right=True)
+            parts = (batch.select((which == i).nonzero().squeeze(-1)) for i in range(1, len(firsts) + 1))
+            return functools.reduce(Counterfactual.merge, (Counterfactual.of(part, also) for part in parts))
+        names = (*CANDIDATES, *also)
+        sums, largest, why_not = np.zeros((len(names), COLUMNS)), np.zeros(len(names)), [""] * len(names)
+        logs = np.full((len(names), 2), -np.inf)
         done: dict[Any, tuple[np.ndarray, float, np.ndarray] | str] = {}
         with one_thread():
             decisions, counts = Decisions(batch), _Counts.of(batch)
-            for i, method in _sharing_weights():
+            for i, method in _sharing_weights(names):
                 if why := decisions.unanswerable(method):
                     why_not[i] = why
                     continue
@@ -313,7 +326,7 @@ class Counterfactual:
                     sums[i, AT["clipped"]] = int(clip[0].count_nonzero())
                     sums[i, AT["clip_tokens"]] = len(clip[0])
                     sums[i, AT["first_update"]] += clip[1]
-        return Counterfactual(sums, largest, logs, tuple(why_not))
+        return Counterfactual(sums, largest, logs, tuple(why_not), names)
 
     def merge(self, other: Counterfactual) -> Counterfactual:
         """The counts of both together: counts exactly, sums of weights up to rounding."""
@@ -322,6 +335,7 @@ class Counterfactual:
             np.maximum(self.largest, other.largest),
             np.logaddexp(self.logs, other.logs),
             tuple(a or b for a, b in zip(self.why_not, other.why_not, strict=True)),
+            self.names,
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -340,13 +354,24 @@ class Counterfactual:
         Reference: definitions as in `stats.metrics`; masked weights count as rejected here.
         """
         columns = (self.sums, self.largest, self.logs, self.why_not)
-        return [_described(*row) for row in zip(CANDIDATES, *columns, strict=True)]
+        return [_described(*row) for row in zip(self.names, *columns, strict=True)]
+
+
+def _candidate(name: str) -> Candidate:
+    """The candidate of a name. Raises: `RecordError` for code that this process was not asked to run."""
+    if name in CANDIDATES:
+        return CANDIDATES[name]
+    from offdrift.methods.load import IN_CODE, code_source, loaded
+
+    if (method := loaded(name)) is None:
+        raise RecordError(f"these counts are about {name}, too; count again with --also {name}")
+    return Candidate(method, IN_CODE, code=code_source(name).as_dict())
 
 
 @functools.cache
-def _sharing_weights() -> list[tuple[int, Method]]:
+def _sharing_weights(names: tuple[str, ...]) -> list[tuple[int, Method]]:
     """Candidates with their row, those with equal weights together."""
-    rows = [(i, c.method) for i, c in enumerate(CANDIDATES.values())]
+    rows = [(i, _candidate(name).method) for i, name in enumerate(names)]
     order = {m.correction.weights: i for i, m in reversed(rows)}
     return sorted(rows, key=lambda row: order[row[1].correction.weights])
 
@@ -403,20 +428,20 @@ def _described(
     name: str, sums: Float[np.ndarray, " columns"], largest: float, logs: Float[np.ndarray, " 2"], why: str
 ) -> dict[str, Any]:
     """One row of the table."""
-    candidate, n = CANDIDATES[name], dict(zip(COUNTED, sums.tolist(), strict=False))
+    candidate, n = _candidate(name), dict(zip(COUNTED, sums.tolist(), strict=False))
     everyone, kept = np.split(sums[len(COUNTED) :], 2)
     correction = candidate.method.correction
     # The ratios that the correction reads; the objective's if it corrects nothing.
     ratios = dict.fromkeys(p.on for p in (*correction.gates, *correction.weights)) or {candidate.method.objective.on: 0}
     row = {
-        "name": name,
+        "name": name if candidate.code is None else Path(name).name,
         "family": candidate.family,
         "settings": dict(candidate.settings),
         "on": " and ".join(on or "none" for on in ratios) + (", at the first update" if n["first_update"] else ""),
         "gates": "; ".join(g.formula for g in correction.gates),
         "weights": "; ".join(w.formula for w in correction.weights),
         "sampled_sequences": int(n["sequences"]),
-    }
+    } | ({} if candidate.code is None else {"code": dict(candidate.code)})
     if not n["tokens"]:
         return row | dict.fromkeys(NUMBERS) | {"why_not": why or "no sequence was tried"}
     total, square = logs.tolist()

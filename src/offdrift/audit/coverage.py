@@ -1,4 +1,4 @@
-"""How much of a log its audit covers: what is missing, dropped or unreadable, and which questions stay open.
+"""Measure how much of a log the audit covers: missing, dropped or unreadable data, and unanswered questions.
 
 What was left out has metrics of its own, which the diagnosis judges by their share (`docs/rules.md`), and sentences
 that stand before every other.
@@ -6,17 +6,17 @@ that stand before every other.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from offdrift.audit.partial import Part, Unread
+from offdrift.audit.partial import AuditPartial, Unread
 
 CAUSES = {
     "missing": "null or NaN",
     "absent": "in rows without the list",
     "infinite": "infinite",
     "placeholder": "a placeholder for minus infinity",
-    "positive": "above 0, which no log-prob is",
+    "positive": "above 0, impossible for a log-prob",
     "probability": "a probability, not its logarithm",
     "negated": "with the sign changed",
     "zero": "filled in with 0",
@@ -31,12 +31,14 @@ POLICIES = {
     "log-probs": "log-prob",
 }
 
+DERIVED = ("position", "newest_version")
+"""Fields that a sequence has only where it needs them: a log does not lack them."""
 SHOWN = ("prompts", "completions")
 """Fields that a person reads and no number needs."""
 
 
-def coverage(part: Part, *, files: int, size: int) -> dict[str, Any]:
-    """What an audit has read of a log, as plain data.
+def coverage(part: AuditPartial, *, files: int, size: int) -> dict[str, Any]:
+    """Return how much of a log was read and compared, as plain data.
 
         unread_frac    share of rows that could not be read; of files or bytes, where it is larger
         cuts           places from which the rest of a file is lost
@@ -67,7 +69,7 @@ def coverage(part: Part, *, files: int, size: int) -> dict[str, Any]:
     partial = {
         key.removeprefix("has/"): {"sequences": n, "of": sequences}
         for key, n in counts.items()
-        if key.startswith("has/") and n < sequences
+        if key.startswith("has/") and n < sequences and key.removeprefix("has/") not in DERIVED
     }
     lost = part.unread
     unread = unread_frac(lost, sequences, files, size)
@@ -78,7 +80,7 @@ def coverage(part: Part, *, files: int, size: int) -> dict[str, Any]:
     if lost.files:
         missing.append(f"{_count(lost.files, 'file')} could not be read at all, {share(unread)} of the log.")
     if lost.cuts:
-        missing.append(f"{_count(lost.cuts, 'file')} ended early, and how much was lost is not known.")
+        missing.append(f"{_count(lost.cuts, 'file')} ended early; how much was lost is unknown.")
     if unscored:
         of = f"{_count(trainable, 'token')} ({share(unscored / trainable)})"
         missing.append(f"{unscored:,} of {of} could not be compared.")
@@ -88,13 +90,18 @@ def coverage(part: Part, *, files: int, size: int) -> dict[str, Any]:
         tokens = f"{_count(total, 'token')} ({share(total / max(trainable, 1))})"
         missing.append(f"{tokens} without a usable {POLICIES.get(policy, policy)}: {parts}.")
     remarks = [
-        f"Only {n['sequences']:,} of {_count(n['of'], 'sequence')} have {name}: numbers that need it are of those."
+        f"Only {n['sequences']:,} of {_count(n['of'], 'sequence')} have {name}; its numbers cover only those."
         for name, n in partial.items()
     ]
+    if mixed := counts.get("has/newest_version"):
+        remarks.append(
+            f"{_count(mixed, 'response')} {'was' if mixed == 1 else 'were'} sampled by several weight versions. "
+            "The log does not say which tokens, so their lag is counted from the oldest version."
+        )
     if ahead := counts.get("ahead"):
         remarks.append(
-            f"{_count(ahead, 'token')} have a version lag below 0: the log counts sampled and trained versions in "
-            "different ways, and steps with such tokens have no lag."
+            f"{_count(ahead, 'token')} have a version lag below 0: the log counts sampled and trained versions "
+            "differently, so steps with such tokens have no lag."
         )
     if empty := counts.get("empty"):
         remarks.append(f"{_count(empty, 'response')} {'has' if empty == 1 else 'have'} no token.")
@@ -129,6 +136,12 @@ def metrics(covered: Mapping[str, Any]) -> dict[str, float]:
         "batch/trainable_tokens": float(covered["trainable"]),
         **{f"data/{name}": float(covered[name]) for name in shares},
         **{f"data/lacking_frac/{name}": 1 - _over(n["sequences"], n["of"]) for name, n in lacking.items()},
+        "data/impossible_tokens": float(
+            max(
+                sum(causes.get(policy, {}).get(c, 0) for c in ("infinite", "placeholder"))
+                for policy in ("logp_old", "logp")
+            )
+        ),
         **{f"data/{cause}": float(n > 0) for cause, n in tokens.items()},
     }
 
@@ -164,13 +177,13 @@ def _count(count: int, word: str) -> str:
 
 
 LOG = {
-    "logp_rollout": "the rollout engine's log-prob of every sampled token, of the distribution that was sampled "
+    "logp_rollout": "the rollout engine's log-prob of every sampled token, under the distribution it was sampled from "
     "(vLLM: logprobs=0 with logprobs_mode=processed_logprobs)",
     "logp_old": "the training engine's log-prob of the same tokens before the first update on them",
-    "logp": "the training engine's log-prob of the same tokens in the loss (at the first minibatch it is free)",
+    "logp": "the training engine's log-prob of the same tokens in the loss (free at the first minibatch)",
     "advantages": "the advantages that the loss used",
     "rewards": "the reward of each response",
-    "rollout_version": "the version of the weights that drew each response (a counter of synchronizations)",
+    "rollout_version": "the version of the weights that sampled each response (count the synchronizations)",
     "version": "the version of the weights that were trained",
     "group_ids": "an id of the prompt of each response",
     "tokens": "the token ids of the response",
@@ -188,36 +201,44 @@ class Question(NamedTuple):
 
 
 TRAINER = ("logp_old", "logp")
+SAME_WEIGHTS = "Do rollout and training engine agree at the same weights?"
 QUESTIONS = (
-    Question("How long are responses, and how does reward go?", ("rewards",)),
-    Question("Do rollout and training engine agree at the same weights?", ("logp_rollout", "logp_old")),
-    Question("How far is the trained policy from what drew the tokens?", ("logp_rollout", "logp")),
-    Question("Is it the engines or the age of the weights?", ("logp_rollout", "rollout_version", "version"), TRAINER),
-    Question("What would each method have kept, and at which effective sample size?", ("logp_rollout",), TRAINER),
-    Question("Does drift hurt one sign of the advantage more?", ("logp_rollout", "advantages"), TRAINER),
-    Question("How much would PPO's clip act?", ("logp_old", "logp", "advantages")),
-    Question("Are whole prompt groups lost to rejection?", ("logp_rollout", "group_ids"), TRAINER),
+    Question("How do response length and reward develop?", ("rewards",)),
+    Question(SAME_WEIGHTS, ("logp_rollout", "logp_old")),
+    Question("How far is the current policy from the rollout policy?", ("logp_rollout", "logp")),
+    Question(
+        "Does drift come from the engines or from stale weights?",
+        ("logp_rollout", "rollout_version", "version"),
+        TRAINER,
+    ),
+    Question("How much would each method have kept, and at which effective sample size?", ("logp_rollout",), TRAINER),
+    Question("Is drift larger for positive or for negative advantages?", ("logp_rollout", "advantages"), TRAINER),
+    Question("How many tokens would PPO's clip limit?", ("logp_old", "logp", "advantages")),
+    Question("Does rejection remove entire prompt groups?", ("logp_rollout", "group_ids"), TRAINER),
     Question("Which tokens drift?", ("logp_rollout", "tokens"), TRAINER),
-    Question("What does it prove about the update?", ("logp_rollout", "rewards", "exact")),
+    Question("What can be proved about the update?", ("logp_rollout", "rewards", "exact")),
 )
 
 
-def questions(has: Collection[str]) -> list[dict[str, Any]]:
+def questions(has: Collection[str], *, lags: Iterable[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
     """Every question, whether these fields answer it, and what to log if not.
 
     Args:
         has: fields of `Logged` that the log holds; "exact" if it holds exact divergences.
+        lags: rows by version lag, as in the audit's facets: tokens at lag 0 compare the engines, too.
 
     Example:
         >>> [q["question"] for q in questions({"rewards"}) if q["answered"]]
-        ['How long are responses, and how does reward go?']
+        ['How do response length and reward develop?']
     """
     rows = []
     for text, needs, either in QUESTIONS:
         missing = [name for name in needs if name not in has]
         if either and not any(name in has for name in either):
             missing.append(either[0])
+        if text == SAME_WEIGHTS and any(row.get("low") == 0 and row.get("full/k3") is not None for row in lags):
+            missing = []
         words = " and no ".join("exact divergences" if name == "exact" else name for name in missing)
-        because, log = f"the log has no {words}" if missing else "", "; ".join(LOG[name] for name in missing)
+        because, log = f"The log has no {words}" if missing else "", "; ".join(LOG[name] for name in missing)
         rows.append({"question": text, "answered": not missing, "because": because, "log": log})
     return rows

@@ -94,7 +94,7 @@ class Cells:
 
     @functools.cached_property
     def stride(self) -> dict[str, int]:
-        """How far apart neighbors along each axis are."""
+        """Distance in the flat table between neighboring buckets of each axis."""
         return {name: math.prod(self.shape[i + 1 :]) for i, name in enumerate(self.axes)}
 
     def of_tokens(self, batch: Logged) -> Int[Tensor, " n"]:
@@ -151,7 +151,7 @@ class Cells:
         return added
 
     def sequences(self, cell: Int[Tensor, " n"], cuts: Int[Tensor, " cuts"]) -> Float[np.ndarray, " bits"]:
-        """How many sequences have a token in each bucket: their tokens' bits are or-ed together."""
+        """Count the sequences that have at least one token in each bucket, by or-ing the tokens' bits."""
         starts = cuts[:-1][cuts.diff() > 0].numpy()
         met = np.bitwise_or.reduceat(np.take(self.bits, cell.numpy()), starts)
         octets = met.view(np.uint8).reshape(-1, 8)
@@ -200,7 +200,7 @@ CHUNK = 2**20
 
 
 def by_step(batch: Logged) -> Logged:
-    """The same sequences, those of earlier steps first, otherwise in their order."""
+    """Return the batch with its sequences sorted by step; the sort is stable."""
     if bool((batch.step.diff() >= 0).all()):
         return batch
     return batch.select(torch.sort(batch.step, stable=True).indices)
@@ -234,7 +234,7 @@ are mostly of one bucket, and one sum at a time would wait for the sum before it
 
 @functools.lru_cache(maxsize=4)
 def lanes(size: int, tokens: int) -> Int[Tensor, " tokens"]:
-    """What to add to the buckets (below `size`) of that many tokens, so that each counts in the lane whose turn it is.
+    """Return an offset per token that spreads its bucket index (below `size`) over parallel counting lanes in turn.
 
     Example:
         >>> lanes(10, 6)
@@ -351,7 +351,7 @@ def joined(how: Callable[[Any, Any], Any], mine: Mapping[Any, Any], others: Mapp
 
 
 def _by_length(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> dict[str, np.ndarray]:
-    """What is counted by sequence."""
+    """Sum sequences, tokens and rewards in buckets of response length."""
     bucket = length_bucket(batch.response_lengths)
 
     def count(weights: Tensor | None = None) -> np.ndarray:
@@ -380,7 +380,7 @@ OTHERS, UNNAMED = "(others)", "(no name)"
 
 
 def name_of(kind: str, name: str) -> str:
-    """What a log calls a worker (or another of `NAMED`), as a row is called."""
+    """Label of a row for the name in the log (a worker, or another kind in `NAMED`), shortened to the kind's limit."""
     return name[: NAMED[kind][1]] or UNNAMED
 
 
@@ -393,7 +393,8 @@ def fewest(names: Mapping[str, Facets]) -> dict[str, Facets]:
 
 
 def _by_name(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> dict[str, dict[str, Facets]]:
-    """What the sequences of each name add up to; the worker that ended a response has all of it.
+    """Sum statistics over the sequences of each worker, or of another name in `NAMED`. A response that several workers
+    drew counts for the worker that ended it.
 
     k3 is the sum of e^l - 1, l limited at 20 nats, less that of l: as in `PerSequence`.
     """
@@ -417,6 +418,11 @@ def _of_names(
     batch: Logged, per_sequence: Mapping[str, PerSequence], kind: str, texts: Sequence[str]
 ) -> dict[str, Facets]:
     names, index = np.unique([name_of(kind, text) for text in texts], return_inverse=True)
+    if len(names) > NAMES:  # what `fewest` would make one is one before it is counted
+        rank = np.cumsum(names != OTHERS) - 1
+        beyond = (names == OTHERS) | (rank >= NAMES)
+        index = np.where(beyond, min(rank[-1] + 1, NAMES), rank)[index]
+        names = np.array([*names[~beyond], OTHERS])
     place, lengths = torch.from_numpy(index), batch.cu_seqlens.diff().double()
 
     def added(x: Tensor) -> np.ndarray:

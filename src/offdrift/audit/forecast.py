@@ -1,4 +1,4 @@
-"""What an audit will take: measured on a few pieces of the log, extrapolated to all of it.
+"""Estimate time, memory and disk of an audit from a few measured pieces of the log.
 
 Time and memory go with bytes, so that every number is a ratio of what was measured times what is there:
 
@@ -18,10 +18,11 @@ from dataclasses import asdict, dataclass
 from functools import reduce
 from typing import Any
 
-from offdrift.audit.partial import Job, Part, work
+from offdrift.audit.partial import AuditPartial, Job, work
 from offdrift.errors import RecordError
 from offdrift.numerics import one_thread
 from offdrift.records.readers import Piece
+from offdrift.show.numbers import counted, size_in_words
 
 MEASURED = 3
 """Pieces that are read for a forecast: the first, one from the middle, and the last."""
@@ -30,7 +31,7 @@ HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Forecast:
-    """What reading a whole log will take, and how it can be split."""
+    """Estimated cost of reading a whole log, and how it can be split."""
 
     files: int
     bytes: int
@@ -59,14 +60,14 @@ class Forecast:
         return asdict(self)
 
     def sentences(self) -> list[str]:
-        """What `offdrift audit --dry-run` prints."""
+        """Lines that `offdrift audit --dry-run` prints."""
         exact = "" if self.measured_pieces == self.pieces else "about "
         processes = "one process" if self.workers == 1 else f"{self.workers} processes"
         lines = [
-            f"{exact}{self.tokens:,} tokens in {self.files:,} files, {self.bytes / 2**30:,.2f} GiB, "
-            f"{self.pieces:,} pieces",
+            f"{exact}{self.tokens:,} tokens in {counted(self.files, 'file')}, {size_in_words(self.bytes)}, "
+            f"{counted(self.pieces, 'piece')}",
             f"one process reads {self.tokens_per_second / 1e6:,.1f} million tokens per second "
-            f"({self.measured_pieces} pieces measured)",
+            f"({counted(self.measured_pieces, 'piece')} measured)",
             f"{processes}: {_duration(self.seconds)}, of which merging {_duration(self.merge_seconds)}; "
             f"{self.memory_mib:,.0f} MiB each, however large the log is; {self.parts_mib:,.1f} MiB of results on disk",
         ]
@@ -100,12 +101,13 @@ def forecast(job: Job, pieces: Sequence[Piece], *, workers: int = 1) -> Forecast
         reading = time.perf_counter() - started
     stored = [part.to_bytes() for part in parts]
     started = time.perf_counter()
-    merged = reduce(Part.merge, map(Part.from_bytes, stored), Part())
+    merged = reduce(AuditPartial.merge, map(AuditPartial.from_bytes, stored), AuditPartial())
     merging = (time.perf_counter() - started) / len(chosen)
-    scale = sum(shares[p.file] for p in pieces) / max(sum(shares[pieces[i].file] for i in chosen), 1.0)
+    bytes_of = [sum(shares[each.file] for each in piece.each) for piece in pieces]
+    scale = sum(bytes_of) / max(sum(bytes_of[i] for i in chosen), 1.0)
     if len(chosen) == len(pieces):
         scale = 1.0
-    counted = 0 if merged.tally is None else merged.tally.tokens
+    tokens = 0 if merged.tally is None else merged.tally.tokens
     at_once = max(1, min(workers, len(pieces)))
     busy, merge_seconds = scale * reading / at_once, merging * len(pieces)
     return Forecast(
@@ -113,8 +115,8 @@ def forecast(job: Job, pieces: Sequence[Piece], *, workers: int = 1) -> Forecast
         bytes=job.found.bytes,
         pieces=len(pieces),
         measured_pieces=len(chosen),
-        tokens=round(scale * counted),
-        tokens_per_second=counted / max(reading, 1e-9),
+        tokens=round(scale * tokens),
+        tokens_per_second=tokens / max(reading, 1e-9),
         seconds=busy + merge_seconds,
         workers=at_once,
         merge_seconds=merge_seconds,
@@ -126,8 +128,8 @@ def forecast(job: Job, pieces: Sequence[Piece], *, workers: int = 1) -> Forecast
 
 def _counts(pieces: Sequence[Piece]) -> dict[str, int]:
     counts: dict[str, int] = {}
-    for piece in pieces:
-        counts[piece.file] = counts.get(piece.file, 0) + 1
+    for each in (each for piece in pieces for each in piece.each):
+        counts[each.file] = counts.get(each.file, 0) + 1
     return counts
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from offdrift.show.headline import thresholds
-from offdrift.show.json_access import Fields, at, number, numbers, rows, text
+from offdrift.show.json_access import Fields, at, mapping, number, numbers, rows, text
 from offdrift.show.numbers import percent, short
 
 MAX_CURVES = 6
@@ -38,6 +38,8 @@ class Tried:
     by_length: tuple[float | None, ...]
     floors: Mapping[str, float]
     """Values below which a number is one to look at, by column."""
+    in_code: bool = False
+    """Whether it is in the user's code, and in no table."""
 
     def flagged(self, key: str) -> bool:
         """Whether a number is one to look at."""
@@ -58,6 +60,15 @@ class MethodColumn:
     """ "worse", "better" or "neither", as in METRICS: what more of it is."""
 
 
+TITLE = "Share of the data that each correction keeps"
+"""Heading of the table, wherever it stands."""
+READ = (
+    "A high share wastes little; it is not better: a fault is repaired, not corrected. – : the method has no such part."
+)
+"""How to read it."""
+OF_GATES = ("kept_tokens", "kept_sequences", "kept_length_ratio")
+OF_WEIGHTS = ("weight_mean", "weight_max", "limited_frac")
+"""Columns that mean nothing for a method without gates, or without weights."""
 FLOORS = {"kept_length_ratio": "length_kept", "ess_frac": "ess_half"}
 """Columns with numbers to look at, and the threshold below which they are."""
 
@@ -84,10 +95,10 @@ def method_columns(audit: Fields) -> tuple[MethodColumn, ...]:
     columns = (
         ("kept_tokens", "Tokens kept", "tokens", "Share of tokens that the gates let take part.", percent, "better"),
         ("kept_sequences", "Sequences kept", "seqs", kept_sequences, percent, "better"),
-        ("kept_length_ratio", "Length kept", "length", kept_length, percent, "neither"),
+        ("kept_length_ratio", "Length kept", "length kept", kept_length, percent, "neither"),
         ("ess_frac", "ESS after", "ESS", ess, percent, "better"),
-        ("weight_mean", "Weight, mean", "w mean", mean, short, "neither"),
-        ("weight_max", "Weight, max", "w max", "Largest weight after limits.", short, "worse"),
+        ("weight_mean", "Weight, mean", "mean weight", mean, short, "neither"),
+        ("weight_max", "Weight, max", "max weight", "Largest weight after limits.", short, "worse"),
         ("limited_frac", "Limited", "limited", limited, percent, "worse"),
     )  # fmt: skip
     return tuple(MethodColumn(*c) for c in columns)
@@ -105,19 +116,27 @@ def tried(audit: Fields) -> list[Tried]:
             family=text(row.get("family")),
             on=text(row.get("on")),
             rule="; ".join(filter(None, (text(row.get("gates")), text(row.get("weights"))))),
+            in_code=bool(mapping(row.get("code"))),
             suggested=bool(suggestion) and text(row.get("name")) == suggestion,
-            values={key: number(row.get(key)) for key in columns},
+            values={key: None if key in absent else number(row.get(key)) for key in columns},
             by_length=tuple(numbers(row.get("acceptance_by_length"))),
             floors=floors,
         )
         for row in rows(audit.get("methods"))
         if not row.get("why_not")
+        for absent in [_absent(row)]
     ]
     return sorted(methods, key=_order(methods))
 
 
+def _absent(row: Fields) -> tuple[str, ...]:
+    """Columns of parts that a method does not have: nothing of it drops a token, or nothing weighs one."""
+    drops = row.get("gates") != "" or "mask" in text(row.get("weights")) or number(row.get("kept_tokens")) != 1
+    return (*(() if drops else OF_GATES), *(OF_WEIGHTS if row.get("weights") == "" else ()))
+
+
 def asked_about(names: Iterable[str]) -> tuple[str, ...]:
-    """What most people ask about, among methods of these names.
+    """Select the methods shown first: the familiar ones for these names.
 
     Example:
         >>> asked_about(["token_tis", "trm_max"]) == FAMILIAR_FULL
@@ -137,9 +156,9 @@ def untried(audit: Fields) -> dict[str, list[str]]:
 
 
 def familiar(methods: list[Tried]) -> list[Tried]:
-    """The suggested method and those that most people ask about; all if none of them is there."""
+    """The suggested method, the user's own, and those that most people ask about; all if none of them is there."""
     names = asked_about(m.name for m in methods)
-    return [m for m in methods if m.suggested or m.name in names] or methods[: len(names)]
+    return [m for m in methods if m.suggested or m.in_code or m.name in names] or methods[: len(names)]
 
 
 def length_curves(methods: list[Tried]) -> list[tuple[str, tuple[float | None, ...]]]:
@@ -162,6 +181,6 @@ def length_curves(methods: list[Tried]) -> list[tuple[str, tuple[float | None, .
 
 
 def _order(methods: list[Tried]) -> Callable[[Tried], tuple[bool, int]]:
-    """Sort key: the suggested method, those that most people ask about, the rest as they stand."""
+    """Sort key: the suggested method, the user's own, those that most people ask about, the rest as they stand."""
     order = {name: i for i, name in enumerate(asked_about(m.name for m in methods))}
-    return lambda m: (not m.suggested, order.get(m.name, len(order)))
+    return lambda m: (not m.suggested, -1 if m.in_code else order.get(m.name, len(order)))

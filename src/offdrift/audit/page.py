@@ -14,13 +14,13 @@ from typing import Any
 
 from offdrift.audit.charts import along, choices, explorable, histogram_chart, inhabited, labels, over_time
 from offdrift.audit.conclude import PAGE
-from offdrift.audit.method_table import method_columns, tried, untried
-from offdrift.audit.view import drawn_by, missing, unanswered
-from offdrift.show.charts import PAIR_COLORS, PAIR_DASHES, Columns, chart_data, rounded
+from offdrift.audit.method_table import READ, TITLE, method_columns, tried, untried
+from offdrift.audit.view import drawn_by, invest_words, missing, unanswered
+from offdrift.show.charts import PAIR_COLORS, PAIR_DASHES, PageColumns, chart_data, rounded
 from offdrift.show.headline import PAIRS, all_numbers, best_numbers, common_context, headlines, length_unit, meaning_of
 from offdrift.show.html import PAGE_BYTES, render_document, write_document
 from offdrift.show.json_access import Fields, any_number, at, clipped, items, mapping, number, numbers, rows, text
-from offdrift.show.numbers import KL_EDGES, fixed, flatten, kl_labels, kl_level, short
+from offdrift.show.numbers import KL_EDGES, duration, fixed, flatten, kl_labels, kl_level, short
 
 RATIO_EDGES = (0.01, 0.05, 0.2, 1.0, 3.0)
 """|log-ratio| at which the color of a token changes, nats."""
@@ -40,6 +40,10 @@ OF_FACETS = ("version_lag/mean", "worst_frac")
 """What the tables by bucket show beside drift, where it is known."""
 
 
+NO_TOKEN = "not logged"
+"""What stands for the token in a log that has no tokens."""
+
+
 @dataclass(frozen=True)
 class Heat:
     """One sequence: where it stands, its texts, and a cell for each of its tokens."""
@@ -53,6 +57,8 @@ class Heat:
     """Text and color class of each token; the class is that of the log-ratio, or else of the KL."""
     ids: bool
     """Whether the cells are token ids (or places), not texts."""
+    places: bool
+    """Whether the log has neither: a cell is then its place in the response."""
     first: int
     turns: Mapping[int, int]
     """Number of the turn that a cell begins, by the cell's place; empty if the response is one turn."""
@@ -63,7 +69,13 @@ class Heat:
 
     @property
     def as_data(self) -> dict[str, Any]:
-        return {"first": self.first, "ids": self.ids, "on": self.on, "values": [list(n) for n in self.numbers]}
+        return {
+            "first": self.first,
+            "ids": self.ids,
+            "places": self.places,
+            "on": self.on,
+            "values": [list(n) for n in self.numbers],
+        }
 
 
 def heats(audit: Fields) -> list[Heat]:
@@ -83,6 +95,13 @@ def ratio_class(log_ratio: float | None) -> str:
         return "k0"
     level = bisect_right(RATIO_EDGES, abs(log_ratio))
     return f"{'n' if log_ratio < 0 else 'p'}{level}" if level else "k0"
+
+
+def ratio_scale() -> list[tuple[str, str]]:
+    """Color classes of the log-ratio with their edges as text, from the most negative to the most positive."""
+    below = [(f"n{i}", f"−{edge:g}") for i, edge in reversed([*enumerate(RATIO_EDGES, 1)])]
+    above = [(f"p{i}", f"+{edge:g}") for i, edge in enumerate(RATIO_EDGES, 1)]
+    return [*below, ("k0", "0"), *above]
 
 
 def _heat(row: Fields) -> Heat:
@@ -117,6 +136,7 @@ def _heat(row: Fields) -> Heat:
         completion=clipped(text(row.get("completion"))),
         cells=tuple(zip(names, classes)),
         ids=not any(isinstance(t, str) for t in tokens),
+        places=not tokens,
         first=first,
         turns={int(start) - first: i for i, start in enumerate(turns, 1) if start is not None and len(turns) > 1},
         hidden=max(0, int(length or 0) - count),
@@ -139,12 +159,8 @@ def render_audit(audit: Mapping[str, Any], *, limit: float | int = PAGE_BYTES) -
     """The page of an audit as text, the same for the same audit, `limit` bytes at most."""
     time, parts = over_time(audit), along(audit)
     ratios = histogram_chart(audit.get("histograms"))
-    charts, explore = [*time, ratios, *parts], explorable(audit)
-    sequences = heats(audit)
+    charts, explore, sequences = [*time, ratios, *parts], explorable(audit), heats(audit)
     limits = choices(audit) if ratios.series else {}
-    # The legend of the log-ratio, from the most negative to the most positive.
-    below = [(f"n{i}", f"−{edge:g}") for i, edge in reversed([*enumerate(RATIO_EDGES, 1)])]
-    above = [(f"p{i}", f"+{edge:g}") for i, edge in enumerate(RATIO_EDGES, 1)]
     # Buttons of the legend of charts: pair of policies, color and dash.
     drawn = {s.group for c in charts for s in c.series}
     groups = [(pair, PAIR_COLORS[pair], PAIR_DASHES[pair]) for pair in PAIRS if pair in drawn]
@@ -154,6 +170,7 @@ def render_audit(audit: Mapping[str, Any], *, limit: float | int = PAGE_BYTES) -
     ]
     context = {
         **common_context(audit),
+        "steps": [text(x) for x in items(at(audit, "verdict", "steps"))],
         "headlines": headlines(audit),
         "time": time,
         "parts": parts,
@@ -161,15 +178,11 @@ def render_audit(audit: Mapping[str, Any], *, limit: float | int = PAGE_BYTES) -
         "limits": list(limits),
         "explore": list(explore),
         "groups": groups,
-        "methods": tried(audit),
-        "method_columns": method_columns(audit),
-        "untried": untried(audit),
-        "suggestion": mapping(audit.get("suggestion")),
-        "settings": list(flatten(mapping(at(audit, "suggestion", "settings")))),
+        **_corrections(audit),
         "sequences": sequences,
         "in_turns": any(s.turns for s in sequences),
         "has_kl": any(kl is not None for s in sequences for *_, kl in s.numbers),
-        "ratio_scale": [*below, ("k0", "0"), *above],
+        "ratio_scale": ratio_scale(),
         "kl_scale": [("k0", "less"), *((f"k{i}", label) for i, label in enumerate(kl_labels(), start=1))],
         "worst_tokens": _worst_tokens(audit),
         "facets": facet_tables(audit),
@@ -180,13 +193,12 @@ def render_audit(audit: Mapping[str, Any], *, limit: float | int = PAGE_BYTES) -
         "bad_rows": bad_rows,
         "bad_count": number(at(audit, "counts", "bad_rows")) or 0,
         "provenance": provenance(audit),
-        "certificate": mapping(audit.get("certificate")),
+        **{"certificate": (proof := mapping(audit.get("certificate"))), "certificate_fields": list(flatten(proof))},
         "alphas": alpha_rows(audit),
-        "invest": text(at(audit, "alphas", "sentence")),
-        "certificate_fields": list(flatten(mapping(audit.get("certificate")))),
+        "invest": invest_words(audit),
     }
 
-    def data(columns: Columns) -> dict[str, Any]:
+    def data(columns: PageColumns) -> dict[str, Any]:
         chosen = {name: columns.series({"x": x, "y": y}) for name, (x, y) in explore.items()}
         return {
             **chart_data(charts, columns),
@@ -198,6 +210,19 @@ def render_audit(audit: Mapping[str, Any], *, limit: float | int = PAGE_BYTES) -
         }
 
     return render_document("audit.html.j2", context, data=data, limit=limit)
+
+
+def _corrections(audit: Fields) -> dict[str, Any]:
+    """The table of corrections, how to read it, and the one that is suggested."""
+    return {
+        "methods": tried(audit),
+        "methods_title": TITLE,
+        "how_to_read": READ,
+        "method_columns": method_columns(audit),
+        "untried": untried(audit),
+        "suggestion": mapping(audit.get("suggestion")),
+        "settings": list(flatten(mapping(at(audit, "suggestion", "settings")))),
+    }
 
 
 def facet_tables(audit: Fields) -> list[dict[str, Any]]:
@@ -220,15 +245,16 @@ def facet_tables(audit: Fields) -> list[dict[str, Any]]:
 
 
 def provenance(audit: Fields) -> list[tuple[str, str]]:
-    """Where the numbers come from: what was read, with what, when."""
+    """Rows on the origin of the numbers: files, counts, engines, fields, versions and date."""
     source = mapping(audit.get("source"))
-    paths = [text(p) for p in items(source.pop("paths", None))]
+    paths, seconds = [text(p) for p in items(source.pop("paths", None))], number(source.pop("seconds", None))
     sources = [*flatten(source), *((f"path {i}", p) for i, p in enumerate(paths[:SHOWN_PATHS], 1))]
     if len(paths) > SHOWN_PATHS:
         sources.append(("more paths", f"{len(paths) - SHOWN_PATHS:,}"))
     per_point = number(audit.get("steps_per_point")) or 0
     pairs = [
         *((k, clipped(v, 500)) for k, v in sources),
+        ("read and compared in", "" if seconds is None else duration(seconds)),
         *((f"counts.{k}", v) for k, v in flatten(mapping(audit.get("counts")))),
         *((f"drawn by {i}" if i > 1 else "drawn by", engine) for i, engine in enumerate(drawn_by(audit), 1)),
         ("fields of the log", ", ".join(text(x) for x in items(audit.get("has")))),
@@ -263,7 +289,7 @@ def _worst_tokens(audit: Fields) -> list[dict[str, Any]]:
     return [
         {
             **{k: number(row.get(k)) for k in ("step", "position", "log_ratio", "logp_rollout")},
-            "token": text(row.get("token")),
+            "token": text(row.get("token")) if row.get("token") is not None else NO_TOKEN,
             "where": f"{text(row.get('file'))}:{text(row.get('row'))}",
             "context": clipped(text(row.get("context")), 600),
         }

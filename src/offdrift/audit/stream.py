@@ -27,14 +27,13 @@ from typing import Any
 
 import torch
 
-from offdrift.audit.partial import BAD_ROWS_KEPT, Job, Part, Unread, work
-from offdrift.engines.cluster import ray_cluster
+from offdrift.audit.partial import BAD_ROWS_KEPT, AuditPartial, Job, Unread, work
 from offdrift.errors import EngineError, RecordError
 from offdrift.records.atomic import remove_half_written, write_atomically
 from offdrift.records.readers import Piece, fingerprint
 from offdrift.texts import read_bytes
 
-LAYOUT = 5
+LAYOUT = 7
 """Layout of stored parts; a part of another layout is made again."""
 
 Run = Callable[[Job, list[Piece]], Iterator[tuple[int, bytes]]]
@@ -75,8 +74,8 @@ def audit(
     *,
     folder: Path,
     run: Run = in_process,
-    watch: Callable[[int, Part], None] = lambda done, so_far: None,
-) -> Part:
+    watch: Callable[[int, AuditPartial], None] = lambda done, so_far: None,
+) -> AuditPartial:
     """Everything that the pieces say, merged in their order.
 
     Args:
@@ -94,7 +93,7 @@ def audit(
     missing = [i for i, there in enumerate(stored) if not there]
     fresh = run(job, [pieces[i] for i in missing])
     skipped = job.found.skipped
-    total = Part(Unread.of(skipped, {}), skipped[:BAD_ROWS_KEPT])
+    total = AuditPartial(Unread.of(skipped, {}), skipped[:BAD_ROWS_KEPT])
     for i, (piece, place) in enumerate(zip(pieces, places)):
         while not stored[i]:
             which, made = next(fresh)
@@ -102,7 +101,7 @@ def audit(
             stored[missing[which]] = True
         part = None
         with suppress(OSError, RecordError):  # one that cannot be read is made again
-            part = Part.from_bytes(read_bytes(place))
+            part = AuditPartial.from_bytes(read_bytes(place))
         if part is None:
             part = work(piece, job)
             _store(place, part.to_bytes())
@@ -129,17 +128,17 @@ def _store(place: Path, part: bytes) -> None:
 
 
 def _key(piece: Piece, job: Job) -> str:
-    """What a part depends on, and nothing else."""
+    """Hash of everything that a stored partial result depends on. The result is reused while the hash is unchanged."""
     about = {
         "layout": LAYOUT,
         "version": version("offdrift"),
         "piece": asdict(piece),
-        "file": fingerprint(piece.file),
+        "files": [fingerprint(each.file) for each in piece.each],
         "columns": dict(job.found.columns),
         "without": list(job.found.without),
         "rate": job.sample_rate,
         "limit": job.found.limit,
-    }
+    } | ({"also": job.also} if job.also else {})
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -161,6 +160,8 @@ def on_ray(address: str) -> Run:
     def run(job: Job, pieces: list[Piece]) -> Iterator[tuple[int, bytes]]:
         if not pieces:
             return
+        from offdrift.engines.cluster import ray_cluster  # few audits need it
+
         with ray_cluster(address) as ray:
             from ray import data
 
@@ -168,7 +169,7 @@ def on_ray(address: str) -> Run:
             logging.getLogger("ray.data").setLevel(logging.ERROR)  # the command shows progress itself
             shared = ray.put(job)
             rows = data.from_items(
-                [{"index": i, **asdict(piece)} for i, piece in enumerate(pieces)],
+                [{"index": i, "piece": json.dumps(asdict(piece))} for i, piece in enumerate(pieces)],
                 override_num_blocks=len(pieces),  # a block is a task: one piece each
             )
             try:
@@ -187,5 +188,6 @@ def _part(row: dict[str, Any], job: Any) -> dict[str, Any]:
     import ray
 
     torch.set_num_threads(1)
-    piece = Piece(**{name: value for name, value in row.items() if name != "index"})
+    fields = json.loads(row["piece"])
+    piece = Piece(**{**fields, "more": tuple(Piece(**each) for each in fields["more"])})
     return {"index": row["index"], "part": work(piece, ray.get(job)).to_bytes()}

@@ -19,15 +19,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
-from offdrift.audit.facets import NAMED, OTHERS, Facets, by_step, chunks, joined, name_of, runs
+from offdrift.audit.counterfactual import mixed
+from offdrift.audit.facets import OTHERS, Facets, by_step, chunks, joined, name_of, runs
+from offdrift.audit.shape_table import shape_table
+from offdrift.audit.shapes import Shapes
 from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import at_least_float32, clamped, one_thread
 from offdrift.ratios import stopped_log_ratio
-from offdrift.records.batch import Logged
+from offdrift.records.batch import Files, Logged, origin
 from offdrift.records.rollouts import OLD_STATUS
 from offdrift.records.schema import HELD
 from offdrift.stats import DriftStats, Histogram, signature, summarize
@@ -51,7 +54,7 @@ class Worst:
     tokens: tuple[Entry, ...] = ()
 
     @staticmethod
-    def of(batch: Logged, on: str, per_sequence: PerSequence, *, file: str) -> Worst:
+    def of(batch: Logged, on: str, per_sequence: PerSequence, *, file: Files) -> Worst:
         """The worst of one batch of a file, by the ratio `on` ("mismatch" or "full") and its sums by sequence."""
         score = (per_sequence.excess - per_sequence.total).where(per_sequence.lengths > 0, -torch.inf)
         largest = _largest(score, SEQUENCES).tolist()
@@ -66,7 +69,7 @@ class Worst:
         )
 
     def as_dict(self) -> dict[str, list[Entry]]:
-        """Both lists, as plain data."""
+        """Return the worst sequences and tokens as plain data."""
         return {"sequences": list(self.sequences), "tokens": list(self.tokens)}
 
 
@@ -93,7 +96,7 @@ def _log_ratio(batch: Logged, on: str, at: slice | Tensor) -> Float[Tensor, " k"
     return at_least_float32(second[at]) - at_least_float32(batch.logp_rollout[at])
 
 
-def _worst_tokens(batch: Logged, on: str, per_sequence: PerSequence, file: str) -> tuple[Entry, ...]:
+def _worst_tokens(batch: Logged, on: str, per_sequence: PerSequence, file: Files) -> tuple[Entry, ...]:
     """The worst tokens: the k-th largest |l| is at least the k-th largest of the sequences' own maxima."""
     assert batch.logp_rollout is not None
     worst = per_sequence.worst
@@ -124,7 +127,7 @@ def _worst_tokens(batch: Logged, on: str, per_sequence: PerSequence, file: str) 
     return _best(entries, "abs_log_ratio", TOKENS)
 
 
-def _sequence(batch: Logged, on: str, i: int, score: float, file: str) -> Entry:
+def _sequence(batch: Logged, on: str, i: int, score: float, file: Files) -> Entry:
     start, end = batch.cu_seqlens[i : i + 2].tolist()
     l = _log_ratio(batch, on, slice(start, end))  # noqa: E741
     worst = int(l.abs().argmax())
@@ -162,9 +165,10 @@ def _turn_starts(batch: Logged, start: int, end: int) -> list[int] | None:
     return [0, *(1 + (ids[1:] != ids[:-1]).nonzero()[:, 0]).tolist()]
 
 
-def _place(batch: Logged, i: int, file: str) -> Entry:
+def _place(batch: Logged, i: int, file: Files) -> Entry:
     worker = {} if batch.workers is None else {"worker": name_of("worker", batch.workers[i])}
-    return {"step": int(batch.step[i]), "file": file, "row": int(batch.row[i]), **worker}
+    name, row = origin(file, int(batch.row[i]))
+    return {"step": int(batch.step[i]), "file": name, "row": row, **worker}
 
 
 def _excerpt(texts: tuple[str, ...] | None, i: int, share: float, width: int) -> str | None:
@@ -180,10 +184,12 @@ def _excerpt(texts: tuple[str, ...] | None, i: int, share: float, width: int) ->
 MAX_POINTS = 2000
 MAX_STEPS_SEEN = 2**20
 """Distinct step numbers that are remembered, to count and to name them."""
+GROUPS_SEEN = 2**20
+"""Distinct groups that are remembered, those with the smallest hashes; of more, their number is estimated, to .1 %."""
 
 
 @dataclass(frozen=True)
-class Point:
+class StepTally:
     """Statistics and histograms of one step."""
 
     stats: DriftStats
@@ -191,7 +197,7 @@ class Point:
     """By name: "mismatch/log_ratio", "reward", "response_length", ..."""
 
     @staticmethod
-    def of(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> Point:
+    def of(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> StepTally:
         """Summarize the sequences of one step, given the sums of each sequence by ratio."""
         logprobs = None  # what ratios can be made of
         if batch.num_tokens and batch.logp_rollout is not None:
@@ -202,15 +208,15 @@ class Point:
         if batch.rewards is not None:
             histograms["reward"] = Histogram.of(batch.rewards[batch.rewards.isfinite()], REWARD)
         stats = _scored(batch, logprobs, per_sequence)
-        for on in () if logprobs is None else (on for on in logprobs.stopped if on in batch.pairs):
+        for on in () if logprobs is None else (on for on in logprobs.detached_log_ratios if on in batch.pairs):
             raw = stopped_log_ratio(logprobs, on=on)  # type: ignore[arg-type]
             histograms[f"{on}/log_ratio"] = Histogram.of(raw, LOG_RATIO)
         sums, maxima = _facts(batch)
-        return Point(stats.plus(sums, maxima), histograms)
+        return StepTally(stats.plus(sums, maxima), histograms)
 
-    def merge(self, other: Point) -> Point:
-        """Both together."""
-        return Point(self.stats.merge(other.stats), joined(Histogram.merge, self.histograms, other.histograms))
+    def merge(self, other: StepTally) -> StepTally:
+        """Merge statistics and histograms of two parts."""
+        return StepTally(self.stats.merge(other.stats), joined(Histogram.merge, self.histograms, other.histograms))
 
     def metrics(self) -> dict[str, float]:
         """Every metric of the table that was logged."""
@@ -231,7 +237,7 @@ class Point:
 
 
 def _scored(batch: Logged, logprobs: LogProbs | None, per_sequence: Mapping[str, PerSequence]) -> DriftStats:
-    """What the log-probs say, without divergences by position: those are in the facets."""
+    """Compute drift statistics of the scored tokens. Divergences by position are left to the facets."""
     if logprobs is None:
         nothing, grade = (torch.zeros(2, dtype=torch.float64), "exact" if batch.divergences else "sampled")
         return DriftStats(("n", "b"), nothing, (), nothing[:0], (), nothing[:0], {}, grade)
@@ -279,6 +285,8 @@ def _facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor |
     if batch.rollout_version is not None and n:
         drawn_by, filled = batch.rollout_version.double(), batch.segments.lengths > 0
         several = batch.segments.max(drawn_by, empty=0.0) > batch.segments.min(drawn_by, empty=0.0)
+        if batch.newest_version is not None:
+            several |= batch.newest_version > batch.segments.min(drawn_by, empty=0.0)
         sums |= {"mixed": several.count_nonzero(), "mixed/n": filled.count_nonzero()}
     if (turns := batch.segments.turns) is not None and n:
         sums |= {"turns": float(len(turns)), "turns/n": batch.segments.lengths.count_nonzero()}
@@ -292,31 +300,31 @@ class Timeline:
     """Points by their number on the grid."""
 
     width: int = 1
-    points: Mapping[int, Point] = field(default_factory=dict)
+    points: Mapping[int, StepTally] = field(default_factory=dict)
     steps: Int[np.ndarray, " steps"] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """The distinct step numbers, ascending; at most `MAX_STEPS_SEEN`."""
 
     def merge(self, other: Timeline) -> Timeline:
-        """Both together, on the wider grid of the two or, if that is too fine, a wider one."""
+        """Merge two timelines on the coarser of their grids; on a coarser one yet if that has too many points."""
         width = max(self.width, other.width)
-        points = joined(Point.merge, self.widened(width).points, other.widened(width).points)
+        points = joined(StepTally.merge, self.widened(width).points, other.widened(width).points)
         steps = np.union1d(self.steps, other.steps)[:MAX_STEPS_SEEN]
         merged = Timeline(width, points, steps)
         return merged.widened(width * width_for(np.fromiter(points, np.int64)))
 
     def widened(self, width: int) -> Timeline:
-        """The same on a wider grid; its width is a multiple of this one's."""
+        """Return the timeline on a grid of `width` steps per point, a multiple of the present width."""
         if width == self.width:
             return self
-        points: dict[int, Point] = {}
+        points: dict[int, StepTally] = {}
         for key in sorted(self.points):
             wide = key * self.width // width
             points[wide] = points[wide].merge(self.points[key]) if wide in points else self.points[key]
         return Timeline(width, points, self.steps)
 
-    def whole(self) -> Point:
+    def whole(self) -> StepTally:
         """Everything, added up in the order of steps."""
-        return functools.reduce(Point.merge, (self.points[key] for key in sorted(self.points)))
+        return functools.reduce(StepTally.merge, (self.points[key] for key in sorted(self.points)))
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each point, in order: the first step in it, counts, metrics and quantiles."""
@@ -342,7 +350,28 @@ def width_for(steps: Int[np.ndarray, " s"]) -> int:
     return width
 
 
-LAGS = ("version_lag/mean", "version_lag/max", "version_lag/mixed_frac")
+def groups_of(batches: Sequence[Logged]) -> UInt64[np.ndarray, " g"]:
+    """Hashes of the ids of the groups of some batches."""
+    ids = [mixed(b.group_ids.unique().numpy().astype(np.uint64)) for b in batches if b.group_ids is not None]
+    return fewer_groups(np.concatenate([np.zeros(0, np.uint64), *ids]))
+
+
+def fewer_groups(hashes: UInt64[np.ndarray, " g"]) -> UInt64[np.ndarray, " g"]:
+    """Return the hashes, or the smallest where there are many: the same in whatever order parts are merged."""
+    return hashes if len(hashes) < 2 * GROUPS_SEEN else np.unique(hashes)[:GROUPS_SEEN]
+
+
+def count_of_groups(hashes: UInt64[np.ndarray, " g"]) -> int:
+    """Number of distinct prompt groups: exact if few, else estimated from the k-th smallest hash.
+
+        (k - 1) 2^64 / h_k,   k = GROUPS_SEEN
+
+    Reference: Bar-Yossef et al., Counting Distinct Elements in a Data Stream, 2002.
+    """
+    distinct = np.unique(hashes)
+    if len(distinct) < GROUPS_SEEN:
+        return len(distinct)
+    return round((GROUPS_SEEN - 1) * 2.0**64 / float(distinct[GROUPS_SEEN - 1]))
 
 
 @dataclass(frozen=True)
@@ -357,17 +386,18 @@ class Tally:
     weights than were trained; "unit/UNIT", the sequences whose lengths are in that unit."""
     timeline: Timeline = field(default_factory=Timeline)
     facets: Facets = field(default_factory=Facets)
+    shapes: Shapes = field(default_factory=Shapes)
     worst: Worst = field(default_factory=Worst)
-    groups: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Ids of the groups of sequences; one that several batches hold stands there several times."""
+    groups: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
+    """Hashes of the ids of the groups of sequences; one that several batches hold stands there several times."""
 
     @staticmethod
-    def of(batch: Logged, *, file: str = "") -> Tally:
+    def of(batch: Logged, *, file: Files = "") -> Tally:
         """Summarize one batch of logged sequences.
 
         Args:
             batch: at least one sequence, in any order of steps.
-            file: where it was logged.
+            file: where it was logged, one file or several.
 
         Raises: `BadValueError` if a log-prob is one that no policy can produce.
 
@@ -382,26 +412,29 @@ class Tally:
             ordered = by_step(batch)
             steps = batch.step.unique().numpy()
             width = width_for(steps)
-            timeline, facets, per_sequence = Timeline(width), Facets(), []
+            timeline, facets, shapes, per_sequence = Timeline(width), Facets(), Shapes(), []
             for chunk in chunks(ordered):
                 own_facets, own = Facets.of(chunk)
                 points, first = {}, 0
                 for key, run in runs(chunk, width):
                     last = first + run.num_sequences
-                    points[key] = Point.of(run, {on: s.select(first, last) for on, s in own.items()})
+                    points[key] = StepTally.of(run, {on: s.select(first, last) for on, s in own.items()})
                     first = last
                 timeline, facets = timeline.merge(Timeline(width, points)), facets.merge(own_facets)
+                shapes = shapes.merge(Shapes.of(chunk, file=file))
                 per_sequence.append(own)
             worst = Worst()
             # A chunk without tokens has sequences too, but no sums.
             if batch.logp_rollout is not None and batch.num_tokens and per_sequence[0]:
                 on = next(iter(per_sequence[0]))  # the ratio that drift is judged by
                 worst = Worst.of(ordered, on, PerSequence.cat([own[on] for own in per_sequence]), file=file)
-        groups = Tally().groups if batch.group_ids is None else batch.group_ids.unique().numpy()
-        return Tally(_counts(batch), Timeline(width, timeline.points, steps), facets, worst, groups)
+        groups = groups_of([batch])
+        return Tally(
+            _counts(batch), Timeline(width, timeline.points, steps), facets, shapes=shapes, worst=worst, groups=groups
+        )
 
     @staticmethod
-    def over(batches: Sequence[Logged], *, file: str = "") -> Tally:
+    def over(batches: Sequence[Logged], *, file: Files = "") -> Tally:
         """Summarize batches of one reading, which may hold different fields; at least one with a sequence."""
         filled = [b for b in batches if b.num_sequences]
         return functools.reduce(Tally.merge, (Tally.of(b, file=file) for b in filled))
@@ -412,28 +445,33 @@ class Tally:
         return self.counts.get("tokens", 0)
 
     def merge(self, other: Tally) -> Tally:
-        """Both together. Associative up to rounding; in one order of parts, to the last bit."""
+        """Merge two tallies. Associative up to rounding; the same order of parts gives the same bits."""
         return Tally(
             dict(Counter(self.counts) + Counter(other.counts)),
             self.timeline.merge(other.timeline),
             self.facets.merge(other.facets),
-            self.worst.merge(other.worst),
-            np.concatenate([self.groups, other.groups]),
+            shapes=self.shapes.merge(other.shapes),
+            worst=self.worst.merge(other.worst),
+            groups=fewer_groups(np.concatenate([self.groups, other.groups])),
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """What an audit reports, as plain data; what cannot be known is NaN or left out.
+    def as_dict(self, limits: Mapping[str, float] | None = None) -> dict[str, Any]:
+        """Return the numbers of `audit.json` as plain data; unknown values are NaN or absent.
 
-        counts       rows, sequences, tokens, steps, prompts (groups of sequences), dropped tokens by field,
-                     the unit of response lengths
-        has          fields that at least one sequence holds; versions that never change are none
+        counts       rows, sequences, tokens, steps, prompts (groups of sequences; of more than 2^20 an estimate),
+                     dropped tokens by field, the unit of response lengths
+        has          fields that at least one sequence holds
         overall      metrics of the whole log; grade and quantiles are beside it
         steps        the same of each step; beyond 2000 steps, of `steps_per_point` step numbers
         histograms   of the log-ratio by ratio
         facets       metrics by length, position, advantage, lag and token class, by worker and by what drew: there
                      `{on}/k3_se` is a standard error, clustered by sequence, and a worker's `worst_frac` its share
                      of `worst`'s sequences
+        shapes       where the gap is and how it goes over the steps (`shape_table`)
         worst        sequences and tokens
+
+        Args:
+            limits: thresholds by name (`Rules.limits`), by which the shapes are judged, if not the built-in ones.
         """
         whole, timeline = self.timeline.whole(), self.timeline
         unscored: Counter[str] = Counter()  # tokens that each policy does not score, for whatever cause
@@ -451,7 +489,7 @@ class Tally:
                 "sequences": self.counts["sequences"],
                 "tokens": self.tokens,
                 "steps": len(timeline.steps),
-                "prompts": len(np.unique(self.groups)) or None,
+                "prompts": count_of_groups(self.groups) or None,
                 "trainable": self.counts.get("trainable", self.tokens),
                 "unscored": dict(unscored),
                 "empty": self.counts.get("empty", 0),
@@ -469,42 +507,13 @@ class Tally:
                 if name.endswith("/log_ratio")
             },
             "facets": facets,
+            "shapes": shape_table(self.shapes, limits),
             "worst": self.worst.as_dict(),
         }
-        if len(timeline.steps) > 1 and still(self.versions):
-            # A counter that stands still says nothing of age: as of a log without versions.
-            content |= {
-                "has": [name for name in content["has"] if name not in ("version", "rollout_version")],
-                "overall": ageless(content["overall"]),
-                "steps": [ageless(step) for step in content["steps"]],
-                "facets": {**facets, "lag": []} | {kind: [ageless(row) for row in facets[kind]] for kind in NAMED},
-            }
         return content
-
-    @property
-    def versions(self) -> tuple[float, ...] | None:
-        """Newest and oldest trained version, largest and smallest lag; None if the log has no versions."""
-        numbers = self.timeline.whole().stats.to_host() if self.timeline.points else {}
-        if "version_max" not in numbers:
-            return None
-        newest, lag = numbers["version_max"], numbers["version_lag_max"]
-        return newest, -numbers["-version_min"], lag, -numbers["-version_lag_min"]
 
     def _under(self, prefix: str) -> dict[str, int]:
         return {k.removeprefix(prefix): n for k, n in self.counts.items() if k.startswith(prefix)}
-
-
-def still(versions: tuple[float, ...] | None) -> bool:
-    """Whether no version ever changes: over several steps, a counter that nobody moves."""
-    if versions is None:
-        return False
-    newest, oldest, most, least = versions
-    return newest == oldest and most == least
-
-
-def ageless(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of metrics without lags."""
-    return {name: x for name, x in row.items() if name not in LAGS}
 
 
 def _counts(batch: Logged) -> dict[str, int]:

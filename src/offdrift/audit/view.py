@@ -10,8 +10,20 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from offdrift.audit.method_table import familiar, method_columns, tried
-from offdrift.show.findings import WORDS, in_order, safe, shown_view, verdict_view
+from offdrift.audit.method_table import READ, TITLE, familiar, method_columns, tried
+from offdrift.judge.regime import CALM
+from offdrift.show.findings import (
+    OWN,
+    PYTHON,
+    SHELL,
+    WORDS,
+    footnote,
+    in_order,
+    safe,
+    shown_view,
+    verdict_of,
+    verdict_view,
+)
 from offdrift.show.headline import Headline, count_words, headlines
 from offdrift.show.json_access import Fields, at, items, mapping, number, rows, text
 
@@ -22,26 +34,40 @@ WIDE = 100
 """Terminal columns from which there is room for all numbers."""
 
 
-def audit_view(audit: Fields, width: int = 100) -> RenderableType:
-    """What `offdrift audit` prints at its end, given the content of `audit.json` and the terminal's columns."""
+OTHER_FRAMEWORK = "Settings are shown for any framework, or for offdrift's own recipes; for yours add --framework ({})."
+"""Below the findings of a log whose framework is not known."""
+MERGED = "Each point of the timeline covers {} steps."
+
+
+def audit_view(audit: Fields, width: int = 100, *, folder: str = "") -> RenderableType:
+    """Build the terminal report of `offdrift audit`, whose page is in `folder`."""
     framework = text(at(audit, "source", "framework"))
     findings = in_order(audit.get("findings"), framework)
     parts: list[RenderableType] = []
     if detected := text(at(audit, "source", "detected")):
         parts.append(Text(safe(detected)))
     parts.append(Text(" · ".join(count_words(audit)), style="dim"))
+    if judged_by := text(audit.get("judged_by")):
+        parts.append(Text(safe(judged_by), style="dim"))
+    if (per_point := number(audit.get("steps_per_point")) or 0) > 1:
+        parts.append(Text(MERGED.format(f"{per_point:,.0f}"), style="dim"))
     if engines := drawn_by(audit):
-        parts.append(Text(f"drawn by {'; '.join(map(safe, engines))}", style="dim"))
+        parts.append(Text(f"rollout engine: {'; '.join(map(safe, engines))}", style="dim"))
     if sentences := missing(audit):
         parts.append(Text("\n".join(safe(x) for x in sentences), style="yellow"))
     parts += [verdict_view(audit.get("verdict"), width=width), _numbers(headlines(audit), width)]
     for i, finding in enumerate(findings[:FINDINGS_SHOWN]):
-        parts.append(Padding(shown_view(finding, width=width, brief=i > 0), (0, 0, 1, 0)))
+        parts.append(Padding(shown_view(finding, width=width, brief=i > 0, folder=folder), (0, 0, 1, 0)))
+    served = {name for finding in findings for name, _ in finding.snippets} - {SHELL, PYTHON, OWN, "vllm"}
+    if framework == "plain" and served:
+        parts.append(Text(safe(OTHER_FRAMEWORK.format(", ".join(sorted(served)))), style="dim"))
     if rest := findings[FINDINGS_SHOWN:]:
         words = "; ".join(f"{WORDS[f.level][0]} {safe(f.symptom or f.cause)}" for f in rest)
         parts.append(Text(f"{len(rest)} more: {words}", style="dim"))
+    if cited := footnote(findings[:FINDINGS_SHOWN]):
+        parts.append(Text(cited, style="dim"))
     parts += _methods(audit, width)
-    if where := text(at(audit, "alphas", "sentence")):
+    if where := invest_words(audit):
         parts.append(Text(safe(where)))
     parts += _unanswered(audit)
     if count := number(at(audit, "counts", "bad_rows")):
@@ -72,7 +98,7 @@ def spark(values: tuple[float | None, ...], width: int = 24) -> str:
 
 @dataclass(frozen=True)
 class Unanswered:
-    """What a log cannot answer, and each thing to log for it once, with the questions it is for."""
+    """Questions that a log cannot answer, and what to log for them; each thing to log is listed once."""
 
     questions: list[tuple[str, str]]
     """Question, and why it is open."""
@@ -100,7 +126,7 @@ def unanswered(audit: Fields) -> Unanswered:
 
 
 def drawn_by(audit: Fields) -> list[str]:
-    """What drew the responses, as far as the log says, with its share of them if it is not alone."""
+    """Engines that sampled the responses, most used first; with its share where there are several."""
     table = rows(at(audit, "facets", "drawn_by"))
     ordered = sorted(table, key=lambda row: -(number(row.get("sequences")) or 0))
     total = sum(number(row.get("sequences")) or 0 for row in table)
@@ -111,8 +137,28 @@ def drawn_by(audit: Fields) -> list[str]:
 
 
 def missing(audit: Fields) -> list[str]:
-    """What an audit has not seen of its log, in sentences."""
+    """Sentences on the part of the log that the audit has not read or not compared."""
     return [text(x) for k in ("said", "remarks") for x in items(at(audit, "coverage", k))]
+
+
+def regime_words(audit: Fields) -> str:
+    """The regime, and what fits it; "" where it would speak against an urgent verdict.
+
+    Averages over a log are low while a part of it, or its end, is not.
+
+    Example:
+        >>> regime_words({"regime": {"name": "TV low, chi2 low", "meaning": "no correction is needed"},
+        ...               "verdict": {"level": "act"}})
+        ''
+    """
+    name, meaning = (text(at(audit, "regime", key)) for key in ("name", "meaning"))
+    urgent = verdict_of(audit.get("verdict"))[0] in ("act", "stop")
+    return "" if not name or (urgent and name == CALM) else f"Regime: {name}" + (f" ({meaning})" if meaning else "")
+
+
+def invest_words(audit: Fields) -> str:
+    """The larger of mismatch and staleness, in words; "" where nothing is wrong, and nothing to invest in."""
+    return "" if verdict_of(audit.get("verdict"))[0] == "ok" else text(at(audit, "alphas", "sentence"))
 
 
 def _numbers(tiles: list[Headline], width: int) -> RenderableType:
@@ -141,13 +187,17 @@ def _methods(audit: Fields, width: int) -> list[RenderableType]:
             name = Text(safe(m.name) + (" ◂" if m.suggested else ""), style="bold green" if m.suggested else "")
             cells = [Text(c.write(m.values[c.key]), style="yellow" if m.flagged(c.key) else "") for c in columns]
             table.add_row(name, *cells)
-        parts += [Text("\nWhat methods would have done", style="bold"), table]
+        parts += [Text(f"\n{TITLE}", style="bold"), Text(READ, style="dim"), table]
         if more := len(methods) - len(shown):
-            parts.append(Text(f"{more} more in the page", style="dim"))
+            parts.append(Text(f"{more} more methods on the page", style="dim"))
     name, why = text(suggestion.get("method")), text(suggestion.get("why"))
     if name:
         reason = f": {safe(why)}" if why else ""
         parts.append(Text.assemble(("Suggested: ", "bold green"), (safe(name), "bold"), reason))
+    elif why:
+        parts.append(Text.assemble(("No correction suggested: ", "bold"), safe(why)))
+    if words := regime_words(audit):
+        parts.append(Text(words, style="dim"))
     return parts
 
 
@@ -161,6 +211,6 @@ def _unanswered(audit: Fields) -> list[RenderableType]:
         mark = f"{i}." if count > 1 else "○"
         parts.append(Text.assemble(f"{mark} {safe(question)}", (f" {safe(because)}." if because else "", "dim")))
     for log, which in open_questions.log:
-        words = Text.assemble(("log: ", "green"), safe(log), (f" ({which})" if which else "", "dim"))
+        words = Text.assemble((f"log {which}: " if which else "log: ", "green"), safe(log))
         parts.append(Padding(words, (0, 0, 0, 2)))
     return parts

@@ -1,4 +1,4 @@
-"""Follow a run that is being written: new metrics and log lines become rows, and are shown in the terminal.
+"""Follow a run that is being written: new metrics and log lines become rows.
 
 A run of this library writes its metrics, which are taken as they are. Any other log is read by its framework's reader
 as it grows. A step's row is given once it is complete: in a file of lines when a later step appears; in whole files,
@@ -17,24 +17,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
-
 from offdrift.audit.coverage import unread_frac
 from offdrift.audit.facets import Facets
 from offdrift.audit.partial import Unread
-from offdrift.audit.tally import Tally, ageless, still
+from offdrift.audit.tally import Tally
 from offdrift.errors import RecordError
-from offdrift.records.readers import Detected, Piece, detect, pieces, read
-from offdrift.show.findings import SEVERITY_STYLE, finding_view
+from offdrift.records.readers import Detected, Piece, pieces, read
+from offdrift.records.readers.metrics import MetricLog
+from offdrift.records.readers.metrics.find import state
+from offdrift.records.readers.recognize import recognize
 from offdrift.show.json_access import mapping, number
-from offdrift.show.numbers import short
-from offdrift.texts import parse_json
+from offdrift.texts import open_file, parse_json
 
 LINES = (".jsonl", ".json", ".ndjson")
 CHUNK = 1 << 20
+METRICS = "metrics"
+"""Source of rows that another program's metrics hold, without any token."""
 RECENT = 20
 """Steps over which workers are compared: one step holds few responses of each."""
 
@@ -83,8 +81,51 @@ class Metrics:
 
 
 @dataclass
+class MetricsOnly:
+    """Growing metrics of another program, where there is no log of tokens.
+
+    They are read anew when a file changes: a tracker may write a step in several rows, and in any order.
+    """
+
+    paths: list[str]
+    settle: float | int
+    clock: Callable[[], float]
+    log: MetricLog | None = None
+    """As it was read last."""
+    last_step: int = -1
+
+    def __post_init__(self) -> None:
+        self.changed = self.clock()
+        self.files: tuple[str, ...] = ()
+
+    def unchanged(self) -> MetricLog | None:
+        """The log as it was read, if there is one and no file was written since."""
+        before, self.files = self.files, state(self.paths)
+        return self.log if before == self.files else None
+
+    def take(self, log: MetricLog) -> Iterator[Row]:
+        """Rows of the steps that became complete: all but the newest, and that once nothing was added for a while."""
+        if self.log is None or log.rows != self.log.rows:
+            self.changed = self.clock()
+        self.log = log
+        newest = self.clock() - self.changed >= self.settle
+        yield from self._rows(log.rows if newest else log.rows[:-1])
+
+    def finish(self) -> Iterator[Row]:
+        """Rows of every step that is left."""
+        if self.log is not None:
+            yield from self._rows(self.log.rows)
+
+    def _rows(self, rows: Sequence[Mapping[str, float | int]]) -> Iterator[Row]:
+        for row in rows:
+            if row["step"] > self.last_step:
+                self.last_step = int(row["step"])
+                yield Row(METRICS, row)
+
+
+@dataclass
 class Log:
-    """A growing log of any framework."""
+    """A growing log of any framework; where there are only metrics, these."""
 
     paths: list[str]
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -111,14 +152,22 @@ class Log:
         self.grew: dict[int, float] = {}
         """When a whole file last added to an open step."""
         self.changed = self.clock()
-        self.versions: tuple[float, ...] | None = None
-        """Versions of the first complete step; another step with the same says nothing of age."""
+        self.metrics = MetricsOnly(self.paths, self.settle, self.clock)
+        self.framework = ""
+        """Name of the framework that wrote it; "" before anything was read."""
 
     def poll(self) -> Iterator[Row]:
         """Rows of the steps that became complete."""
+        if (same := self.metrics.unchanged()) is not None:
+            yield from self.metrics.take(same)
+            return
         try:
-            log = detect(self.paths, columns=self.columns)
-        except RecordError:  # nothing is there yet
+            log = recognize(self.paths, columns=self.columns)
+        except RecordError:  # nothing is there yet, or it is being written
+            return
+        self.framework = log.framework
+        if isinstance(log, MetricLog):
+            yield from self.metrics.take(log)
             return
         for piece in self._new_pieces(log):
             self._take(piece, log)
@@ -135,6 +184,7 @@ class Log:
     def finish(self) -> Iterator[Row]:
         """Rows of every step that is left: nothing more will come."""
         yield from self._complete(everything=True)
+        yield from self.metrics.finish()
 
     def _new_pieces(self, log: Detected) -> Iterator[Piece]:
         for file in log.files:
@@ -186,29 +236,35 @@ class Log:
             (row,) = tally.as_dict()["steps"]
             self.recent.append(Facets(named=tally.facets.named))
             workers = functools.reduce(Facets.merge, self.recent).rows()["worker"]
-            versions = tally.versions
-            if self.versions is not None and versions == self.versions and still(versions):
-                row = ageless(row)
-            self.versions = self.versions or versions
             numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
             unread = unread_frac(Unread(self.bad_rows), self.rows)
             yield Row("log", {**numbers, "data/unread_frac": unread}, workers)
 
 
 def sources(path: Path, *, columns: Mapping[str, str] | None = None) -> list[Metrics | Log]:
-    """What there is to follow at a path: the arms of a run, one arm, or a log.
+    """List what can be followed at a path: the arms of a run, one arm, or a log. Call again to find arms that start
+    later.
 
     Arms that start later are found by asking again.
     """
-    arms = [path] if (path / "metrics.jsonl").is_file() else sorted((path / "arms").glob("*"))
+    arms = [path] if _of_ours(path / "metrics.jsonl") else sorted((path / "arms").glob("*"))
     files = [arm / "metrics.jsonl" for arm in arms if (arm / "metrics.jsonl").is_file()]
     if files or (path / "run.json").is_file():
         return [Metrics(file, file.parent.name) for file in files]
     return [Log([str(path)], columns or {})]
 
 
+def _of_ours(file: Path) -> bool:
+    """Whether a file holds the metrics of an arm, which count in updates: other programs use the same name."""
+    try:
+        with open_file(file) as f:
+            return '"update"' in f.readline(CHUNK).decode("utf-8", "replace") or (file.parent / "log").is_dir()
+    except OSError:
+        return False
+
+
 def _grown(file: Path, start: int) -> tuple[int, int]:
-    """Where to read on and up to where: whole lines only.
+    """Byte range of the new complete lines of a growing file.
 
     A file that became shorter was written anew, and is read from its beginning.
     """
@@ -229,71 +285,33 @@ def _grown(file: Path, start: int) -> tuple[int, int]:
     return start, start
 
 
-COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("KL", ("divergence/kl_rollout_current_mean", "divergence/kl_rollout_old_mean", "mismatch/k3", "full/k3")),
-    ("KL max", ("divergence/kl_rollout_current_max", "divergence/kl_rollout_old_max")),
-    ("chi2", ("mismatch/chi2_token", "full/chi2_token")),
-    ("ESS", ("mismatch/ess_frac", "full/ess_frac")),
-    ("reward", ("reward/mean",)),
-    ("length", ("response/length_mean",)),
-    ("grad norm", ("optim/grad_norm",)),
-)  # fmt: skip
-"""Columns of the terminal table: each shows the first of these metrics that a source's rows hold."""
+class Follower:
+    """Everything that is written at a path, as it grows: the arms of a run, later ones too, or one log."""
 
+    def __init__(self, path: Path, columns: Mapping[str, str] | None = None) -> None:
+        self.path, self.columns = path, columns
+        self.sources = sources(path, columns=columns)
 
-class LiveWatch:
-    """Shows rows (unless `table` is False) and findings; `close` leaves the last state on the screen."""
+    def look(self) -> Iterator[Row]:
+        """Rows that became complete since the last look."""
+        arms = {s.name for s in self.sources if not isinstance(s, Log)}
+        newer = sources(self.path, columns=self.columns)
+        self.sources += [s for s in newer if not isinstance(s, Log) and s.name not in arms]
+        for source in self.sources:
+            yield from source.poll()
 
-    def __init__(self, console: Console, title: str, framework: str, *, table: bool = True) -> None:
-        self.console, self.title, self.framework, self.table = console, title, framework, table
-        self.rows: dict[str, Mapping[str, float | int]] = {}
-        self.worst: dict[str, str] = {}
-        self.fired: dict[str, int] = {}
-        # Without a terminal a redrawn table would be printed again and again.
-        redrawn = table and console.is_terminal
-        self.live = Live(self._view(), console=console, auto_refresh=False) if redrawn else None
-        if self.live is not None:
-            self.live.start()
+    def finish(self) -> Iterator[Row]:
+        """Rows that were waiting for a later one."""
+        for source in self.sources:
+            yield from source.finish()
 
-    def show(self, source: str, numbers: Mapping[str, float | int], findings: Sequence[Mapping[str, Any]]) -> None:
-        """A new row of a source, and what it set off."""
-        self.rows[source] = numbers
-        for finding in findings:
-            self.fired[source] = self.fired.get(source, 0) + 1
-            severities = list(SEVERITY_STYLE)
-            before = self.worst.get(source, severities[0])
-            self.worst[source] = max(before, finding["severity"], key=severities.index)
-            head = Text(f"{source}, step {finding.get('step')}: ", style="bold")
-            self.console.print(head, finding_view(finding, self.framework, self.console.width))
-        if self.live is not None:
-            self.live.update(self._view(), refresh=True)
+    @property
+    def framework(self) -> str | None:
+        """The framework that wrote the log or the metrics that are followed; None before anything was read."""
+        return next((s.framework for s in self.sources if isinstance(s, Log) and s.framework), None)
 
-    def close(self) -> None:
-        """End the live display; the table stays."""
-        if self.live is not None:
-            self.live.update(self._view(), refresh=True)
-            self.live.stop()
-        elif self.table:
-            self.console.print(self._view())
-
-    def _view(self) -> Table | Text:
-        if not self.rows:
-            return Text(f"waiting for {self.title} to be written", style="dim")
-        shown = [
-            (title, names) for title, names in COLUMNS if any(n in row for n in names for row in self.rows.values())
-        ]
-        table = Table(box=None, pad_edge=False, title=None)
-        table.add_column("")
-        table.add_column("step", justify="right")
-        for title, _ in shown:
-            table.add_column(title, justify="right")
-        table.add_column("")
-        for source, row in self.rows.items():
-            numbers = [short(next((row[n] for n in names if n in row), None)) for _, names in shown]
-            severity, count = self.worst.get(source), self.fired.get(source, 0)
-            status = Text("nothing found", style="green")
-            if severity is not None:
-                text = f"{severity}: {count} finding{'s' if count > 1 else ''}"
-                status = Text(text, style=SEVERITY_STYLE[severity])
-            table.add_row(Text(source), f"{row.get('step', 0):.0f}", *numbers, status)
-        return table
+    @property
+    def unread(self) -> tuple[int, int]:
+        """Rows that were bad, and rows of steps that had been given before."""
+        logs = [source for source in self.sources if isinstance(source, Log)]
+        return sum(log.bad_rows for log in logs), sum(log.late_rows for log in logs)

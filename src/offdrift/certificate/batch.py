@@ -117,7 +117,7 @@ class BatchEvidence:
             unscored = segments.sum(logprobs.unscored.double())
             log_w = log_w.masked_fill(logprobs.unscored, -torch.inf)
         limited_above = log_w.clamp(max=LOG_RATIO_LIMIT)
-        # Of a token that was not scored, 0 is the least there is.
+        # k3 of a token that was not scored is at least 0.
         k3 = torch.where(log_w > -torch.inf, limited_above.expm1() - limited_above, 0.0)
         refuted = torch.zeros_like(lengths)
         for d in _used(divergences):
@@ -134,7 +134,9 @@ class BatchEvidence:
             "excess": segments.sum(limited_above.expm1()),
             "log_product": segments.sum(log_w),
             "worst": segments.max(log_w.abs()),
-            **_divergences(kl, tv, limited * omega, k3, region, segments, logprobs.unscored),
+            **_divergences(
+                kl, tv, limited * omega, k3=k3, region=region, segments=segments, unscored=logprobs.unscored
+            ),
             "refuted": refuted,
         }
         grades = {k: Grade.SAMPLED if d is None else d.grade for k in (KL, TV) for d in [(divergences or {}).get(k)]}
@@ -142,10 +144,10 @@ class BatchEvidence:
             region,
             torch.stack([columns[name] for name in COLUMNS], dim=1),
             segments.group_ids,
-            limited.new_zeros(region.horizon).index_add(0, position, limited),
-            grades,
-            rewards is not None,
-            frozenset(d.assumes for d in _used(divergences) if d.assumes),
+            tv_by_position=limited.new_zeros(region.horizon).index_add(0, position, limited),
+            grades=grades,
+            rewarded=rewards is not None,
+            assumes=frozenset(d.assumes for d in _used(divergences) if d.assumes),
         )
 
     def __len__(self) -> int:
@@ -189,7 +191,7 @@ class BatchEvidence:
         )
 
     def cpu(self) -> BatchEvidence:
-        """The same on the CPU, to be sent to another process."""
+        """Return the evidence on the CPU, to be sent to another process."""
         ids = None if self.group_ids is None else self.group_ids.cpu()
         return replace(self, columns=self.columns.cpu(), group_ids=ids, tv_by_position=self.tv_by_position.cpu())
 

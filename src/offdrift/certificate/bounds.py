@@ -111,11 +111,11 @@ def sequence_kl(*, horizon: int, kl_seq: float, constants: str = "sharp") -> flo
 
 
 def two_sided(*, horizon: int, kl_rewarded: float, kl_unrewarded: float, constants: str = "sharp") -> float:
-    """Both sides of the identity behind `sequence_kl`, with the KL of sequences split by the reward. Not in the paper.
+    """Bound by the two sides of the identity behind `sequence_kl`, its KL split by the reward. Not in the paper.
 
         -E_mu[R sum_t k3(w_t)] <= Error <= E_mu[(1 - R) sum_t k3(w_t)],   k3(u) = u - 1 - log u
 
-    for R in [0, 1]. The two parts add up to KL_seq. A lower bound on the gain needs the first alone: where
+    for R in [0, 1]. The two parts add up to KL_seq. A lower bound on the gain needs only the first: where
     one answer in twenty is right, that is a small part of KL_seq.
 
     Args:
@@ -231,7 +231,7 @@ def coupling_upper(*, horizon: int, eps: float, constants: str = "paper") -> flo
 
 
 @dataclass(frozen=True)
-class Row:
+class BoundRow:
     """One row of Table 1: its name on the screen, a formula, the premises it takes, and how it is listed."""
 
     label: str
@@ -249,10 +249,10 @@ class Row:
 
 
 ROWS = {
-    "classical_kl": Row("Classical KL", classical_kl, ("delta",), "KL, no caps", "T²", "eq. 11", False),
-    "classical_tv": Row("Classical TV", classical_tv, ("eps",), "TV, no caps", "T²", "eq. 11", False),
-    "coupling": Row("Coupling", coupling, ("eps",), "TV", "T", "eq. 17", closed=coupling_upper),
-    "pinsker_marginal_kl": Row(
+    "classical_kl": BoundRow("Classical KL", classical_kl, ("delta",), "KL, no caps", "T²", "eq. 11", False),
+    "classical_tv": BoundRow("Classical TV", classical_tv, ("eps",), "TV, no caps", "T²", "eq. 11", False),
+    "coupling": BoundRow("Coupling", coupling, ("eps",), "TV", "T", "eq. 17", closed=coupling_upper),
+    "pinsker_marginal_kl": BoundRow(
         "Pinsker-Marginal KL",
         pinsker_marginal_kl,
         ("delta",),
@@ -261,7 +261,7 @@ ROWS = {
         "eq. 12",
         closed=pinsker_marginal_kl_upper,
     ),
-    "pinsker_marginal_tv": Row(
+    "pinsker_marginal_tv": BoundRow(
         "Pinsker-Marginal TV",
         pinsker_marginal_tv,
         ("delta", "eps"),
@@ -270,18 +270,18 @@ ROWS = {
         "eq. 13",
         closed=pinsker_marginal_tv_upper,
     ),
-    "mixed_kl": Row("Mixed KL", mixed_kl, ("delta", "kl_seq"), "KL", "T", "eq. 15"),
-    "mixed_tv": Row("Mixed TV", mixed_tv, ("eps", "tv_seq"), "TV", "T", "eq. 16"),
-    "adaptive_kl": Row("Adaptive KL", adaptive_kl, ("delta", "mean_tv"), "KL", "data", "eq. 18", False),
-    "adaptive_tv": Row("Adaptive TV", adaptive_tv, ("eps", "mean_tv"), "TV", "data", "eq. 19", False),
-    "adaptive": Row("Adaptive", adaptive, ("delta", "eps", "mean_tv"), "TV + KL", "data", "eq. 20"),
-    "pointwise": Row("Pointwise", pointwise, ("delta", "eps", "kl_seq", "tv_seq"), "TV + KL", "T", "eq. 10"),
-    "sequence_kl": Row("Sequence KL", sequence_kl, ("kl_seq",), "KL", "data", ""),
-    "two_sided": Row(
+    "mixed_kl": BoundRow("Mixed KL", mixed_kl, ("delta", "kl_seq"), "KL", "T", "eq. 15"),
+    "mixed_tv": BoundRow("Mixed TV", mixed_tv, ("eps", "tv_seq"), "TV", "T", "eq. 16"),
+    "adaptive_kl": BoundRow("Adaptive KL", adaptive_kl, ("delta", "mean_tv"), "KL", "data", "eq. 18", False),
+    "adaptive_tv": BoundRow("Adaptive TV", adaptive_tv, ("eps", "mean_tv"), "TV", "data", "eq. 19", False),
+    "adaptive": BoundRow("Adaptive", adaptive, ("delta", "eps", "mean_tv"), "TV + KL", "data", "eq. 20"),
+    "pointwise": BoundRow("Pointwise", pointwise, ("delta", "eps", "kl_seq", "tv_seq"), "TV + KL", "T", "eq. 10"),
+    "sequence_kl": BoundRow("Sequence KL", sequence_kl, ("kl_seq",), "KL", "data", ""),
+    "two_sided": BoundRow(
         "Two-sided", two_sided, ("kl_rewarded", "kl_unrewarded"), "KL by reward", "data", "", below="kl_rewarded"
     ),
-    "variance": Row("Variance", variance, ("chi2", "reward_sd"), "χ²", "exp T", ""),
-    "sequence_hellinger": Row("Hellinger", sequence_hellinger, ("hellinger_seq",), "Hellinger", "data", ""),
+    "variance": BoundRow("Variance", variance, ("chi2", "reward_sd"), "χ²", "exp T", ""),
+    "sequence_hellinger": BoundRow("Hellinger", sequence_hellinger, ("hellinger_seq",), "Hellinger", "data", ""),
 }
 """Every bound, in the order of Table 1; then those of `BEYOND`."""
 
@@ -313,7 +313,7 @@ class Bound:
     """J(pi) - J(mu) >= L' - below, where one side of the error has a bound of its own; else `value` is both's."""
 
     def scaled(self, factor: float) -> Bound:
-        """The same for rewards in a range of size `factor`."""
+        """Rescale the bound to rewards in a range of size `factor`."""
         closed, below = (None if x is None else factor * x for x in (self.closed_form, self.below))
         return replace(self, value=factor * self.value, closed_form=closed, below=below)
 

@@ -32,13 +32,14 @@ from offdrift.certificate.confidence import Estimate, Looks, check_alpha
 from offdrift.certificate.guarantees import Certificate as Certificate
 from offdrift.certificate.guarantees import Guarantee, Status, masked_guarantee
 from offdrift.certificate.inequalities import pinsker
+from offdrift.certificate.prompts import PromptDesign
 from offdrift.certificate.regions import TrustRegion, sample_ratio_error
 from offdrift.certificate.samples import OF_REWARDS, estimates, normal_intervals, power_curve, unit_rewards, unseen
 from offdrift.divergence.evidence import Grade
 from offdrift.errors import BadValueError, check_choice
 
 
-class Logged(NamedTuple):
+class LoggedNumber(NamedTuple):
     """One row of `Certificate.as_metrics`."""
 
     unit: str
@@ -47,69 +48,69 @@ class Logged(NamedTuple):
 
 
 LOGGED = {
-    "certificate/bound": Logged(
+    "certificate/bound": LoggedNumber(
         "reward",
         "B*: largest |J(pi) - J(mu) - L'| if the trust region holds at every context, at the "
         "upper ends of its inputs' intervals; none where its premise fell",
         "worse",
     ),
-    "certificate/row": Logged("", "which bound attains B*", "neither"),
-    "certificate/margin": Logged(
+    "certificate/row": LoggedNumber("", "which bound attains B*", "neither"),
+    "certificate/margin": LoggedNumber(
         "reward", "L' - B*, with the sample mean of L': above 0 the paper's condition holds, as an estimate", "better"
     ),
-    "certificate/falsified": Logged(
+    "certificate/falsified": LoggedNumber(
         "",
         "1 if a token of the batch left the trust region, so that its premise is false; 0 if none"
         " did, which proves nothing",
         "worse",
     ),
-    "certificate/delta_hat": Logged(
+    "certificate/delta_hat": LoggedNumber(
         "nat", "largest KL(mu || pi) of a token of the batch, upper end; a sampled maximum, not a global one", "worse"
     ),
-    "certificate/eps_hat": Logged("1", "largest TV of a token of the batch, upper end", "worse"),
-    "certificate/kl_seq": Logged(
+    "certificate/eps_hat": LoggedNumber("1", "largest TV of a token of the batch, upper end", "worse"),
+    "certificate/kl_seq": LoggedNumber(
         "nat",
         "mean KL(mu || pi) of whole sequences, upper ends: |J(pi) - J(mu) - L'| is at most its "
         "expectation, for any two policies and rewards in [0, 1]",
         "worse",
     ),
-    "certificate/acceptance": Logged(
+    "certificate/acceptance": LoggedNumber(
         "1", "share of sequences that no gate rejected and that surely lie in the trust region", "better"
     ),
-    "certificate/surrogate": Logged("reward", "L' = E_mu[R sum_t (w_t - 1)], sample mean", "better"),
-    "certificate/surrogate_low": Logged(
+    "certificate/surrogate": LoggedNumber("reward", "L' = E_mu[R sum_t (w_t - 1)], sample mean", "better"),
+    "certificate/surrogate_low": LoggedNumber(
         "reward", "lower end of L': rigorous, and vacuous for long sequences", "better"
     ),
-    "certificate/surrogate_masked": Logged("reward", "L' over accepted sequences, sample mean", "better"),
-    "certificate/gain": Logged(
+    "certificate/surrogate_masked": LoggedNumber("reward", "L' over accepted sequences, sample mean", "better"),
+    "certificate/gain": LoggedNumber(
         "reward",
         "E_mu[R (prod_t w_t - 1)], sample mean of J(pi) - J(mu): what the direct guarantee starts from",
         "better",
     ),
-    "certificate/gain_low": Logged(
+    "certificate/gain_low": LoggedNumber(
         "reward",
         "J(pi) - J(mu) is at least this, with probability 1 - alpha of the recipe for all certificates of the run "
         'together (`certificate.looks = "once"`: for each by itself), by the best guarantee; none after a batch\'s '
         "first update, since the policy has learned from it",
         "better",
     ),
-    "certificate/certified": Logged(
+    "certificate/certified": LoggedNumber(
         "",
         '1 if gain_low is above 0: false anywhere in the run with probability alpha at most (`looks = "once"`: '
         "of n updates that gain nothing up to n alpha are expected, and false)",
         "better",
     ),
-    "certificate/route": Logged("", "the guarantee that says most: direct, masked or TRM", "neither"),
-    "certificate/unseen": Logged(
+    "certificate/route": LoggedNumber("", "the guarantee that says most: direct, masked or TRM", "neither"),
+    "certificate/unseen": LoggedNumber(
         "1", "a fresh prompt's sequences include one outside the trust region with at most this probability", "worse"
     ),
-    "certificate/alpha": Logged(
+    "certificate/alpha": LoggedNumber(
         "1",
         "what this certificate spends of the run's alpha: at look t of one of k arms, 6 alpha / (pi^2 t^2 k); all of "
         'alpha with `certificate.looks = "once"`',
         "neither",
     ),
-    "certificate/look": Logged("", "number of this look in the run, one per batch; none with `once`", "neither"),
+    "certificate/look": LoggedNumber("", "number of this look in the run, one per batch; none with `once`", "neither"),
 }
 """Every number of `Certificate.as_metrics`, in its order."""
 
@@ -123,8 +124,9 @@ def certify(
     constants: str = "sharp",
     assume: Collection[str] = (),
     fresh: bool = True,
+    prompts: PromptDesign | None = None,
 ) -> Certificate:
-    """What a batch guarantees about J(pi) - J(mu), with probability 1 - alpha.
+    """Derive what a batch guarantees about J(pi) - J(mu), with probability 1 - alpha.
 
     One policy, one look, unless `looks` says otherwise: alpha is then the probability of error of this
     certificate alone, and among k of them (one per update, per checkpoint, per region) one is wrong with
@@ -135,7 +137,7 @@ def certify(
         reward_range: smallest and largest possible reward. Rewards are rescaled to [0, 1] with it,
             results back; a reward outside is refused.
         alpha: largest probability that any statement is wrong, of all certificates that `looks` names.
-        looks: the certificates that are to hold together; None: this one alone. Where it is anytime valid, the
+        looks: the certificates that are to hold together; None: only this one. Where it is anytime valid, the
             batch's sequences are in order of arrival, the answers to a prompt together, and a later look's
             batch begins with an earlier one's.
         constants: of the bounds, "sharp" or "paper" (and the paper's price of rejection).
@@ -144,6 +146,8 @@ def certify(
         fresh: whether the batch was drawn independently of the current policy. It was not if that
             policy has been trained on these prompts' sequences already (a second epoch or
             minibatch): then nothing is certified.
+        prompts: where prompts come more than once, what the batch's `group_ids` number: "listed" distinct prompts, or
+            "drawn" groups of answers, each to a draw of its own. The verdict says what J then averages over.
 
     Raises: `BadValueError` for an empty batch, rewards that are NaN or out of range, responses
         longer than the region's horizon, alpha outside (0, 1); `MethodError` for other constants or
@@ -167,6 +171,8 @@ def certify(
     looks, alpha_total = looks or Looks(), alpha
     alpha = looks.share(alpha_total)
     check_constants(constants)
+    if prompts is not None:
+        check_choice("prompts", prompts, ("listed", "drawn"))
     for name in assume:
         check_choice("assume", name, ("kl", "tv"))
     if len(batch) == 0:
@@ -196,7 +202,9 @@ def certify(
     stand = all(status in ("not falsified", "known") for status in premises.values())
     bound = _unified(region, intervals["kl_seq"], intervals["shift"], constants) if stand and not refuted else None
     exact = all(grades[k] is Grade.EXACT for k in ("kl", *premises))
-    guarantees = _guarantees(intervals, bound, region, premises, measured and exact, constants)
+    guarantees = _guarantees(
+        intervals, bound, region, premises=premises, predictable=measured and exact, constants=constants
+    )
     unscored = int((host["unscored"] > 0).sum())
     normal: dict[str, Estimate] = {}
     if rewards is not None and not unscored:  # an unscored token has only a lower end of its ratio
@@ -221,6 +229,7 @@ def certify(
         bound=None if bound is None else bound.scaled(size),
         guarantees=tuple(g.scaled(size) for g in guarantees),
         fresh=fresh,
+        design=prompts,
         assumes=batch.assumes,
         refuted=refuted,
         unscored=unscored,
@@ -234,7 +243,7 @@ def power(
     alpha: float = 0.05,
     looks: Looks | None = None,
 ) -> dict[int, float]:
-    """How many prompts would certify this gain: by number of prompts, the estimated probability of a certificate.
+    """Estimate the probability of a certificate of this gain, by number of prompts.
 
     The batch's own prompts stand for all: samples of each size are drawn from them with replacement, and the
     direct guarantee is asked whether J(pi) - J(mu) > 0. A plan, not a guarantee: `confidence.power` says what it

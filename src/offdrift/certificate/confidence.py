@@ -47,7 +47,7 @@ class Estimate:
     method: str
 
     def scaled(self, factor: float) -> Estimate:
-        """The same for the variable times a positive number."""
+        """Estimate of the variable times a positive number."""
         return replace(self, mean=factor * self.mean, low=factor * self.low, high=factor * self.high)
 
 
@@ -228,7 +228,7 @@ def _bets(y: Float[np.ndarray, "*samples n"], alpha: float, stops: Sequence[int]
 
 def _estimate(x: Float[np.ndarray, " n"], ends: list[float], alpha: float, method: str) -> Estimate:
     mean = float(x.mean()) if len(x) else math.nan
-    return Estimate(mean, ends[0], ends[1], len(x), alpha, method)
+    return Estimate(mean, ends[0], ends[1], n=len(x), alpha=alpha, method=method)
 
 
 def _checked(x: Float[np.ndarray, " n"], low: float, high: float, alpha: float, sides: str) -> float:
@@ -288,7 +288,9 @@ def clopper_pearson(events: int, draws: int, *, alpha: float = 0.05, sides: str 
     if sides != "high" and events > 0:
         low = 1 - _upper_end(draws - events, draws, share)
     mean = events / draws if draws else math.nan
-    return Estimate(mean, 0.0 if low is None else low, 1.0 if high is None else high, draws, alpha, "Clopper-Pearson")
+    return Estimate(
+        mean, 0.0 if low is None else low, 1.0 if high is None else high, n=draws, alpha=alpha, method="Clopper-Pearson"
+    )
 
 
 def rule_of_three(draws: int, *, alpha: float = 0.05) -> float:
@@ -329,7 +331,7 @@ def _upper_end(events: int, draws: int, alpha: float) -> float:
 
 @dataclass(frozen=True)
 class Looks:
-    """Which certificates share one probability of error and hold together; proofs: docs/certificates.md.
+    """Certificates that share one probability of error and hold together; proofs: docs/certificates.md.
 
         a series     alpha_t = 6 alpha / (pi^2 t^2)    looks 1, 2, ... at new rollouts, of however many policies
         best of K    alpha / K                         K policies judged by the same rollouts, any of them then shown
@@ -367,13 +369,13 @@ class Looks:
             )
 
     def share(self, alpha: float) -> float:
-        """What this certificate may spend of a probability of error: 6 alpha / (pi^2 at^2 of)."""
+        """Share of a probability of error that this certificate may spend: 6 alpha / (pi^2 at^2 of)."""
         spent = alpha if self.at is None else 6 * alpha / (math.pi * self.at) ** 2
         return spent / self.of
 
     @property
     def covers(self) -> str:
-        """What a confidence is about, in words to be shown beside it."""
+        """Subject of a confidence, in words to be shown beside it."""
         one_of = f"one of {self.of} policies"
         if self.at is not None:
             at = f" at {one_of}" if self.of > 1 else ""
@@ -385,7 +387,7 @@ class Looks:
 
     @property
     def provided(self) -> str:
-        """What `covers` takes for granted."""
+        """Condition that `covers` takes for granted, in words."""
         if self.at is not None:
             what = "one policy each" if self.of == 1 else f"at most {self.of} policies each"
             return f"looks are numbered 1, 2, ... without leaving one out, at rollouts of their own, and judge {what}"

@@ -28,8 +28,11 @@ from jaxtyping import Float
 from offdrift.certificate.bounds import Bound, check_constants, unified
 from offdrift.certificate.confidence import Estimate, Looks
 from offdrift.certificate.premises import Limits
+from offdrift.certificate.prompts import AVERAGED, DRAWS, PromptDesign
 from offdrift.certificate.regions import TrustRegion
 from offdrift.errors import BadValueError
+from offdrift.notebook import box, brief, chart, columns_of, frame, paragraph, table
+from offdrift.texts import as_json
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Guarantee:
         return surrogate - self.error - self.price
 
     def scaled(self, factor: float) -> Guarantee:
-        """The same for rewards in a range of size `factor`."""
+        """Rescale the guarantee to rewards in a range of size `factor`."""
         return replace(self, error=factor * self.error, price=factor * self.price)
 
 
@@ -174,21 +177,23 @@ def three_policy(
     return Guarantee("three-policy", "surrogate", error, 0.0, ())
 
 
+VIOLATED, UNMEASURED = "violated by a token of the sample", "not measured"
+"""What is said of a premise that fell, and of one that nothing was measured for."""
 Status = Literal["falsified", "not falsified", "known", "unknown"]
 
 ALWAYS = (
-    "prompts are independent draws of one distribution, answered by one rollout policy whose log-probs were recorded",
+    "answered by one rollout policy whose log-probs were recorded",
     "the current policy did not learn from these prompts",
 )
-"""What every confidence statement takes for granted, besides `Looks.provided`."""
+"""What every confidence statement takes for granted, besides `Looks.provided` and, before it, `prompts.DRAWS`."""
 
 ABOUT = "J = E[R], the mean reward of a response"
 """What every certificate is about; aggregation and normalization of the trained objective may raise another return."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Certificate:
-    """What a batch says about J(pi) - J(mu). Rewards, J, surrogates and bounds in units of reward.
+    """Statements of a batch about J(pi) - J(mu). Rewards, J, surrogates and bounds in units of reward.
 
     All intervals of `estimates` and the limit `unseen` hold together with probability 1 - alpha;
     each carries its own share. All certificates that `looks` names hold together with probability
@@ -232,6 +237,8 @@ class Certificate:
     """Lower bounds on J(pi) - J(mu) that this batch supports."""
     fresh: bool
     """Whether the batch was drawn independently of the current policy, and nothing was chosen by its rewards."""
+    design: PromptDesign | None = None
+    """Of prompts that come more than once; None where none does."""
     assumes: frozenset[str] = frozenset()
     """What the evidence itself takes for granted."""
     refuted: int = 0
@@ -288,7 +295,7 @@ class Certificate:
 
     @property
     def advice(self) -> str | None:
-        """What to record instead, where top-k evidence leaves open whether a token met the KL limit."""
+        """Advice on what to record instead, where top-k evidence leaves open whether a token met the KL limit."""
         low, high = self.delta_seen
         if self.grades["kl"] in ("exact", "sampled") or not low <= self.region.delta < high:
             return None
@@ -301,10 +308,15 @@ class Certificate:
 
     @property
     def holds_for(self) -> str:
-        """What the confidence is about, and what this certificate spends of it, if not all."""
+        """Subject of the confidence, and the share that this certificate spends of it, if not all."""
         if self.alpha == self.alpha_total:
             return self.looks.covers
         return f"{self.looks.covers}, which spends {self.alpha:.2g} of {self.alpha_total:g}"
+
+    @property
+    def averages_over(self) -> str:
+        """The prompts that J is a mean over."""
+        return AVERAGED[self.design]
 
     @property
     def verdict(self) -> str:
@@ -319,29 +331,26 @@ class Certificate:
             )
         confidence = f"with probability {1 - self.alpha_total:g} ({self.holds_for}; {best.name})"
         assumed = [] if best.surrogate == "gain" else sorted(self.assumes)
-        provided = "; ".join([*best.provided, *assumed, *ALWAYS, self.looks.provided])
+        drawn = f"{DRAWS[self.design]}, {ALWAYS[0]}"
+        provided = "; ".join([*best.provided, *assumed, drawn, *ALWAYS[1:], self.looks.provided])
+        provided = f"{self.averages_over}; provided: {provided}"
         if self.certified:
-            return f"J improves by at least {self.gain_low:.4g} {confidence}, provided: {provided}"
+            return f"J improves by at least {self.gain_low:.4g} {confidence}; {provided}"
         reasons = "; ".join(text for _, text in sorted(self._reasons(), reverse=True))
-        return (
-            f"no certificate: {reasons}. W{confidence[1:]} J changes by at least "
-            f"{self.gain_low:.4g}, provided: {provided}"
-        )
+        return f"no certificate: {reasons}. W{confidence[1:]} J changes by at least {self.gain_low:.4g}; {provided}"
 
     def _reasons(self) -> list[tuple[float, str]]:
         """Why nothing is certified, with how much each costs."""
         gain = self.estimates["gain"]
-        reasons = [
-            (
-                gain.mean - gain.low,
-                f"sampling error {gain.mean - gain.low:.3g} over {gain.n} independent prompts, "
-                f"where J changed by an estimated {gain.mean:+.3g}",
-            )
-        ]
+        error = gain.mean - gain.low
+        words = f"sampling error {error:.3g} over {gain.n} independent prompts, where J changed by an estimated "
+        # The error falls with the root of their number.
+        enough = f" (about {gain.n * (error / gain.mean) ** 2:,.0f} prompts could tell)" if gain.mean > 0 else ""
+        reasons = [(error, f"{words}{gain.mean:+.3g}{enough}")]
         limits = {"kl": f"KL <= {self.region.delta:g}", "tv": f"TV <= {self.region.eps or 0:g}"}
         for name, status in self.premises.items():
             if status in ("falsified", "unknown"):
-                reasons.append((math.inf, f"{limits[name]} is {status}"))
+                reasons.append((math.inf, f"{limits[name]} is {VIOLATED if status == 'falsified' else UNMEASURED}"))
         if self.refuted:
             words = " and ".join(sorted(self.assumes))
             reasons.append((math.inf, f"{self.refuted} sequences contradict {words}"))
@@ -384,6 +393,52 @@ class Certificate:
         }
         return {f"certificate/{name}": _plain(x) for name, x in metrics.items()}
 
+    @property
+    def metrics(self) -> dict[str, float | str | None]:
+        """Numbers for a log, by name: `as_metrics`."""
+        return self.as_metrics()
+
+    def to_frame(self) -> Any:
+        """The guarantees as a frame of pandas or polars, a row for each: what it starts from, its cost, its gain.
+
+        Raises: `OffdriftError` if neither is installed.
+        """
+        return frame(columns_of(self._rows()) or {name: [] for name in ("name", "gain")})
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Everything (`as_dict`) as JSON; null for infinite and missing numbers."""
+        return as_json(self.as_dict(), indent)
+
+    def __repr__(self) -> str:
+        """The start of the verdict, and the amount of evidence."""
+        counts = f"{self.sequences:,} sequences, {self.prompts:,} prompts, {self.constants} constants"
+        return brief(f"Certificate: {self.verdict}", f"  {counts}, alpha {self.alpha:.3g}")
+
+    def _repr_html_(self) -> str:
+        head = ("guarantee", "starts from, at least", "error", "price", "gain, at least")
+        keys = ("surrogate_low", "error", "price", "gain")
+        rows = [(row["name"], *(f"{row[key]:.4g}" for key in keys)) for row in self._rows()]
+        level = "ok" if self.certified else "watch"
+        word = "Certified" if self.certified else "No certificate"
+        shape = chart(self.mean_tv.tolist(), name="mean TV by position")
+        along = table([("mean TV by position", shape)]) if shape else ""
+        return box(paragraph(self.verdict, strong=word, level=level), table(rows, head) if rows else "", along)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Every guarantee beside what it starts from and what it comes to."""
+        return [
+            {
+                "name": g.name,
+                "surrogate": g.surrogate,
+                "surrogate_low": self.estimates[g.surrogate].low,
+                "error": g.error,
+                "price": g.price,
+                "gain": self.gain_of(g),
+                "provided": "; ".join(g.provided),
+            }
+            for g in self.guarantees
+        ]
+
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON; infinite and missing numbers are None."""
         proven = {k: None if k in self.unfounded else e for k, e in self.estimates.items()}
@@ -393,15 +448,15 @@ class Certificate:
 
 
 FIELDS = (
-    "verdict certified gain_low alpha alpha_total holds_for look of anytime about constants region sequences prompts "
-    "fresh grades assumes refuted unscored premises delta_seen eps_seen kl_seq unseen advice mean_tv estimates "
-    "asymptotic bound margin guarantees"
+    "verdict certified gain_low alpha alpha_total holds_for look of anytime about averages_over constants region "
+    "sequences prompts fresh grades assumes refuted unscored premises delta_seen eps_seen kl_seq unseen advice "
+    "mean_tv estimates asymptotic bound margin guarantees"
 )
 """Keys of `Certificate.as_dict`, in its order."""
 
 
 def _plain(x: Any) -> Any:
-    """The same as JSON has it: None for numbers that are not finite, dicts for dataclasses, lists for the rest."""
+    """Convert to JSON's types: None for numbers that are not finite, dicts for dataclasses, lists for the rest."""
     if is_dataclass(x):
         x = vars(x)
     if isinstance(x, Mapping):

@@ -120,7 +120,7 @@ def total_shift(horizon: int, *, delta: float, eps: float = 1.0, cap: float = 1.
 
 
 def route_ends(steps: int, *, delta: float, eps: float, cap: float = 1.0) -> tuple[int, int]:
-    """How far each route to the context shift is the smallest, in tokens.
+    """Return the last tokens at which the first two routes to the context shift are the smallest.
 
         k eps              for k = 1 .. a,       a = min(delta / (2 eps^2), cap / eps)
         sqrt(k delta / 2)  for k = a+1 .. b,     b = 2 cap^2 / delta

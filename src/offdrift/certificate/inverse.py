@@ -213,7 +213,7 @@ def route_crossovers(
     tv_seq: float | int | None = None,
     of: str = "context",
 ) -> list[Route]:
-    """Where along a sequence each route to the shift of Lemma 3.2, or of Theorem 3.6, is smallest.
+    """Stretches of a sequence where each route to the shift of Lemma 3.2, or of Theorem 3.6, is smallest.
 
         context at position t:  k = t - 1,  min(1, k eps, sqrt(k delta/2), TV_seq, sqrt(KL_seq/2))
         future of position t:   k = T - t,  min(1, k eps, sqrt(k delta/2))

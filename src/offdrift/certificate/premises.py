@@ -24,7 +24,7 @@ _SLACK = 1e-6  # relative; a mean and a maximum taken in float32 may cross by a 
 
 
 class Limits(TypedDict, total=False):
-    """What `premises` takes, for functions that hand it on."""
+    """Arguments of `premises`, for functions that hand them on."""
 
     horizon: Required[int]
     delta: Required[Number]
@@ -153,7 +153,18 @@ def premises(
         beyond |= dict.fromkeys(("kl_rewarded", "kl_unrewarded"), (kl, "kl_seq"))
     further = {name: _tightened(name, numbers[name], *limit, notes) for name, limit in beyond.items()}
     sd = reward_range / 2 if reward_sd is None else min(float(reward_sd), reward_range / 2)
-    return Premises(horizon, delta, token_tv, kl, tv, capped, notes, numbers["chi2"], sd, **further)
+    return Premises(
+        horizon,
+        delta,
+        token_tv,
+        kl_seq=kl,
+        tv_seq=tv,
+        mean_tv=capped,
+        notes=notes,
+        chi2=numbers["chi2"],
+        reward_sd=sd,
+        **further,
+    )
 
 
 def _tightened(name: str, value: float | None, limit: float, limit_name: str, notes: dict[str, str]) -> float:

@@ -90,7 +90,7 @@ def length_neutral(mean_score: float, *, constants: str = "paper") -> float:
 
 
 def sample_ratio_error(*, horizon: int, tau: float, constants: str = "paper") -> float:
-    """How far the masked surrogate can be from the accepted gain if accepted |log w_t| <= tau.
+    """Bound the distance of the masked surrogate from the accepted gain if accepted |log w_t| <= tau.
 
     With l_t = log w_t, the two differ on an accepted sequence by
 

@@ -88,7 +88,7 @@ def reward_columns(host: HostEvidence, rewards: Column, accepted: Bool[np.ndarra
 
 
 class Variable(NamedTuple):
-    """What is averaged over sequences to estimate an expectation, and what is known of it beforehand."""
+    """Values averaged over sequences to estimate an expectation, and their range, known beforehand."""
 
     values: Column
     low: float
@@ -172,14 +172,14 @@ def _prefix_error(host: HostEvidence, rewards: Column, accepted: Bool[np.ndarray
     """
     answered = np.where(accepted, rewards, 0.0)
     log_w = np.where(accepted, np.minimum(host["log_product"], math.log(1e9)), 0.0)
-    whole = np.minimum(np.expm1(log_w) - log_w, K3_CAP)
-    return host["prefix_kl"] - (1 - answered) * np.minimum(host["prefix_k3"], K3_CAP) - answered * whole
+    sequence_k3 = np.minimum(np.expm1(log_w) - log_w, K3_CAP)
+    return host["prefix_kl"] - (1 - answered) * np.minimum(host["prefix_k3"], K3_CAP) - answered * sequence_k3
 
 
 def normal_intervals(
     host: HostEvidence, rewards: Column, accepted: Bool[np.ndarray, " b"], *, alpha: float
 ) -> dict[str, Estimate]:
-    """The same means of gain and surrogates with normal intervals: asymptotic, not a guarantee."""
+    """Estimate means of gain and surrogates with normal intervals: asymptotic, not a guarantee."""
     columns: Mapping[str, Column] = reward_columns(host, rewards, accepted)
     return {k: asymptotic(cluster_means(x, host.group_ids), alpha=alpha) for k, x in columns.items()}
 
@@ -235,7 +235,7 @@ def _draws(x: Column, host: HostEvidence, anytime: bool) -> Float[np.ndarray, " 
 
 
 def _masked_range(region: TrustRegion) -> tuple[float, float]:
-    """Where sum_t (w_t - 1) of an accepted sequence lies, and 0 of a rejected one."""
+    """Range of sum_t (w_t - 1) of an accepted sequence, and of the 0 of a rejected one."""
     if region.tau is None:
         return -float(region.horizon), math.inf
     high = region.horizon * math.expm1(region.tau) if region.tau < 700 else math.inf

@@ -78,7 +78,7 @@ class EngineSpec:
         return EngineSpec(kind, dtype or KINDS.get(kind, "float32"), named)
 
     def with_(self, *, dtype: str | None = None, **options: Option) -> EngineSpec:
-        """The same with another dtype, or with options added or replaced."""
+        """Return the spec with another dtype, or with options added or replaced."""
         return replace(self, dtype=dtype or self.dtype, options={**self.options, **options})
 
     def __str__(self) -> str:

@@ -9,17 +9,20 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from offdrift.check.bench import Bench, EngineSpec, Pair
+from offdrift.check.branches import branches
+from offdrift.check.claim import claimed_equal, with_module
 from offdrift.check.equality import attempted, bisect, determinism, repeated
 from offdrift.check.factors.base import Factor, Outcome
 from offdrift.check.measure import Measured, measure
+from offdrift.check.precision import Explained, explained, unexplained, without_precision
 from offdrift.check.recommend import Level, broken_record, defects, level_of, recommended, sentence, thresholds, worst
 from offdrift.errors import BadValueError, RecordError
 from offdrift.judge import Context, Rules, diagnose, load_rules, num_experts, verdict
@@ -56,14 +59,15 @@ def check(
     left_out: Sequence[tuple[Factor, str]] = (),
     noise: bool = True,
     layers: bool = False,
+    claim: Literal["equal"] | None = None,
     max_kl: float | None = None,
     rules: Rules | None = None,
     watch: Watch = lambda stage, done, total: None,
 ) -> dict[str, Any]:
     """The content of `check.json`: baseline, noise, factors, thresholds, findings, verdict, recommendation.
 
-    An interrupt (Ctrl-C) after the baseline ends the check; what was measured is returned, with
-    `"interrupted": true`.
+    An interrupt (Ctrl-C) after the baseline ends the check; what was measured is returned, with `"interrupted": true`,
+    `"passed": null`, and the verdict "interrupted": no level, and how far it came.
 
     Args:
         rollout, train: the engines that sample the tokens and that rescore them.
@@ -71,6 +75,7 @@ def check(
         left_out: factors that are not run, and how to run each; rows of status "skipped".
         noise: also measure each engine against itself, and whether it is deterministic.
         layers: also find the first module whose output differs between the engines.
+        claim: "equal": every log-prob has the same bits in both engines; without that the check has not passed.
         max_kl: the largest mean KL(rollout || train) per token to pass with, nats.
         rules: of the diagnosis; default: the built-in ones.
         watch: called before each stage.
@@ -80,27 +85,36 @@ def check(
     check_max_kl(max_kl)
     rules = rules or load_rules()  # a rule that cannot be read must not cost the measurements
     started, pair = time.monotonic(), Pair(rollout, train)
-    total = 2 + 3 * noise + layers + len(factors)
+    total = 3 + 3 * noise + (claim is not None) + layers + len(factors)
     bench.train_model(train)  # an impossible training engine is refused before sampling
     watch(f"drawing with {rollout}", 0, total)
     rollouts = bench.rollouts(rollout)
     watch(f"scoring with {train}", 1, total)
     baseline = measure(bench, rollouts, train, details=True)
+    precision = Explained(rollouts.provenance.dtype, "the check was interrupted", limits=rules.limits)
     noises: dict[str, Any] = {}
     equality: dict[str, Any] = {}
     outcomes: list[Outcome] = []
-    interrupted = False
+    interrupted, equal = False, None
     try:
+        watch("what precision explains", 2, total)
+        precision = explained(bench, rollouts, baseline, train, rules.limits)
         if noise:
-            watch("drawing again", 2, total)
+            watch("drawing again", 3, total)
             noises["repeat"] = repeated(rollouts, bench.rollouts(rollout, repeat=1))
-            watch("the training engine against itself", 3, total)
+            watch("the training engine against itself", 4, total)
             noises["null"] = null_pair(bench, train)
-            watch("other batches", 4, total)
+            watch("other batches", 5, total)
             equality["deterministic"] = attempted(determinism, bench, rollout, train)
-        if layers:
+        if claim is not None:
+            watch("every bit", total - len(factors) - 1 - layers, total)
+            equal = claimed_equal(bench, rollouts, baseline, train)
+            equality["claim"] = equal.as_dict()
+        if layers or (equal is not None and not equal.equal):
             watch("layer by layer", total - len(factors) - 1, total)
             equality["bisect"] = attempted(bisect, bench, rollout, train)
+            if equal is not None:
+                equality["claim"] = with_module(equal, equality["bisect"])
         for i, factor in enumerate(factors):
             watch(factor.name, total - len(factors) + i, total)
             outcomes.append(factor.run(bench, pair, baseline))
@@ -112,11 +126,16 @@ def check(
     baseline = replace(baseline, delta_router=routing[0] if routing else math.nan)
     done = {outcome.factor for outcome in outcomes}
     stopped = [(f, "the check was interrupted") for f in factors if f.name not in done]
-    not_run = []
-    for factor, why in [*stopped, *left_out]:
-        lacking = factor.lacking(bench, rollout)
-        status = "not offered" if lacking else "skipped"
-        not_run.append(Outcome.without(factor, status, lacking or why))
+    not_run = _not_run(bench, rollout, [*stopped, *left_out])
+    mixture = num_experts(bench.model) > 1
+    concluded = _judged(
+        baseline, precision, rollouts, outcomes=outcomes, pair=pair, rules=rules, mixture=mixture, max_kl=max_kl
+    )
+    if entry := equality.get("claim"):
+        concluded["verdict"] = claim_verdict(entry, concluded["verdict"])
+        concluded["passed"] &= entry["equal"]
+    if interrupted:
+        concluded |= _incomplete(concluded["verdict"], len(outcomes), len(factors))
     return plain(
         {
             "format": FORMAT,
@@ -124,23 +143,53 @@ def check(
             "offdrift": version("offdrift"),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "interrupted": interrupted,
-            "model": bench.name,
-            "rollout": _side(rollout, rollouts.provenance.engine_version),
-            "train": _side(train, version("transformers")),
-            "sampling": asdict(rollouts.provenance.sampling),
-            "seed": bench.seed,
-            "evidence": type(rollouts.evidence).__name__,
-            "prompts": len({tuple(p) for p in bench.prompts}),
+            **_facts(bench, rollout, train, rollouts),
             "sequences": baseline.sequences,
             "tokens": baseline.tokens,
             "seconds": seconds,
             "baseline": {n: getattr(baseline, n) for n in OWN_NUMBERS} | dict(baseline.metrics),
+            "precision": precision.as_dict(),
             "noise": {**noises, "kl_mean_se": baseline.kl_se},
             **equality,
             "factors": [o.as_dict() for o in [*outcomes, *not_run]],
-            **_judged(baseline, rollouts, outcomes, pair, rules, mixture=num_experts(bench.model) > 1, max_kl=max_kl),
+            **concluded,
         }
     )
+
+
+def _facts(bench: Bench, rollout: EngineSpec, train: EngineSpec, rollouts: Rollouts) -> dict[str, Any]:
+    """Entries of `check.json` about what was compared: model, engines, sampling, evidence and prompts."""
+    return {
+        "model": bench.name,
+        "rollout": side(rollout, rollouts.provenance.engine_version),
+        "train": side(train, version("transformers")),
+        "sampling": asdict(rollouts.provenance.sampling),
+        "seed": bench.seed,
+        "evidence": type(rollouts.evidence).__name__,
+        "prompts": len({tuple(p) for p in bench.prompts}),
+    }
+
+
+def _not_run(bench: Bench, rollout: EngineSpec, factors: Sequence[tuple[Factor, str]]) -> list[Outcome]:
+    """Rows of factors that were not run, each with why: the engine does not have it, or the reason given."""
+    rows = []
+    for factor, why in factors:
+        lacking = factor.lacking(bench, rollout)
+        rows.append(Outcome.without(factor, "not offered" if lacking else "skipped", lacking or why))
+    return rows
+
+
+def _incomplete(so_far: Mapping[str, Any], done: int, factors: int) -> dict[str, Any]:
+    """Verdict of a check that was interrupted after some of its factors: no level, neither passed nor failed."""
+    came = f"Interrupted after {done} of {factors} factors: incomplete, neither passed nor failed."
+    text = f"{came} So far: {so_far['text']}"
+    return {"verdict": {"level": "interrupted", "text": text, "so_far": so_far}, "passed": None}
+
+
+def claim_verdict(claim: Mapping[str, Any], verdict: Mapping[str, Any]) -> dict[str, Any]:
+    """The verdict of a check that was to prove equality: the claim first."""
+    level = verdict["level"] if claim["equal"] else worst([verdict["level"], "act"])
+    return {"level": level, "text": f"{claim['text'][:1].upper()}{claim['text'][1:]}. {verdict['text']}"}
 
 
 def check_max_kl(max_kl: float | None) -> None:
@@ -151,15 +200,16 @@ def check_max_kl(max_kl: float | None) -> None:
 
 def _judged(
     baseline: Measured,
+    precision: Explained,
     rollouts: Rollouts,
     outcomes: Sequence[Outcome],
+    *,
     pair: Pair,
     rules: Rules,
-    *,
     mixture: bool,
     max_kl: float | None,
 ) -> dict[str, Any]:
-    """What `check.json` concludes from the numbers: thresholds, findings, verdict, recommendation."""
+    """Judge the measurements for `check.json`: thresholds, findings, verdict and recommendation."""
     sampling = rollouts.provenance.sampling
     rows = thresholds(baseline, rules.limits)
     context = Context(
@@ -169,26 +219,35 @@ def _judged(
         overall=baseline.metrics,
     )
     diagnosed = diagnose([{"step": 0.0, **baseline.metrics}], context=context, rules=rules)
+    diagnosed = without_precision(diagnosed, precision, rollouts.provenance.dtype, pair.train.dtype)
     own = broken_record(rows, sampling)
-    findings = [f for f in own if f.cause not in {d.cause for d in diagnosed}] + diagnosed
+    other = [] if own else unexplained(precision)  # a wrong record explains any difference
+    findings = [*(f for f in own if f.cause not in {d.cause for d in diagnosed}), *other, *diagnosed]
     wrong = defects(outcomes)
     severities: list[Level] = [f.severity for f in findings if f.severity != "info"]
     level: Level = "stop" if wrong else worst([level_of(rows), *severities])
-    text = sentence(baseline, rows, pair=f"{pair.rollout} against {pair.train}", wrong=wrong)
-    if not wrong and level != level_of(rows):  # a finding of the diagnosis decided
-        text += f" {verdict(findings)['text']}"
+    size = sentence(baseline, rows, pair=f"{pair.rollout} against {pair.train}", wrong=wrong, precision=precision)
+    text = (
+        size
+        if wrong or other or level == level_of(rows)
+        else f"{size} {verdict(findings, limits=rules.limits)['text']}"
+    )
     return {
         "thresholds": rows,
-        "limits": rules.limits,
+        **rules.as_record(),
         "findings": on_page((f.as_dict() for f in findings), PAGE),
         "verdict": {"level": level, "text": text},
-        "recommended": recommended(baseline, level=level, mixture_of_experts=mixture),
+        "recommended": recommended(
+            baseline, level=level, findings=findings, mixture_of_experts=mixture, limits=rules.limits
+        ),
+        "branches": branches(pair, outcomes),
         "max_kl": max_kl,
-        "passed": level != "stop" and (max_kl is None or baseline.kl_mean <= max_kl),
+        "passed": level != "stop" and not other and (max_kl is None or baseline.kl_mean <= max_kl),
     }
 
 
-def _side(spec: EngineSpec, engine_version: str) -> dict[str, Any]:
+def side(spec: EngineSpec, engine_version: str) -> dict[str, Any]:
+    """Entry of `check.json` about one engine."""
     return {
         "engine": spec.kind,
         "engine_version": engine_version,

@@ -1,4 +1,4 @@
-"""Whether an engine gives the same bits again, and the first layer in which two engines part.
+"""Test that an engine repeats its results bit by bit, and find the first layer in which two engines differ.
 
 `determinism` repeats what a check has drawn and scored: once more, and in smaller batches. `bisect` runs both engines
 along one response, and compares the outputs of their modules in the order in which the training engine computes them.

@@ -18,6 +18,7 @@ from offdrift.check.rescore import THETAS, Scored
 from offdrift.divergence.evidence import Divergence
 from offdrift.records.batch import Logged
 from offdrift.records.rollouts import Rollouts
+from offdrift.segments import Segments
 from offdrift.stats import DriftStats, signature, summarize
 
 NAN = math.nan
@@ -101,7 +102,7 @@ def measured(rollouts: Rollouts, scored: Scored) -> Measured:
         tokens=len(rollouts.tokens),
         sequences=rollouts.num_sequences,
         metrics=metrics,
-        kl_se=NAN if kl is None else clustered_error(kl, log),
+        kl_se=NAN if kl is None else clustered_error(kl, log.segments),
         tv_p95=NAN if tv is None else float(torch.quantile(tv.double(), 0.95)),
         chi2_exact=_mean(scored.chi2),
         record_deviation=_mean(deviation),
@@ -137,16 +138,16 @@ def metrics_of(log: Logged) -> dict[str, float]:
     return {name: x for name, x in metrics.items() if not name.startswith("staleness/")}
 
 
-def clustered_error(x: Float[Tensor, " n"], log: Logged) -> float:
+def clustered_error(x: Float[Tensor, " n"], segments: Segments) -> float:
     """Standard error of a mean over tokens, clustered by sequence; NaN for one sequence.
 
     sqrt(b / (b - 1) sum_i (S_i - xbar T_i)^2) / n,   S_i the sum over sequence i, T_i its length
     """
-    b, n = log.num_sequences, log.num_tokens
+    b, n = len(segments.lengths), len(x)
     if b < 2:
         return NAN
     x = x.double()
-    residuals = log.segments.sum(x - x.mean())
+    residuals = segments.sum(x - x.mean())
     return math.sqrt(b / (b - 1) * float(residuals.square().sum())) / n
 
 

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from offdrift.check.check import PAGE
-from offdrift.check.view import BUDGET, OUTSIDE, bisected, by_kind, cited, correlation_or_short, threshold_rows, times
+from offdrift.check.view import (
+    BUDGET,
+    BUDGETS,
+    LIVE_NOTE,
+    NAMES,
+    OUTSIDE,
+    bisected,
+    by_kind,
+    cited,
+    correlation_or_short,
+    live_rows,
+    precision_words,
+    threshold_rows,
+    times,
+)
 from offdrift.show.charts import Chart, Series, chart_data
-from offdrift.show.headline import Headline, all_numbers, best_of, common_context, correlation, judged
+from offdrift.show.headline import Headline, all_numbers, best_of, common_context, correlation, judged, thresholds
 from offdrift.show.html import STYLES, render_document, write_document
 from offdrift.show.json_access import Fields, at, mapping, number, rows, text
 from offdrift.show.numbers import duration, flatten, percent, short
@@ -37,8 +52,6 @@ HEADLINES = (
 """Judged as, title, unit, how it is written, over what, and metrics by preference."""
 LOWEST = 10**-7.8
 """Smallest share of the largest KL that the chart shows: the axis has eight decades."""
-HALF, DOUBLE = 0.5, 2.0
-"""Factors of the baseline's KL beyond which a row is marked."""
 
 
 def write_check_page(check: Mapping[str, Any], folder: Path) -> Path:
@@ -58,7 +71,9 @@ def render_check(check: Mapping[str, Any]) -> str:
     seconds = number(check.get("seconds"))
     took = [] if seconds is None else [f"took {duration(seconds)}"]
     recommended = mapping(check.get("recommended"))
-    snippets = {k: v for k, v in mapping(recommended.get("snippets")).items() if isinstance(v, str)}
+    later = mapping(recommended.get("then")) if not text(recommended.get("method")) else {}
+    configurations = mapping(recommended.get("snippets")) or mapping(later.get("snippets"))
+    snippets = {k: v for k, v in configurations.items() if isinstance(v, str)}
     context = {
         **common_context(check),
         "title": text(check.get("model")) or "two engines",
@@ -67,7 +82,9 @@ def render_check(check: Mapping[str, Any]) -> str:
             for name, keys in dict.fromkeys(("rollout", "train"), ("engine", "engine_version", "dtype")).items()
         ],
         "counts": [f"{n:,.0f} {k}" for k, n in counts if n is not None] + took,
-        "headlines": check_headlines(check),
+        "headlines": [] if live_rows(check) else check_headlines(check),
+        "live": live_rows(check),
+        "live_note": LIVE_NOTE,
         "passed": check.get("passed") if isinstance(check.get("passed"), bool) else None,
         "max_kl": number(check.get("max_kl")),
         "interrupted": bool(check.get("interrupted")),
@@ -75,13 +92,16 @@ def render_check(check: Mapping[str, Any]) -> str:
         "factor_numbers": FACTOR_NUMBERS,
         "write": {"pearson": correlation, "ratio": times},
         "number_of": number,
-        "marked": _marked,
+        "marked": partial(_marked, limits=thresholds(check)),
         "not_run": [f for f in factors if text(f.get("status")) != "ran"],
         "chart": chart,
         "thresholds": _thresholds(check),
         "recommended": recommended,
         "acceptance": percent(number(recommended.get("acceptance"))),
         "settings": list(flatten(mapping(recommended.get("settings")))),
+        "later": text(later.get("method")),
+        "later_settings": list(flatten(mapping(later.get("settings")))),
+        "branches": rows(check.get("branches")),
         "snippets": list(snippets.items()),
         "numbers": all_numbers(mapping(check.get("baseline"))),
         "noise": [(k, _short_if_number(v)) for k, v in flatten(mapping(check.get("noise")))],
@@ -106,7 +126,19 @@ def check_headlines(check: Fields) -> list[Headline]:
         value = number(baseline[metric]) or 0.0
         level, judgement = judge[slot].of(value) if slot in judge else ("", "")
         meaning = f"{metric}, at the same weights."
-        headlines.append(Headline(metric, title, write(value), unit, about, level, judgement, meaning, ()))
+        headlines.append(
+            Headline(
+                metric,
+                title,
+                write(value),
+                unit=unit,
+                about=about,
+                level=level,
+                comparison=judgement,
+                meaning=meaning,
+                series=(),
+            )
+        )
     return headlines[:3]
 
 
@@ -138,16 +170,17 @@ def factor_chart(check: Fields) -> Chart:
     )
 
 
-def _marked(factor: Fields) -> str:
-    """Mark of a factor: "better" where it removes half of the KL, "flagged" where it doubles it."""
+def _marked(factor: Fields, limits: Mapping[str, float]) -> str:
+    """Mark of a factor by KL with it over that without: "better" below `factor_better`, "flagged" above
+    `factor_worse`."""
     ratio = number(factor.get("ratio"))
     if ratio is None:
         return ""
-    return "better" if ratio < HALF else "flagged" if ratio > DOUBLE else ""
+    return "better" if ratio < limits["factor_better"] else "flagged" if ratio > limits["factor_worse"] else ""
 
 
 def _thresholds(check: Fields) -> dict[str, Any]:
-    """Rows, sources and, where a budget is missed, the note about it."""
+    """Limits of health, budgets, sources and, where a budget is missed, the note about it."""
     table = threshold_rows(check)
     sources = cited(table)
     shown = [
@@ -160,20 +193,29 @@ def _thresholds(check: Fields) -> dict[str, Any]:
             "flagged": not (row.holds or row.outside),
             "cited": [sources.index(s) + 1 for s in row.sources],
             "missed": row.missed,
+            "name": NAMES.get(row.metric, ""),
+            "budget": row.budget,
         }
         for row in table
     ]
-    budget = f"{OUTSIDE} {BUDGET}" if any(row.outside for row in table) else ""
-    return {"rows": shown, "sources": sources, "budget": budget}
+    note = f"{OUTSIDE} {BUDGET}" if any(row.outside for row in table) else ""
+    return {
+        "rows": [row for row in shown if not row["budget"]],
+        "budgets": [row for row in shown if row["budget"]],
+        "about_budgets": BUDGETS,
+        "sources": sources,
+        "note": note,
+    }
 
 
 def _equality(check: Fields) -> list[tuple[str, str]]:
-    """Whether each engine is deterministic, and the first module that differs."""
+    """Rows on determinism of each engine and on the first module whose output differs."""
     row = mapping(check.get("deterministic"))
     sides = [(name, text(at(row, name, "text"))) for name in ("rollout", "train")]
     lines = [(f"{name} engine deterministic", words) for name, words in sides if words]
     if why := text(row.get("why")):
         lines.append(("deterministic", f"not measured: {why}"))
+    lines += [("explained by precision", words) for words in (precision_words(check),) if words]
     return lines + [("layer by layer", words) for words in (bisected(check),) if words]
 
 

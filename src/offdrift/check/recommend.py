@@ -23,12 +23,14 @@ from torch import Tensor
 
 from offdrift.batch_info import BatchInfo
 from offdrift.certificate.confidence import clopper_pearson
+from offdrift.check.branches import STALE_METHOD
 from offdrift.check.factors.base import Outcome
 from offdrift.check.measure import Measured
+from offdrift.check.precision import Explained
 from offdrift.correction.statistics import statistic
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import BadValueError, EvidenceError
-from offdrift.judge import Evidence, Finding, load_rules
+from offdrift.judge import Evidence, Finding, decide, load_rules
 from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS, override
 from offdrift.ratios import stopped_log_ratio
@@ -210,14 +212,14 @@ PROCESSED = (
     "They were taken before the temperature or the filter, or after another one than was sampled from. "
     "Every ratio is then wrong, and clipping hides it."
 )
-WIDE = "outside the conjectured budget: a correction may help"
+WIDE = "outside the conjectured budget, as bfloat16 alone is: nothing is broken"
 
 
 RELATIONS = {"<": operator.lt, "<=": operator.le, ">=": operator.ge, ">": operator.gt}
 
 
 @dataclass(frozen=True)
-class Threshold:
+class HealthLimit:
     """One row: a number of the baseline, its limit, and the verdict if it is missed."""
 
     metric: str
@@ -239,36 +241,36 @@ def _metric(name: str) -> Callable[[Measured], float]:
 
 _ppl_ratio = _metric("mismatch/ppl_ratio")
 
-THRESHOLDS: tuple[Threshold, ...] = (
-    Threshold("record_deviation", lambda m: m.record_deviation, "<", "record_deviation", "stop", "record", CONTRACT,
+THRESHOLDS: tuple[HealthLimit, ...] = (
+    HealthLimit("record_deviation", lambda m: m.record_deviation, "<", "record_deviation", "stop", "record", CONTRACT,
               "the engine reports other log-probs than those of the distribution it recorded: raw ones under a "
               "temperature, or another token's"),
-    Threshold("drawn_z", lambda m: abs(m.drawn_z), "<", "drawn_z", "stop", "record", CONTRACT,
+    HealthLimit("drawn_z", lambda m: abs(m.drawn_z), "<", "drawn_z", "stop", "record", CONTRACT,
               "the tokens were not drawn from the distribution that the engine recorded: raw log-probs under a "
               "temperature or a filter"),
-    Threshold("mismatch/pearson", lambda m: m.pearson, ">=", "pearson_broken", "stop", "size", TREE,
+    HealthLimit("mismatch/pearson", lambda m: m.pearson, ">=", "pearson_broken", "stop", "size", TREE,
               "probabilities hardly correlate: the engines do not compute the same model"),
-    Threshold("mismatch/pearson", lambda m: m.pearson, ">=", "pearson_clean", "watch", "size", TREE,
+    HealthLimit("mismatch/pearson", lambda m: m.pearson, ">=", "pearson_clean", "watch", "size", TREE,
               "probabilities correlate less than they should on one set of weights"),
-    Threshold("kl_mean", lambda m: m.kl_mean, "<=", "kl_large", "act", "size", TREE,
+    HealthLimit("kl_mean", lambda m: m.kl_mean, "<=", "kl_large", "act", "size", TREE,
               "the engines differ by as much as policy drift should"),
-    Threshold("kl_mean", lambda m: m.kl_mean, "<", "kl_clean", "watch", "size", TREE,
+    HealthLimit("kl_mean", lambda m: m.kl_mean, "<", "kl_clean", "watch", "size", TREE,
               "the mismatch is larger than that of a healthy pair"),
-    Threshold("|mismatch/ppl_ratio - 1|", lambda m: abs(_ppl_ratio(m) - 1), "<", "ppl_far", "act", "size", CHOICE,
+    HealthLimit("|mismatch/ppl_ratio - 1|", lambda m: abs(_ppl_ratio(m) - 1), "<", "ppl_far", "act", "size", CHOICE,
               "perplexities are far apart on one set of weights"),
-    Threshold("|mismatch/ppl_ratio - 1|", lambda m: abs(_ppl_ratio(m) - 1), "<", "ppl_near", "watch", "size", CHOICE,
+    HealthLimit("|mismatch/ppl_ratio - 1|", lambda m: abs(_ppl_ratio(m) - 1), "<", "ppl_near", "watch", "size", CHOICE,
               "perplexities differ on one set of weights"),
-    Threshold("mismatch/prob_diff_max", _metric("mismatch/prob_diff_max"), "<", "prob_diff_large", "act", "size",
+    HealthLimit("mismatch/prob_diff_max", _metric("mismatch/prob_diff_max"), "<", "prob_diff_large", "act", "size",
               CHOICE,
               "a token's probability moved by half: a kernel, a router or an alignment error, which means hide"),
-    Threshold("mismatch/chi2_token", lambda m: m.chi2_token, "<=", "chi2_moderate", "watch", "size", TREE,
+    HealthLimit("mismatch/chi2_token", lambda m: m.chi2_token, "<=", "chi2_moderate", "watch", "size", TREE,
               "importance weights are noisy before anything was learned"),
-    Threshold("mismatch/chi2_token", lambda m: m.chi2_token, "<=", "chi2_heavy", "act", "size", TREE,
+    HealthLimit("mismatch/chi2_token", lambda m: m.chi2_token, "<=", "chi2_heavy", "act", "size", TREE,
               "importance weights are heavy-tailed before anything was learned"),
-    Threshold("tv_p95", lambda m: m.tv_p95, "<", "tv_budget", "ok", "budget", BUDGET, WIDE),
-    Threshold("mismatch/chi2_seq_largest", _metric("mismatch/chi2_seq_largest"), "<", "chi2_seq_budget", "ok",
+    HealthLimit("tv_p95", lambda m: m.tv_p95, "<", "tv_budget", "ok", "budget", BUDGET, WIDE),
+    HealthLimit("mismatch/chi2_seq_largest", _metric("mismatch/chi2_seq_largest"), "<", "chi2_seq_budget", "ok",
               "budget", BUDGET, WIDE),
-    Threshold("delta_router", lambda m: m.delta_router, "<", "router_flip", "ok", "budget", BUDGET, WIDE),
+    HealthLimit("delta_router", lambda m: m.delta_router, "<", "router_flip", "ok", "budget", BUDGET, WIDE),
 )  # fmt: skip
 
 
@@ -341,95 +343,144 @@ def defects(outcomes: Sequence[Outcome]) -> list[str]:
     return defects
 
 
-def sentence(baseline: Measured, rows: Sequence[dict[str, Any]], *, pair: str, wrong: Sequence[str] = ()) -> str:
+def sentence(
+    baseline: Measured,
+    rows: Sequence[dict[str, Any]],
+    *,
+    pair: str,
+    wrong: Sequence[str] = (),
+    precision: Explained | None = None,
+) -> str:
     """The verdict in one to three sentences: how much the engines (`pair`) differ, and what that means."""
     missed = [r for r in rows if not r["holds"]]
-    budget = [r for r in missed if r["kind"] == "budget"]
     missed = [r for r in missed if r["kind"] != "budget"]
     size = (
         f"{pair} with the same weights: KL {baseline.kl_mean:.2g} nat per token on average, "
-        f"{baseline.kl_max:.2g} at most."
+        f"{baseline.kl_max:.2g} at the worst token."
     )
     if wrong:
         return f"{size} {_capital('; '.join(wrong))}."
+    if precision is not None and precision.exceeded:
+        return f"{size} {precision.ratio:.3g} times what {precision.dtype} explains: weights or configuration differ."
     if missed:
         first = max(missed, key=lambda r: LEVELS.index(r["level"]))
         return (
             f"{size} {_capital(first['missed'])} ({first['metric']} = {first['value']:.3g}, "
             f"healthy: {first['relation']} {first['threshold']:g})."
         )
-    if not budget:
-        return f"{size} Every threshold holds: an ordinary mismatch, nothing to repair."
-    numbers = "; ".join(
-        f"{r['metric']} = {r['value']:.2g} (thought useless only below {r['threshold']:g})" for r in budget
+    compared = (
+        ""
+        if precision is None or math.isnan(precision.ratio)
+        else (f"{precision.ratio:.2g} times what {precision.dtype} explains, and every threshold of health holds")
     )
-    return (
-        f"{size} Every threshold of health holds: an ordinary mismatch, nothing to repair. "
-        f"A correction may still help: {numbers}."
-    )
+    return f"{size} {compared or 'Every threshold of health holds'}: nothing to repair."
 
 
 def _capital(words: str) -> str:
     return words[:1].upper() + words[1:]
 
 
-ACCEPTANCE = 0.99
-DENSE, SPARSE = ("trm_max", "trm_max_k2"), ("icepop",)
-"""Methods by preference. Dense models: gates on a sequence's worst token, by exact KL if recorded.
-Mixtures of experts, whose outliers are single tokens: a gate on single tokens."""
+TOKENS, SINGLE = "decoupled_token_is", "icepop"
+"""Methods for a larger mismatch at the same weights, as docs/faq.md has them: truncated token weights; a band on
+ratios where single tokens are far off, as where experts are routed differently."""
+
+STALE = f"for rollouts of older weights: {STALE_METHOD} (docs/faq.md)"
+"""Advice for stale rollouts, which a check of equal weights does not see."""
 
 WHY = {
-    "trm_max": "rejects a sequence for its worst token, by exact KL: never by chance",
-    "trm_max_k2": "rejects a sequence for its worst token",
-    "icepop": "masks single tokens, which is what differs where experts are routed differently",
+    TOKENS: "weights every token by its ratio, truncated",
+    SINGLE: "masks single tokens, which is what differs here",
 }
 LOWER = ("gate.low", "weight.floor")
 """Settings that reject values below them; the others reject values above."""
 
 
-def recommended(baseline: Measured, *, level: Level, mixture_of_experts: bool = False) -> dict[str, Any]:
-    """The `recommended` entry of `check.json`, given the level of the verdict.
+def recommended(
+    baseline: Measured,
+    *,
+    level: Level,
+    findings: Sequence[Finding] = (),
+    mixture_of_experts: bool = False,
+    limits: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """The `recommended` entry of `check.json`: what `judge.decide` makes of the findings and the numbers.
 
-    No correction is recommended for a pair that needs repair: it would hide the defect. Calibrated
-    settings of all main methods are listed either way.
+    No correction is recommended for a pair that needs repair, which it would hide, nor for one where nothing is to
+    repair. While the mismatch is only to be watched, `method` is None and `then` holds what to begin with when it
+    grows. Calibrated settings of all main methods are listed either way.
+
+    Args:
+        level: of the verdict.
+        findings: of the check, in their order.
+        limits: thresholds by name (`Rules.limits`), if not the built-in ones.
     """
-    table: list[Calibrated] = []
+    limits = load_rules().limits if limits is None else limits
+    acceptance, table = limits["gate_acceptance"], list[Calibrated]()
     if (log := baseline.logged) is not None:
         divergences = {name: Divergence.exact(name, x) for name, x in log.divergences.items()}
         with suppress(EvidenceError):
-            table = calibrated(log.logprobs(), divergences, acceptance=ACCEPTANCE)
-    nothing: dict[str, Any] = {"method": None, "settings": {}, "acceptance": ACCEPTANCE, "snippets": {}}
-    nothing["calibrated"] = [asdict(c) for c in table]
+            table = calibrated(log.logprobs(), divergences, acceptance=acceptance)
+    tail = baseline.metrics.get("mismatch/k3_top_share", 0.0)
+    name = SINGLE if mixture_of_experts or tail > limits["tail_heavy"] else TOKENS
+    then = _with_settings(baseline, name, table) if level == "watch" else {}
+    decided = decide(findings, _by_numbers(baseline, level, then))
+    chosen = then if decided["method"] is not None and decided["method"] == then.get("method") else {}
+    return {
+        "settings": {},
+        "snippets": {},
+        **{key: x for key, x in chosen.items() if key != "method"},
+        "method": decided["method"],
+        "why": decided["why"],
+        "rung": decided["rung"],
+        "rule": decided["rule"],
+        "then": then,
+        "acceptance": acceptance,
+        "calibrated": [asdict(c) for c in table],
+    }
+
+
+def _by_numbers(baseline: Measured, level: Level, then: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the correction that the numbers alone ask for, as `judge.decide` takes it."""
+    nothing: dict[str, Any] = {"method": None, "settings": {}, "row": None}
     if level in ("act", "stop"):
-        return {**nothing, "why": "repair the pair first: a correction would hide what is wrong"}
-    if baseline.abs_log_ratio_max == 0 and not baseline.kl_max > 0:
-        return {**nothing, "why": "the engines give the same bits: there is no mismatch to correct, only staleness"}
-    for name in SPARSE if mixture_of_experts else DENSE:
-        if floor := settings(table, name):
-            # Why this method, how much clean data it accepts, and the room to its published setting.
-            last = next(c for c in reversed(table) if c.method == name)
-            count = f"{baseline.sequences:,} clean sequences"
-            if name == "icepop":
-                count = f"{baseline.tokens:,} clean tokens"
-            why = (
-                f"{WHY[name]}. The engines alone reach {last.setting} = {last.value:.3g}, which accepts "
-                f"{last.acceptance:.1%} of these {count}, and of fresh ones at least {last.low:.0%} (95 % confidence)"
-            )
-            x = published(name, floor).get(last.setting)
-            if x is not None and x < last.value:
-                why += f"; the published {x:g} would reject clean data"
-            elif x is not None and last.value > 0:
-                room = f"{x / last.value:.2g} times that, which is the room left for policy updates"
-                why += f"; the published {x:g} is {room}"
-            return nothing | {
-                "method": name,
-                "settings": fitting(name, table),
-                "floor": floor,
-                "published": published(name, floor),
-                "why": why,
-                "snippets": snippets(name, table),
-            }
-    return {**nothing, "why": "nothing was recorded that a threshold could be calibrated on"}
+        why = "repair the pair first: a correction would hide what is wrong"
+        return {**nothing, "why": why, "rung": "systems fix"}
+    if level == "ok":
+        bits = baseline.abs_log_ratio_max == 0 and not baseline.kl_max > 0
+        same = "the engines give the same bits" if bits else "the mismatch is ordinary"
+        return {**nothing, "why": f"{same}, so there is nothing to correct; {STALE}", "rung": "none"}
+    if not then:
+        why = "nothing was recorded that a threshold could be calibrated on"
+        return {**nothing, "why": why, "rung": None}
+    return {**nothing, **{key: then[key] for key in ("method", "settings", "why")}, "rung": "token TIS"}
+
+
+def _with_settings(baseline: Measured, name: str, table: list[Calibrated]) -> dict[str, Any]:
+    """A method with settings that spare clean data, and why; empty if nothing was calibrated."""
+    floor = settings(table, name)
+    if not floor:
+        return {}
+    # How much clean data it accepts, and the room to its published setting.
+    last = next(c for c in reversed(table) if c.method == name)
+    why = (
+        f"{name} {WHY[name]}. The engines alone reach {last.setting} = {last.value:.3g}, which accepts "
+        f"{last.acceptance:.1%} of these {baseline.tokens:,} clean tokens, and of fresh ones at least {last.low:.0%} "
+        "(95 % confidence)"
+    )
+    x = published(name, floor).get(last.setting)
+    if x is not None and x < last.value:
+        why += f"; the published {x:g} would cut clean data"
+    elif x is not None and last.value > 1:
+        room = (x - 1) / (last.value - 1)
+        why += f"; the published {x:g} is {room:.2g} times as far from 1, which is the room left for policy updates"
+    return {
+        "method": name,
+        "settings": fitting(name, table),
+        "floor": floor,
+        "published": published(name, floor),
+        "why": why,
+        "snippets": snippets(name, table),
+    }
 
 
 def published(name: str, paths: Iterable[str]) -> dict[str, float]:
@@ -454,31 +505,25 @@ def fitting(name: str, table: list[Calibrated]) -> dict[str, float]:
 
 
 def snippets(name: str, table: list[Calibrated]) -> dict[str, str]:
-    """The recommendation as configuration of each framework, or the nearest that it offers.
-
-    verl has no gate on exact KL: its worst-token k2 gate stands in. TRL masks tokens, in a band.
-    """
-    values = ", ".join(f'"{path}" = {x:.6g}' for path, x in fitting(name, table).items())
-    configs = {"offdrift": f'method = "{name}"\noverride = {{ {values} }}'}
-    k2, band = fitting("trm_max_k2", table), fitting("icepop", table)
-    if name == "icepop" and band:
-        low, high = band["weight.floor"], band["weight.cap"]
-        configs["verl"] = _verl(is_="token", is_threshold=f"{low:.6g}_{high:.6g}")
-    elif k2:
-        configs["verl"] = _verl(rs="seq_max_k2", rs_threshold=f"{k2['gate.high']:.6g}")
-    if band:
-        configs["trl"] = (
+    """The recommendation, a cap or a band on token weights, as configuration of each framework."""
+    limits = fitting(name, table)
+    values = ", ".join(f'"{path}" = {x:.6g}' for path, x in limits.items())
+    low, high = limits.get("weight.floor"), limits["weight.cap"]
+    mode = "token_truncate" if low is None else "token_mask"
+    ends = "" if low is None else f"    vllm_importance_sampling_clip_min={low:.6g},\n"
+    return {
+        "offdrift": f'method = "{name}"\noverride = {{ {values} }}',
+        "verl": _verl(f"{high:.6g}" if low is None else f"{low:.6g}_{high:.6g}"),
+        "trl": (
             "GRPOConfig(\n    vllm_importance_sampling_correction=True,\n"
-            '    vllm_importance_sampling_mode="token_mask",\n'
-            f"    vllm_importance_sampling_clip_min={band['weight.floor']:.6g},\n"
-            f"    vllm_importance_sampling_clip_max={band['weight.cap']:.6g},\n)"
-        )
-    return configs
+            f'    vllm_importance_sampling_mode="{mode}",\n{ends}'
+            f"    vllm_importance_sampling_clip_max={high:.6g},\n)"
+        ),
+    }
 
 
-def _verl(*, is_: str = "null", is_threshold: str = "2.0", rs: str = "null", rs_threshold: str = "null") -> str:
+def _verl(threshold: str) -> str:
     return (
         "algorithm:\n  rollout_correction:\n"
-        f"    rollout_is: {is_}\n    rollout_is_threshold: {is_threshold}\n"
-        f"    rollout_rs: {rs}\n    rollout_rs_threshold: {rs_threshold}"
+        f"    rollout_is: token\n    rollout_is_threshold: {threshold}\n    rollout_rs: null"
     )

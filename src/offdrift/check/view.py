@@ -15,19 +15,27 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from offdrift.show.findings import LEVELS, WORDS, in_order, safe, shown_view, verdict_view
-from offdrift.show.headline import correlation, headlines
+from offdrift.show.findings import LEVELS, WORDS, footnote, in_order, safe, shown_view, verdict_view
+from offdrift.show.headline import correlation, headlines, thresholds
 from offdrift.show.json_access import Fields, at, mapping, number, rows, text
 from offdrift.show.numbers import short
 
 OUTSIDE = "○"
 """Sign of a missed budget."""
-BUDGET = "outside a budget: nothing is broken, but a correction may help"
+BUDGET = "outside, as bfloat16 alone is: nothing is broken"
+NAMES = {
+    "record_deviation": "largest distance of a reported log-prob from the recorded distribution, nat",
+    "drawn_z": "distance of the drawn tokens from the recorded distribution, standard errors",
+    "kl_mean": "KL per token, nat",
+    "tv_p95": "total variation of a token, 95 % quantile",
+    "mismatch/chi2_seq_largest": "chi2 of products over sequences",
+    "delta_router": "share of a layer's experts that differ",
+}
+"""What a metric is that its name does not say."""
+BUDGETS = "Conjectured budgets, no limits of health: inside, a correction gains little"
 OWN = "offdrift"
 MISTAKES = ("off_by_one", "raw_logprobs", "top_p", "pad_id", "gradient_checkpointing", "tokenization")
 """Factors that are mistakes: their numbers are what making the mistake would cost."""
-MATTERS = 1.25
-"""A mean KL that changes by this factor or more is colored."""
 OWN_KL = (
     "  × before: mean KL over that of the same tokens without the change. "
     "own KL: the changed engine against itself unchanged, nat."
@@ -40,17 +48,22 @@ class ThresholdRow(NamedTuple):
     metric: str
     value: float | None
     healthy: str
-    """The strictest threshold: "< 0.02"."""
+    """The strictest threshold: "< 0.02"; of a budget, what is inside."""
     otherwise: str
     """Level of a miss; where it depends on the size, also from which size on it is worse."""
     level: str
     """Level of the worst threshold that is missed."""
     holds: bool
-    outside: bool
-    """Whether the missed threshold is a budget, which does not change the verdict."""
+    budget: bool
+    """Whether the threshold is a conjectured budget, which does not change the verdict."""
     sources: tuple[str, ...]
     missed: str
     """Meaning of the worst miss, or nothing."""
+
+    @property
+    def outside(self) -> bool:
+        """Whether a budget is missed."""
+        return self.budget and not self.holds
 
 
 def threshold_rows(check: Fields) -> list[ThresholdRow]:
@@ -74,7 +87,7 @@ def threshold_rows(check: Fields) -> list[ThresholdRow]:
                 otherwise="no change of the verdict" if budget else "; ".join(filter(None, steps)),
                 level=text(missed[-1].get("level")) if missed else "ok",
                 holds=not missed,
-                outside=bool(missed) and budget,
+                budget=budget,
                 sources=tuple(dict.fromkeys(s for row in group if (s := text(row.get("source"))))),
                 missed=text(missed[-1].get("missed")) if missed else "",
             )
@@ -103,23 +116,26 @@ def _limit(row: Fields, *, negated: bool = False) -> str:
     return "" if limit is None else f"{signs.get(relation, relation)} {limit:g}".strip()
 
 
-def check_view(check: Fields, width: int = 100) -> RenderableType:
-    """The screen of `offdrift check`, from the content of `check.json`."""
+def check_view(check: Fields, width: int = 100, *, folder: str = "") -> RenderableType:
+    """The screen of `offdrift check`, from the content of `check.json`, whose page is in `folder`."""
     findings = in_order(check.get("findings"), OWN)
     parts: list[RenderableType] = [
         verdict_view(check.get("verdict"), width=width),
         Text(" · ".join(about(check)), style="dim"),
-        _numbers(check),
-        *(Padding(shown_view(f, width=width), (0, 0, 1, 0)) for f in findings),
-        *_noise(check),
+        *([] if live_rows(check) else [_numbers(check)]),
+        *_live(check),
+        *(Padding(shown_view(f, width=width, folder=folder), (0, 0, 1, 0)) for f in findings),
+        *([Text(cited, style="dim")] if (cited := footnote(findings)) else []),
+        *([] if live_rows(check) else _noise(check)),
         *_deterministic(check),
         *_bisected(check),
         *_factors(check),
         *_thresholds(check),
+        *[Text(safe(x), style="dim") for x in [text(check.get("judged_by"))] if x],
         *_recommended(check),
     ]
     limit, passed = number(check.get("max_kl")), check.get("passed") is True
-    if limit is not None or not passed:
+    if isinstance(check.get("passed"), bool) and not live_rows(check) and (limit is not None or not passed):
         kl = short(number(at(check, "baseline", "kl_mean")))
         words = f"\n{'passed' if passed else 'FAILED'}: mean KL {kl} nat per token"
         words += "" if limit is None else f", --max-kl {limit:g}"
@@ -158,6 +174,66 @@ def _numbers(check: Fields) -> RenderableType:
     return Padding(table, (1, 0, 1, 0))
 
 
+def live_rows(check: Fields) -> list[tuple[str, str]]:
+    """Numbers of a live check, in words by name; none of another check."""
+    live = mapping(check.get("live"))
+    checked = mapping(live.get("checkpoint"))
+    if not checked:
+        return []
+    table = [(f"{text(checked.get('folder'))} (to check)", _fit(checked, place=""))]
+    for row in rows(live.get("earlier")):
+        place, error = number(row.get("position")), number(row.get("position_se"))
+        where = "the same weights"
+        if place is not None and row.get("same") is not True:
+            where = f"position {place:.2f} ± {short(error)}"
+        table.append((text(row.get("folder")), _fit(row, place=where)))
+    for name, holder, key in (("drawn tokens", check, "precision"), ("tokens that it read", live, "read")):
+        row = mapping(holder.get(key))
+        table.append((name, text(row.get("why")) or _beside(row)))
+    agreement = number(live.get("greedy_agreement"))
+    table.append(("greedy tokens", "–" if agreement is None else f"{agreement:.1%} are the checkpoint's likeliest"))
+    if part := mapping(live.get("part")):
+        sizes = f"{short(number(part.get('left')))} nat left of {short(number(part.get('before')))}"
+        table.append(
+            ("part", f"{text(part.get('name'))} exchanged: {sizes}; the rest is of {text(part.get('rest_of'))}")
+        )
+    table.append(("the server calls its weights", text(live.get("weight_label")) or "nothing"))
+    return table
+
+
+def _fit(row: Fields, *, place: str) -> str:
+    """Difference of a checkpoint to the server, in words."""
+    fits = ""
+    if isinstance(row.get("fits"), bool):
+        fits = "precision explains it" if row.get("fits") else "precision does not explain it"
+    return ", ".join(filter(None, (f"{short(number(row.get('misfit')))} nat per token", place, fits)))
+
+
+def _beside(row: Fields) -> str:
+    """Measured divergence over what precision explains, in words."""
+    ratio, multiple = number(row.get("ratio")), number(row.get("multiple"))
+    if ratio is None or multiple is None:
+        return "–"
+    return f"{ratio:.3g} times what {text(row.get('dtype'))} explains (limit {multiple:g})"
+
+
+LIVE_NOTE = (
+    "nat per token: mean of (log pi - log mu)² / 2. position: 0 where the server is at the checkpoint to check, "
+    "1 where it is at this one."
+)
+
+
+def _live(check: Fields) -> list[RenderableType]:
+    """Table of the weights that a running server may hold."""
+    pairs = live_rows(check)
+    if not pairs:
+        return []
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, words in pairs:
+        table.add_row(Text(safe(name), overflow="fold"), Text(safe(words), overflow="fold"))
+    return [Padding(table, (1, 0, 0, 0)), Text(f"  {LIVE_NOTE}\n", style="dim")]
+
+
 def _noise(check: Fields) -> list[RenderableType]:
     """Standard error, repetition and null test: the part of the numbers that is not drift."""
     noise = mapping(check.get("noise"))
@@ -172,11 +248,28 @@ def _noise(check: Fields) -> list[RenderableType]:
     null = mapping(noise.get("null"))
     if (kl := number(null.get("kl_mean"))) is not None:
         lines.append(f"{safe(text(null.get('rollout')))} against itself: KL {short(kl)} nat")
+    if words := precision_words(check):
+        lines.append(f"precision: {words}")
     return [_heading("Noise"), *(Text(f"  {line}") for line in lines)] if lines else []
 
 
+def precision_words(check: Fields) -> str:
+    """Measured divergence beside what the rollout engine's dtype explains, in a sentence; "" where there is none."""
+    row = mapping(check.get("precision"))
+    ratio, multiple = number(row.get("ratio")), number(row.get("multiple"))
+    if why := safe(text(row.get("why"))):
+        return f"not compared: {why}"
+    if ratio is None or multiple is None:
+        return ""
+    explained, measured = short(number(row.get("explained"))), short(number(row.get("measured")))
+    return (
+        f"{safe(text(row.get('dtype')))} explains {explained} nat (transformers, the same tokens), measured "
+        f"{measured}: {ratio:.3g} times; more than {multiple:g} times is other weights or another configuration"
+    )
+
+
 def _deterministic(check: Fields) -> list[RenderableType]:
-    """Whether each engine gives the same bits again, and by which setting."""
+    """Lines that say for each engine if it repeats its results bit by bit, and with which setting."""
     row = mapping(check.get("deterministic"))
     sides = [side for name in ("rollout", "train") if (side := mapping(row.get(name)))]
     lines = [f"  {safe(text(side.get('engine')))}: {safe(text(side.get('text')))}" for side in sides]
@@ -190,7 +283,7 @@ STEPS = 12
 
 
 def bisected(check: Fields) -> str:
-    """What a bisection found, in a sentence; nothing where there was none."""
+    """Summarize the bisection in one sentence; "" if none was run."""
     row = mapping(check.get("bisect"))
     first, count = mapping(row.get("first")), len(rows(row.get("modules")))
     if why := text(row.get("why")):
@@ -233,7 +326,7 @@ def _factors(check: Fields) -> list[RenderableType]:
     titles = ("One setting changed at a time", "What common mistakes would cost here")
     for title, group, baseline in zip(titles, by_kind(factors), (check, None)):
         if group:
-            parts += [_heading(title), _factor_table(group, baseline)]
+            parts += [_heading(title), _factor_table(group, baseline, thresholds(check)["factor_visible"])]
             if baseline and any(number(at(f, "detail", "self_kl_mean")) is not None for f in group):
                 parts.append(Text(OWN_KL, style="dim"))
             why = ((_name(f), safe(text(f.get("why")))) for f in group)
@@ -261,8 +354,9 @@ def by_kind(factors: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[d
     return settings, [f for f in ran if text(f.get("factor")) in MISTAKES]
 
 
-def _factor_table(factors: list[dict[str, Any]], check: Fields | None = None) -> Table:
-    """One row per factor; with a check, its baseline in the first row and a column of own KL."""
+def _factor_table(factors: list[dict[str, Any]], check: Fields | None, visible: float) -> Table:
+    """One row per factor, colored from a change by the factor `visible` on; with a check, its baseline in the first row
+    and a column of own KL."""
     own = check is not None
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("factor", overflow="fold", min_width=14)
@@ -276,7 +370,7 @@ def _factor_table(factors: list[dict[str, Any]], check: Fields | None = None) ->
     for f in factors:
         ratio = number(f.get("ratio"))
         style = ""
-        if ratio is not None and not 1 / MATTERS < ratio < MATTERS:
+        if ratio is not None and not 1 / visible < ratio < visible:
             style = "yellow" if ratio > 1 else "green"
         cells = [
             Text(_name(f)),
@@ -297,55 +391,83 @@ def _name(factor: Fields) -> str:
 
 
 def _thresholds(check: Fields) -> list[RenderableType]:
-    """One line per metric: its value, the healthy range, and the level of a miss."""
+    """Limits of health, one line per metric with the level of a miss; then budgets, which are no such limits."""
     table_rows = threshold_rows(check)
     if not table_rows:
         return []
+    sources = cited(table_rows)
+    legend = (Text(f"  [{i}] {safe(s)}", style="dim") for i, s in enumerate(sources, start=1))
+    budgets = [row for row in table_rows if row.budget]
+    parts: list[RenderableType] = [_heading("Thresholds")]
+    if health := [row for row in table_rows if not row.budget]:
+        parts.append(_threshold_table(health, ("healthy", "else"), sources))
+    if budgets:
+        parts += [Text(f"  {BUDGETS}"), _threshold_table(budgets, ("inside",), sources)]
+        parts += [Text(f"  {OUTSIDE} {BUDGET}", style="dim")] if any(row.outside for row in budgets) else []
+    named = "; ".join(f"{row.metric}: {NAMES[row.metric]}" for row in table_rows if row.metric in NAMES)
+    return [*parts, *([Text(f"  {named}", style="dim")] if named else []), *legend]
+
+
+def _threshold_table(table_rows: list[ThresholdRow], titles: tuple[str, ...], sources: list[str]) -> Table:
+    """Rows with their values; `titles` are those of the limit and, of limits of health, of a miss."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("")
     table.add_column("metric", overflow="fold")
     table.add_column("value", justify="right", no_wrap=True)
-    for title in ("healthy", "else", "source"):
+    for title in (*titles, "source"):
         table.add_column(title, overflow="fold")
-    sources = cited(table_rows)
     for row in table_rows:
         sign, _, style = WORDS["ok"] if row.holds else WORDS.get(row.level, WORDS[""])
         table.add_row(
             Text(OUTSIDE if row.outside else sign, style="dim" if row.outside else style),
             Text(safe(row.metric)),
             Text(correlation_or_short(row.value)),
-            Text(safe(row.healthy)),
-            Text(safe(row.otherwise)),
+            *(Text(safe(words)) for words in (row.healthy, row.otherwise)[: len(titles)]),
             Text(", ".join(f"[{sources.index(s) + 1}]" for s in row.sources), style="dim"),
         )
-    notes = [Text(f"  {OUTSIDE} {BUDGET}", style="dim")] if any(r.outside for r in table_rows) else []
-    legend = (Text(f"  [{i}] {safe(s)}", style="dim") for i, s in enumerate(sources, start=1))
-    return [_heading("Thresholds"), table, *notes, *legend]
+    return table
 
 
 def _recommended(check: Fields) -> list[RenderableType]:
     advice = mapping(check.get("recommended"))
-    name, why = safe(text(advice.get("method"))), safe(text(advice.get("why")))
     parts: list[RenderableType] = []
-    if name:
-        settings = mapping(advice.get("settings")).items()
-        changed = ", ".join(f"{safe(path)} = {short(number(value))}" for path, value in settings)
-        words = (("Recommended: ", "bold green"), (name, "bold"), f" ({changed}): {why}")
-        parts.append(Text.assemble("\n", *words))
-    elif why:
-        parts.append(Text.assemble("\n", ("Recommended: ", "bold"), why))
-    for framework, code in mapping(advice.get("snippets")).items():
+    later = mapping(advice.get("then")) if not text(advice.get("method")) else {}
+    if text(advice.get("method")) or text(advice.get("why")):
+        parts.append(_advice_line("Recommended: ", advice))
+    if later:
+        parts.append(_advice_line("If it grows: ", {k: later.get(k) for k in ("method", "settings")}))
+    for framework, code in mapping(advice.get("snippets")).items() or mapping(later.get("snippets")).items():
         if isinstance(code, str):
             parts.append(Text(f"\n  # {safe(framework)}", style="dim"))
             parts += [Text(f"  {safe(line)}") for line in code.splitlines()]
+    parts += _branches(check)
     cap = number(at(check, "baseline", "tail_log_ratio_cap"))
     if cap is not None:
         every = short(number(at(check, "baseline", "tail_log_ratio_cap_all")))
         words = (
-            f"\nWith the top 20 log-probs recorded, tail_log_ratio_cap = {short(cap)} covers the "
-            f"exact KL of 99 % of tokens ({every}: of all)."
+            f"\nWith the top 20 log-probs recorded, rollout.tail_log_ratio_cap = {short(cap)} (largest |log-ratio| of "
+            f"the rest, nat) covers the exact KL of 99 % of tokens; {every} that of all."
         )
         parts.append(Text(words, style="dim"))
+    return parts
+
+
+def _advice_line(heading: str, advice: Fields) -> Text:
+    name, why = safe(text(advice.get("method"))), safe(text(advice.get("why")))
+    if not name:
+        return Text.assemble("\n", (heading, "bold"), why)
+    changed = ", ".join(f"{safe(k)} = {short(number(v))}" for k, v in mapping(advice.get("settings")).items())
+    words = f" ({changed})" if changed else ""
+    return Text.assemble("\n", (heading, "bold green"), (name, "bold"), f"{words}{': ' if why else ''}{why}")
+
+
+def _branches(check: Fields) -> list[RenderableType]:
+    stacks = rows(check.get("branches"))
+    parts: list[RenderableType] = [Text("\nBy the kind of stack", style="bold")] if stacks else []
+    for row in stacks:
+        here = " (this pair)" if row.get("here") is True else ""
+        words = f"{safe(text(row.get('pick')))}. {safe(text(row.get('why')))}"
+        parts.append(Text.assemble("  ", (f"{safe(text(row.get('name')))}{here}: ", "bold"), words))
     return parts
 
 

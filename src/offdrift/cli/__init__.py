@@ -10,6 +10,7 @@ import os
 import sys
 from importlib import import_module
 from importlib.metadata import version
+from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
 from offdrift.cli.exit_codes import ExitCode
@@ -24,32 +25,42 @@ COMMANDS = (
     "train",
     "sweep",
     "watch",
+    "demo",
     "audit",
     "compare",
     "report",
     "certify",
     "methods",
+    "rules",
     "schedules",
     "bound",
     "lab",
 )
 """In the order of the help page."""
 EXTRAS = {
-    **dict.fromkeys(("check", "train", "sweep"), "train"),
+    **dict.fromkeys(("check", "train", "sweep", "certify"), "train"),
     "plan": "plan",
-    **dict.fromkeys(("watch", "audit", "compare", "report", "certify"), "audit"),
-    **dict.fromkeys(("methods", "schedules", "bound", "lab"), "cli"),
+    **dict.fromkeys(("watch", "demo", "audit", "compare", "report"), "audit"),
+    **dict.fromkeys(("methods", "rules", "schedules", "bound", "lab"), "cli"),
 }
 """What to install for each command: pip install 'offdrift[EXTRA]'. `[train]` brings all of them."""
-PARTS = {"lab": ("lab", "lab_runs")}
-"""Modules of a command that has several."""
+LAB = "offdrift_lab.cli"
+"""Where the commands of the trainer and of experiments stand. Nothing else in this package knows of that one."""
+MODULES = {
+    **{name: (f"offdrift.cli.{name}",) for name in COMMANDS},
+    **{name: (f"{LAB}.{name}",) for name in ("plan", "train", "sweep", "schedules")},
+    "lab": (f"{LAB}.lab", f"{LAB}.lab_runs"),
+}
+"""Modules that add a command, by its name."""
+REPORTS = {"run.json": f"{LAB}.reports.run_report", "sweep.json": f"{LAB}.reports.sweep_report"}
+"""Functions that write the page of a folder with this file: `offdrift report` calls them."""
 
 
 def application(first_word: str = "") -> Typer:
     """The application with the command of this name; by any other word with all of them, as the help page shows."""
     for name in (first_word,) if first_word in COMMANDS else COMMANDS:
-        for module in PARTS.get(name, (name,)):
-            import_module(f"offdrift.cli.{module}")  # which adds the command
+        for module in MODULES[name]:
+            import_module(module)  # which adds the command
     return import_module("offdrift.cli.app").app
 
 
@@ -58,6 +69,9 @@ def main() -> None:
     # Read by OpenMP when torch is imported. A thread that spins at a barrier keeps the core from the thread
     # that it waits for as soon as another process wants one: see benchmarks/busy.py.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for stream in (sys.stdout, sys.stderr):  # a path that is no text is shown escaped; it ends no command
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         application(*sys.argv[1:2])(prog_name="offdrift")
         return
@@ -80,7 +94,7 @@ def main() -> None:
 
 
 def missing(package: str, command: str = "") -> str:
-    """What to say where a package is not installed that a command needs.
+    """Message for a command whose package is not installed, with the pip command that installs it.
 
     Example:
         >>> missing("transformers", "train")
@@ -89,8 +103,8 @@ def missing(package: str, command: str = "") -> str:
     if package in ("typer", "rich"):
         return (
             f"offdrift {version('offdrift')} is installed as a library; its commands need {package}: "
-            "pip install 'offdrift[cli]' for methods, schedules, bound and lab, 'offdrift[audit]' for audit, watch, "
-            "compare, report and certify, too, 'offdrift[train]' for all"
+            "pip install 'offdrift[cli]' for methods, rules, schedules, bound and lab, 'offdrift[audit]' for audit, "
+            "watch, compare and report, too, 'offdrift[train]' for all"
         )
     extra = EXTRAS.get(command, "train")
     return f"offdrift {command} needs {package}: pip install 'offdrift[{extra}]'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import os
 import re
 import signal
@@ -14,18 +15,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from offdrift.cli.exit_codes import exit_codes_text
+
+if TYPE_CHECKING:
+    from offdrift.cli.lines import ProgressLines
+    from offdrift.show.progress import ProgressBar
 
 BEFORE, DURING, AFTER = "Before a run", "During a run", "After a run"
 THEORY = "Methods and theory"
@@ -79,10 +84,26 @@ class _Help:
 
 
 class _Command(_Help, TyperCommand):
-    """A command with this help."""
+    """A command with this help, which takes no empty word: one is a variable of a shell that was not set."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words of the command line.
+
+        Raises: `typer.BadParameter` naming the option or argument that an empty word was given for.
+        """
+        for i, word in enumerate(args):
+            name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+            if value.strip() or (name and not equals):
+                continue
+            options = [option for param in self.params for option in (*param.opts, *param.secondary_opts)]
+            before = args[i - 1] if i and args[i - 1] in options else None
+            arguments = [str(p.name) for p in self.params if p.param_type_name == "argument"]
+            what = name or before or " ".join(arguments) or "a word"
+            raise typer.BadParameter(f"{what}: '' is empty; give a value, or leave it out", ctx)
+        return super().parse_args(ctx, args)
 
 
-class _Group(_Help, TyperGroup):
+class _CommandGroup(_Help, TyperGroup):
     """A group of commands with this help."""
 
 
@@ -115,6 +136,10 @@ def _on_screen(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(as_json: bool, quiet: bool, no_color: bool, **options: Any) -> Any:
+        for name, value in options.items():
+            values = value if isinstance(value, tuple | list) else (value,)
+            if any(isinstance(x, float) and math.isnan(x) for x in values):
+                raise typer.BadParameter(f"--{name.replace('_', '-')}: nan is no number")
         return function(screen=Screen(as_json, quiet), **options)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -127,16 +152,16 @@ def _on_screen(function: Callable[..., Any]) -> Callable[..., Any]:
 
 app = _Application(
     name="offdrift",
-    cls=_Group,
+    cls=_CommandGroup,
     help="Measure, correct and certify off-policy drift in reinforcement learning of language models.",
-    epilog=f"Start with: offdrift train recipes/tiny.toml\n\nExit status: {exit_codes_text()}",
+    epilog=f"Start with: offdrift demo\n\nExit status: {exit_codes_text()}",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
 lab = _Application(
     name="lab",
-    cls=_Group,
+    cls=_CommandGroup,
     help="Exact experiments on policies small enough to know everything about them, and laws of what runs recorded.",
     epilog=f"Exit status: {exit_codes_text('a bound or a certificate fails (lab bounds, coverage, three-policies)')}",
     no_args_is_help=True,
@@ -177,25 +202,58 @@ NoColor = Annotated[
 Columns = Annotated[
     str | None,
     typer.Option(
-        help="Which column of the log holds which field: logp_old=lp,reward=score and so on. A "
+        help="Map fields to the columns of your log: logp_old=lp,reward=score and so on. A "
         "field without a column, as in entropy=, is not read."
     ),
 ]
-RulesFile = Annotated[Path | None, typer.Option(help="TOML with your own thresholds and rules; see docs/rules.md.")]
-MethodName = Annotated[str | None, typer.Option(help="The row of `offdrift methods` that the run trains with.")]
+RulesFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--rules",
+        metavar="FILE",
+        help="TOML file with thresholds and rules of yours, merged over the built-in ones (`offdrift rules`, "
+        "docs/rules.md). Default: as the run stored them, else the built-in ones.",
+    ),
+]
+
+
+def _loaded(name: str | None) -> str | None:
+    """The name of a method; code that it refers to is run, for what is read later runs none."""
+    if name is not None and ":" in name:
+        from offdrift.methods.load import load_method
+
+        load_method(name)
+    return name
+
+
+MethodName = Annotated[
+    str | None,
+    typer.Option(
+        help="Method that the run trains with, by its name in `offdrift methods` or in code: mine.py:mine.",
+        callback=_loaded,
+    ),
+]
 Temperature = Annotated[float | None, typer.Option(help="Sampling temperature of the rollouts.")]
-Experts = Annotated[bool | None, typer.Option("--moe/--dense", help="Whether the model routes tokens to experts.")]
+Experts = Annotated[bool | None, typer.Option("--moe/--dense", help="The model is a mixture of experts, or is not.")]
 FailOn = Annotated[
-    Literal["watch", "act", "stop"] | None, typer.Option(help="End with exit status 3 at a finding this severe.")
+    Literal["watch", "act", "stop"] | None, typer.Option(help="Exit with status 3 on a finding this severe or worse.")
 ]
 Of = Annotated[
     int,
     typer.Option(
         min=1,
         metavar="K",
-        help="This policy is one of K that you judge by these rollouts, or that you chose among by looking at them "
-        "in any way: a table of checkpoints, the best of a sweep. Each of the K spends a K-th of the probability of "
-        "error, so that the one you show is right. Say K also if you show only the best.",
+        help="For certificates: number of policies that you compare on these rollouts, or chose among by looking at "
+        "them: a table of checkpoints, the best of a sweep. Each uses 1/K of the probability of error, so that the one "
+        "you report holds. Give K also if you report only the best.",
+    ),
+]
+Prompts = Annotated[
+    Literal["listed", "drawn"] | None,
+    typer.Option(
+        help="For certificates, if prompts repeat. J is the mean reward. listed: prompts are a fixed list; J counts "
+        "each distinct prompt once. drawn: each group of answers is to a newly drawn prompt; J counts a prompt as "
+        "often as it is drawn.",
     ),
 ]
 Look = Annotated[
@@ -203,9 +261,9 @@ Look = Annotated[
     typer.Option(
         min=1,
         metavar="t",
-        help="This is look t of a series, each at rollouts drawn after the one before, as for a checkpoint every day. "
-        "It spends 6/(pi t)^2 of the probability of error (.61, .15, .07, ...): all looks hold together, however "
-        "many there will be. Count every look, also those that certified nothing.",
+        help="For certificates: number of this look in a series that takes new rollouts each time, such as a "
+        "checkpoint per day. It uses 6/(pi t)^2 of the probability of error (.61, .15, .07, ...), so all looks hold "
+        "together, however many follow. Count every look, also those that certified nothing.",
     ),
 ]
 
@@ -269,7 +327,7 @@ def interruptible() -> Callable[[], None]:
 
 
 class Screen:
-    """Where a command prints: results on stdout, progress, notes and the next step on stderr.
+    """Output of a command: results go to stdout, progress, notes and the next step to stderr.
 
     Args:
         as_json: stdout belongs to a machine; what a person would read there is left out.
@@ -296,7 +354,11 @@ class Screen:
 
     def json(self, value: Any, indent: int | None = 1) -> None:
         """Print a value on stdout for a machine."""
-        typer.echo(json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False))
+        self.json_text(json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False))
+
+    def json_text(self, text: str) -> None:
+        """Print JSON on stdout for a machine."""
+        typer.echo(text)
 
     def note(self, text: str) -> None:
         """Say something about the work on stderr."""
@@ -322,13 +384,21 @@ class Screen:
 
     def progress(self, unit: str = "") -> Progress:
         """A bar on stderr that vanishes when it is done."""
-        return Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn(unit),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self.err,
-            transient=True,
-        )
+        from offdrift.show.progress import progress_bar
+
+        return progress_bar(self.err, unit)
+
+    def watching(self, unit: str = "", *, every: bool = False) -> ProgressBar | ProgressLines:
+        """Whom long work tells of its stages, while it lasts: a bar on a terminal, else lines.
+
+        A stage of 0 parts is a note, which stays on the screen.
+
+        Args:
+            every: off a terminal, write every stage, as where each takes seconds.
+        """
+        from offdrift.cli.lines import ProgressLines
+        from offdrift.show.progress import ProgressBar
+
+        if self.err.is_terminal:
+            return ProgressBar(self.err, unit, self.note)
+        return ProgressLines(self.note, every=every)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +16,7 @@ from offdrift.cli.app import (
     FailOn,
     Look,
     MethodName,
+    Prompts,
     RulesFile,
     Screen,
     Temperature,
@@ -27,46 +27,55 @@ from offdrift.cli.app import (
 from offdrift.cli.exit_codes import ExitCode
 from offdrift.errors import BadValueError
 
+if TYPE_CHECKING:
+    from offdrift.audit.result import ArmsAudit, Audit
+
 
 @app.command(rich_help_panel=AFTER, verdict="a finding as severe as --fail-on")
 def audit(
     screen: Screen,
     logs: Annotated[
         list[str],
-        typer.Argument(help="What a run logged: files, folders, globs, URLs (s3://, gs://, ...), or an arm of a run."),
+        typer.Argument(
+            help="Logs of one run: files, folders, globs, URLs (s3://, gs://, ...), an arm of a run, or a run of arms."
+        ),
     ],
     columns: Columns = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for audit.json and report.html; default audits/NAME.")
     ] = None,
-    workers: Annotated[int, typer.Option(help="Processes that read.", min=1)] = 1,
+    workers: Annotated[int, typer.Option(help="Processes that read the log.", min=1)] = 1,
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Read on a Ray cluster: auto, host:port, or local.")
     ] = None,
     slice_: Annotated[
         str | None,
-        typer.Option(
-            "--slice", metavar="I/N", help="Read the I-th of N parts of the log and stop: one for each machine."
-        ),
+        typer.Option("--slice", metavar="I/N", help="Read only part I of N, to split the log over N machines."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say how much there is and what it will take; writes nothing.")
+        bool, typer.Option("--dry-run", help="Estimate tokens, time and memory; write nothing.")
     ] = False,
     rules: RulesFile = None,
     framework: Annotated[
-        str | None, typer.Option(help="Whose configuration the fixes are written in; default as detected.")
+        str | None, typer.Option(help="Framework whose configuration the fixes show; default as detected.")
     ] = None,
     method: MethodName = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE.py:NAME",
+            help="Try a method in a file of yours, too (docs/your-own-method.md); its code is run. Repeatable.",
+        ),
+    ] = None,
     temperature: Temperature = None,
     moe: Experts = None,
     sample_mib: Annotated[
-        int, typer.Option(help="Try every method of the table on about this much of the log, MiB.", min=1)
+        int, typer.Option(help="Amount of the log on which all methods are compared, MiB.", min=1)
     ] = 64,
     max_file_mib: Annotated[
         int,
         typer.Option(
-            help="What one file may take in memory or decompress to, MiB, and a 64th of it what "
-            "one line may have; the rest is left out and named.",
+            help="Memory limit per file, MiB (per line: 1/64). Larger ones are skipped and listed.",
             min=64,
         ),
     ] = 4096,
@@ -76,112 +85,102 @@ def audit(
         typer.Option(
             min=1,
             metavar="K",
-            help="Arms or checkpoints whose audits you will compare: the certificate of each spends a K-th of the "
-            "probability of error. Default: the arms of the run, if it is one of offdrift's.",
+            help="For certificates: number of arms or checkpoints whose audits you will compare. Each certificate "
+            "uses 1/K of the probability of error. Default: the arms of the run, if offdrift made it.",
         ),
     ] = None,
     look: Look = None,
+    prompts: Prompts = None,
 ) -> None:
-    """What happened in a run, from its logs: drift, its cause, and the smallest fix.
+    """Find drift in the logs of a run: how much, its cause, and the smallest fix.
 
     Reads logs of verl, TRL, prime-rl, slime, miles, SkyRL, NeMo-RL, open-instruct and AReaL, records
-    of offdrift, and plain JSONL or Parquet (docs/logs.md). Says which format it detected, what the log
-    can not answer, and what to log to have it answered. Files may be larger than memory. You can
-    interrupt it at any time: the same command continues.
+    of offdrift, and plain JSONL or Parquet (docs/logs.md). Shows the detected format, the questions
+    that the log cannot answer, and what to log to answer them. Files may be larger than memory. You
+    can interrupt it at any time: the same command continues. Of a run of several arms all are audited and compared;
+    the most urgent verdict is the run's. A log of a run that stored its rules is judged by these, unless --rules names
+    a file.
 
     \b
     offdrift audit runs/tiny/arms/none
+    offdrift audit runs/tiny                       # all arms, compared
     offdrift audit 's3://bucket/run/token_exports/*/rank_*.jsonl' --workers 8
     offdrift audit rollouts.jsonl --columns logp_rollout=vllm_lp --fail-on act
-    offdrift audit LOGS --dry-run                  # tokens, hours, memory, slices
-    offdrift audit LOGS --slice 3/8 --out SHARED   # a machine each, then without
+    offdrift audit LOGS --also mine.py:mine        # try a method of yours, too
+    offdrift audit LOGS --dry-run                  # estimate time and memory
+    offdrift audit LOGS --slice 3/8 --out SHARED   # one of 8 machines
     """
-    from offdrift.audit.conclude import arms_of_run, conclude, run_context, write_audit
-    from offdrift.audit.page import write_audit_page
-    from offdrift.audit.partial import Job, Part
-    from offdrift.audit.stream import audit as stream
-    from offdrift.audit.stream import in_process, in_processes, slice_of
-    from offdrift.audit.view import audit_view
-    from offdrift.judge import load_rules
-    from offdrift.records.readers import detect, pieces
-
-    table = load_rules(rules)
-    paths = [p for log in logs for p in _logs_of(log)]
     part_of = _slice(slice_)
-    started = time.perf_counter()
-    source = detect(paths, columns=pairs(columns), limit=max_file_mib << 20)
+    settings: dict[str, Any] = {
+        "columns": pairs(columns),
+        "framework": framework,
+        "method": method,
+        "temperature": temperature,
+        "mixture_of_experts": moe,
+        "rules": rules,
+        "also": also or (),
+        "sample_mib": sample_mib,
+        "max_file_mib": max_file_mib,
+        "workers": workers,
+        "ray": ray,
+    }
     folder = out or Path("audits") / _name(logs[0])
-    count = len(source.files)
-    screen.note(f"reading {count} {'file' if count == 1 else 'files'}, {_size(source.bytes)}")
-    plan = pieces(source)
-    job = Job(source, sample_rate=min(1.0, sample_mib * 2**20 / max(source.bytes, 1)))
-    if dry_run:
-        from offdrift.audit.forecast import forecast
-
-        expected = forecast(job, plan, workers=workers)
-        if screen.as_json:
-            screen.json({"detected": source.said, **expected.as_dict()})
-        else:
-            screen.show("\n".join([source.said, *expected.sentences()]))
-        return
-    if part_of is not None:
-        plan = slice_of(plan, *part_of)
-    if ray is not None:
-        from offdrift.audit.stream import on_ray
-
-        run = on_ray(ray)
-    else:
-        run = in_process if workers == 1 else in_processes(min(workers, max(len(plan), 1)))
-    with screen.progress("pieces") as progress:
-        task = progress.add_task("reading", total=len(plan))
-
-        def watch(done: int, so_far: Part) -> None:
-            tokens = 0 if so_far.tally is None else so_far.tally.tokens
-            rate = tokens / max(time.perf_counter() - started, 1e-9)
-            progress.update(task, completed=done, description=f"{tokens:,} tokens, {rate:,.0f} per s")
+    with screen.watching("pieces") as watch:
+        watch("loading", 0, 1)
+        from offdrift.audit.entry import Expected, Sliced, forecast_of, options_of, read_slice
+        from offdrift.audit.entry import audit as audited
 
         try:
-            part = stream(job, plan, folder=folder, run=run, watch=watch) if plan or part_of is None else Part()
+            if dry_run:
+                outcome = forecast_of(logs, options_of(**settings), workers=workers)
+            elif part_of is not None:
+                outcome = read_slice(logs, options_of(**settings), part=part_of, out=folder, watch=watch)
+            else:
+                outcome = audited(logs, out=folder, of=of, look=look, prompts=prompts, progress=watch, **settings)
         except KeyboardInterrupt:
-            progress.stop()
             again = shlex.join(["offdrift", *sys.argv[1:]])
-            screen.warn(
-                f"\ninterrupted; what was read is in {folder / 'parts'}. The same command continues:\n  {again}"
-            )
+            kept = f"what was read is in {folder}. " if not dry_run else ""
+            screen.warn(f"\ninterrupted; {kept}The same command continues:\n  {again}")
             raise typer.Exit(ExitCode.INTERRUPTED) from None
-    if part_of is not None:
-        tokens = 0 if part.tally is None else part.tally.tokens
+    if isinstance(outcome, Expected):
+        screen.json(outcome.as_dict()) if screen.as_json else screen.show("\n".join(outcome.sentences()))
+    elif isinstance(outcome, Sliced):
         whole = shlex.join(["offdrift", "audit", *logs, "--out", str(folder)])
-        numbers = {"slice": part_of[0], "of": part_of[1], "pieces": len(plan), "tokens": tokens}
         if screen.as_json:
-            screen.json({**numbers, "folder": str(folder), "next": whole})
+            screen.json({**outcome.as_dict(), "folder": str(folder), "next": whole})
         else:
-            screen.show(f"slice {slice_}: {len(plan):,} pieces, {tokens:,} tokens, stored in {folder / 'parts'}")
-            screen.next(whole, "when all slices are in this folder: merges them, and reads what is missing")
-        return
-    about = run_context(
-        paths[0], framework or source.framework, method=method, temperature=temperature, mixture_of_experts=moe
-    )
-    result = conclude(part, job, context=about, rules=table, of=of or arms_of_run(paths[0]), look=look)
-    result["source"]["seconds"] = time.perf_counter() - started
-    file = write_audit(result, folder)
-    page = write_audit_page(result, folder)
+            words = f"{outcome.pieces:,} pieces, {outcome.tokens:,} tokens"
+            screen.show(f"slice {slice_}: {words}, stored in {folder / 'parts'}")
+            screen.next(whole, "when all slices are in this folder: merges them and reads missing ones")
+    else:
+        _show(screen, outcome, folder, logs[0])
+        if reaches(outcome.verdict.level, fail_on):
+            raise typer.Exit(ExitCode.VERDICT)
+
+
+def _show(screen: Screen, result: Audit | ArmsAudit, folder: Path, log: str) -> None:
+    """Show an audit that was stored in a folder, and the next step."""
+    from offdrift.audit.arms_view import arms_view
+    from offdrift.audit.result import Audit
+    from offdrift.audit.view import audit_view
+
     if screen.as_json:
-        screen.json(result, indent=None)
+        screen.json_text(result.to_json())
+    elif isinstance(result, Audit):
+        screen.show(audit_view(result.data, width=screen.width, folder=str(folder)), "")
     else:
-        screen.show(audit_view(result, width=screen.width), "")
-        screen.wrote(report=page, numbers=file)
-    level = result["verdict"]["level"]
-    if level in ("act", "stop"):
-        screen.next(f"offdrift compare {folder} FIXED", "once the fixed run is audited, too: did it help?")
+        screen.show(arms_view(result, width=screen.width, folder=str(folder)), "")
+    screen.wrote(report=folder / result.page, numbers=folder / result.file)
+    if result.verdict.level in ("act", "stop"):
+        what = shlex.quote(str(folder if isinstance(result, Audit) else folder / result.worst))
+        again = f"offdrift audit LOG_AFTER_THE_FIX --out REPAIRED && offdrift compare {what} REPAIRED"
+        screen.next(again, "once a run with the fix has written a log: did the fix help?")
     else:
-        screen.next(f"offdrift audit {logs[0]} --fail-on act", "the same as a test: exit status 3")
-    if reaches(level, fail_on):
-        raise typer.Exit(ExitCode.VERDICT)
+        screen.next(f"offdrift audit {log} --fail-on act", "the same as a test in CI: fails with exit status 3")
 
 
 def _slice(text: str | None) -> tuple[int, int] | None:
-    """Which part of how many `--slice` asks for.
+    """Parse `--slice I/N` into (I, N).
 
     Raises: `BadValueError` unless it is I/N with I from 1 to N.
     """
@@ -193,28 +192,9 @@ def _slice(text: str | None) -> tuple[int, int] | None:
     return int(part), int(of)
 
 
-def _logs_of(path: str) -> list[str]:
-    """The log of an arm of our own run, or the path itself."""
-    folder = Path(path)
-    if (folder / "run.json").is_file():
-        arms = sorted(p for p in (folder / "arms").glob("*") if (p / "log").is_dir())
-        if len(arms) == 1:
-            return [str(arms[0] / "log")]
-        names = ", ".join(str(p) for p in arms) or "none that logged its tokens"
-        raise BadValueError(f"{path} is a run of several policies; audit one of its arms: {names}")
-    return [str(folder / "log")] if (folder / "log").is_dir() else [path]
-
-
 def _name(path: str) -> str:
     """A folder name from what was audited."""
     common = ("/", "runs", "arms", "log", "..", ".")
     parts = [p for p in Path(path.split("://")[-1]).parts if p not in common]
     text = "-".join(parts[-2:]) or "log"
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in text).strip("_.") or "log"
-
-
-def _size(count: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count} bytes"

@@ -44,11 +44,14 @@ def bound(
         float | None, typer.Option(help="The same with weight 1 − R. Both add up to the KL of whole sequences.")
     ] = None,
     reward_range: Annotated[float, typer.Option(help="Largest minus smallest possible reward.")] = 1.0,
-    constants: Annotated[Literal["both", "paper", "sharp"], typer.Option(help="Which constants are shown.")] = "both",
+    constants: Annotated[
+        Literal["both", "paper", "sharp"],
+        typer.Option(help="Constants of the bounds: as published, sharper ones, or both."),
+    ] = "both",
     solve: Annotated[
         Literal["delta", "eps", "kl_seq", "T", "chi2", "reward_sd", "hellinger_seq", "kl_rewarded", "kl_unrewarded"]
         | None,
-        typer.Option(help="The inverse question: the largest such value whose tightest bound B* is within the target."),
+        typer.Option(help="Find the largest such value whose tightest bound B* is within the target."),
     ] = None,
     target: Annotated[
         float | None, typer.Option(help="Largest acceptable error, for --solve; default the reward range.")
@@ -58,7 +61,7 @@ def bound(
         typer.Option(
             "--from",
             metavar="PATH",
-            help="Take what is not given from measured drift: a run, an arm of one, audit.json or check.json.",
+            help="Take missing values from measured drift: a run, an arm of one, audit.json or check.json.",
         ),
     ] = None,
     chart: Annotated[
@@ -122,8 +125,12 @@ def bound(
         raise typer.BadParameter("--reward-sd belongs to --chi2: only the variance row depends on it")
     if solve is None and target is not None:
         raise typer.BadParameter("--target belongs to --solve")
-    if solve is not None and chart is not None:
-        raise typer.BadParameter("--chart draws the bounds of given divergences; leave out --solve")
+    if chart is not None:
+        if solve is not None:
+            raise typer.BadParameter("--chart draws the bounds of given divergences; leave out --solve")
+        from offdrift.show.figures import chart_kind
+
+        chart_kind(chart)  # before the table, not after it
     if solve is not None:
         if solve == "T" and horizon is not None:
             raise typer.BadParameter("--T is given and solved for; leave one out")

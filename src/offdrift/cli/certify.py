@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from offdrift.cli.app import AFTER, Look, Of, Screen, app
+from offdrift.cli.app import AFTER, Look, Of, Prompts, RulesFile, Screen, app
 from offdrift.cli.exit_codes import ExitCode
 from offdrift.texts import read_json
 
@@ -27,11 +27,12 @@ def certify(
         typer.Option(help="The policy to judge: a checkpoint folder, or a name as in recipes; an arm's own if absent."),
     ] = None,
     delta: Annotated[
-        float,
+        float | None,
         typer.Option(
-            help="Trust region, chosen before the rollouts are seen: limit on a token's KL(rollout || current), nat."
+            help="Trust region, chosen before the rollouts are seen: limit on a token's KL(rollout || current), nat; "
+            "default `trust_region` of the rules, 0.05."
         ),
-    ] = 0.05,
+    ] = None,
     eps: Annotated[float | None, typer.Option(help="Limit on a token's TV, if any.")] = None,
     tau: Annotated[float | None, typer.Option(help="Limit on |log ratio| of accepted tokens, if any.")] = None,
     horizon: Annotated[
@@ -42,12 +43,12 @@ def certify(
         1.0,
     ),
     alpha: Annotated[
-        float,
+        float | None,
         typer.Option(
             help="Largest probability that any statement is wrong: for one policy and one look, unless you say "
-            "otherwise by --of, --look or --anytime."
+            "otherwise by --of, --look or --anytime; default `certificate_error` of the rules, 0.05."
         ),
-    ] = 0.05,
+    ] = None,
     of: Of = 1,
     look: Look = None,
     anytime: Annotated[
@@ -77,6 +78,8 @@ def certify(
     power: Annotated[
         bool, typer.Option("--power", help="Estimate how many prompts would certify the gain that was seen.")
     ] = False,
+    prompts: Prompts = None,
+    rules: RulesFile = None,
     token_budget: Annotated[int, typer.Option(help="Padded tokens per forward pass.")] = 4096,
 ) -> None:
     """Is this policy better than the one that drew the rollouts, and how surely?
@@ -90,7 +93,7 @@ def certify(
     --look for looks at new ones, --anytime for one policy looked at while rollouts arrive.
 
     A policy that learned from these rollouts can not be certified by them, for instance the model of an
-    arm by the rollouts of that arm. A prompt that recurs in several files counts as one draw.
+    arm by the rollouts of that arm. Prompts that come more than once have two readings: --prompts says which.
 
     J is the mean reward of a response. Aggregation by response length and normalization by a group's deviation make
     training raise another return, which is said beside it for the model of an arm (`offdrift methods NAME`: raises).
@@ -108,8 +111,17 @@ def certify(
     from offdrift.certificate.certify import certify as certificate_of
     from offdrift.certificate.certify import power as power_of
     from offdrift.certificate.guarantees import ABOUT
-    from offdrift.prove.certify import Judged, certificate_view, judge, longest_response, newest_policy, rollout_files
-    from offdrift.train.models import load_model
+    from offdrift.judge.rules_record import choose_rules, record_above
+    from offdrift.models import load_model
+    from offdrift.prove.certify import (
+        JudgedBatches,
+        certificate_view,
+        check_design,
+        judge,
+        longest_response,
+        newest_policy,
+        rollout_files,
+    )
 
     if anytime and look is not None:
         raise typer.BadParameter("--anytime and --look: what holds at every moment is one look; give one of the two")
@@ -124,20 +136,31 @@ def certify(
         model = str(own[0])
     version, chosen = newest_policy(files)
     skipped, files = len(files) - len(chosen), chosen
+    if prompts is None:
+        check_design(files)
     trained_on = trained_on or _learned_from(model, files)
+    chosen_rules = choose_rules(rules, *record_above(files[0]))
+    delta = chosen_rules.rules.limits["trust_region"] if delta is None else delta
+    alpha = chosen_rules.rules.limits["certificate_error"] if alpha is None else alpha
     limits = {"delta": delta, "eps": eps, "tau": tau}
     longest = longest_response(files) if horizon is None else horizon
     region = TrustRegion(horizon=longest, **limits)  # type: ignore[arg-type]
     policy, _ = load_model(model, seed=0)
     before = None if old is None else load_model(old, seed=0)[0]
     prove = partial(
-        certificate_of, reward_range=reward_range, alpha=alpha, looks=looks, constants=constants, fresh=not trained_on
+        certificate_of,
+        reward_range=reward_range,
+        alpha=alpha,
+        looks=looks,
+        constants=constants,
+        fresh=not trained_on,
+        prompts=prompts,
     )
-    judged: Judged | None = None
+    judged: JudgedBatches | None = None
     with screen.until_interrupted("files") as progress:
         task = progress.add_task("reading", total=len(files))
 
-        def watch(file: Path, so_far: Judged) -> None:
+        def watch(file: Path, so_far: JudgedBatches) -> None:
             nonlocal judged
             if judged is None:  # a number that cannot be is named now, not when all files are read
                 prove(so_far.evidence)
@@ -152,6 +175,7 @@ def certify(
             tail_log_ratio_cap=tail_log_ratio_cap,
             arriving=anytime,
             old=before,
+            prompts=prompts or "listed",
             watch=watch,
         )
     if judged is None:
@@ -169,6 +193,7 @@ def certify(
             "trained_objective": raised,
             "old": old,
             "alphas": judged.alphas.as_dict(),
+            **chosen_rules.rules.as_record(chosen_rules.words),
         }
         if power:
             about["power"] = [{"prompts": n, "probability": p} for n, p in curve.items()]
@@ -184,7 +209,7 @@ def certify(
             )
         if judged.repeated:
             about += f"; {judged.repeated:,} sequences answer prompts of an earlier file, and were left out"
-        screen.out.print(Text(about, style="dim"), soft_wrap=True)
+        screen.out.print(Text(f"{about}. {chosen_rules.words}", style="dim"), soft_wrap=True)
         if power:
             chances = ", ".join(f"{n:,} prompts {p:.0%}" for n, p in curve.items()) or "no rewards are recorded"
             screen.show(f"A fresh batch would certify the gain seen here, if these prompts stand for all: {chances}.")

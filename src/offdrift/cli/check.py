@@ -2,40 +2,59 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.markup import escape
 
-from offdrift.cli.app import BEFORE, Screen, app
+from offdrift.cli.app import BEFORE, RulesFile, Screen, app
 from offdrift.cli.exit_codes import ExitCode
 
-QUICK_PROMPTS, QUICK_TOKENS = 8, 32
-"""What --quick draws, and no more."""
+if TYPE_CHECKING:
+    from offdrift.check.result import Check
 
 
 @app.command(
     rich_help_panel=BEFORE,
-    verdict="the mean KL exceeds --max-kl, or the log-probs are not those of the distribution that was sampled",
+    verdict="the mean KL exceeds --max-kl, weights or configuration differ, the server does not hold --checkpoint, "
+    "--claim equal fails, or the log-probs are not those of the distribution that was sampled",
 )
 def check(
     screen: Screen,
     model: Annotated[
-        str, typer.Option(help="A checkpoint folder, a hub id, or a name as in recipes.")
-    ] = "smollm2-135m",
+        str | None,
+        typer.Option(
+            help="A checkpoint folder, a hub id, or a name as in recipes; default smollm2-135m where it is installed, "
+            "else tiny-qwen3."
+        ),
+    ] = None,
     rollout: Annotated[
         str | None,
         typer.Option(
             metavar="ENGINE",
-            help="Engine that draws the tokens, KIND:DTYPE[,OPTION=VALUE ...]; default "
-            "vllm:bfloat16, or transformers:bfloat16 without vLLM.",
+            help="Engine that draws the tokens: openai:URL for a running server, or KIND:DTYPE[,OPTION=VALUE ...]; "
+            "default vLLM where it is installed, else transformers, in bfloat16, or in float32 where this processor "
+            "emulates bfloat16.",
         ),
     ] = None,
     train: Annotated[
         str, typer.Option(metavar="ENGINE", help="Engine that rescores the tokens.")
     ] = "transformers:float32",
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Does the running server --rollout openai:URL, vllm-server:URL or sglang:URL hold the weights of this "
+            "folder? Nothing else is measured then.",
+        ),
+    ] = None,
+    earlier: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="With --checkpoint: a folder of an earlier step, which the server may hold instead; may come again.",
+        ),
+    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help='One prompt per line, or .jsonl with "prompt" (text or messages); default bundled.'),
@@ -61,102 +80,100 @@ def check(
     bisect: Annotated[
         bool, typer.Option("--bisect", help="Name the first layer in which the engines differ, and by how much.")
     ] = False,
+    claim: Annotated[
+        Literal["equal"] | None,
+        typer.Option(help="Prove that every log-prob has the same bits in both engines; exit status 3 if not."),
+    ] = None,
     max_kl: Annotated[
         float | None, typer.Option(help="End with exit status 3 if the mean KL per token is larger, nat.")
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="Where the training engine runs; default cuda if there is one.")
     ] = None,
+    rules: RulesFile = None,
     out: Annotated[Path, typer.Option(help="Folder for check.json and check.html.")] = Path("check"),
 ) -> None:
     """Do your rollout and training engines agree, and if not, why?
 
+    Your own model, and the server that serves it:
+
+    \b
+    offdrift check --model ./checkpoint \\
+        --rollout openai:http://127.0.0.1:8000/v1 --max-kl 0.005
+    offdrift check --model ./checkpoint --rollout vllm:bfloat16,kv_cache_dtype=fp8
+
     Draws tokens with the rollout engine and scores them with the training engine at the same weights:
-    the mismatch before anything is learned. Then changes one factor at a time, compares the numbers
-    with published thresholds, and calibrates a correction on them. Works offline, with SmolLM2-135M
-    and bundled prompts.
+    the mismatch before anything is learned, and how much of it precision explains. Then changes one factor at a
+    time and compares the numbers with published thresholds.
 
-    On SmolLM2-135M and one CPU core a factor takes 2 to 25 s, or 20 to 40 s if it starts an engine, or
-    2 min if it compiles one (only with --thorough). A whole check takes five to six minutes.
+    Does the server that your framework runs hold the newest weights? The folder is of the step that it should hold:
 
-    Ctrl-C keeps what was measured.
+    \b
+    offdrift check --rollout openai:http://127.0.0.1:8000/v1 \\
+        --checkpoint runs/step_40 --earlier runs/step_39
+
+    Without a model or server of your own it works offline, with SmolLM2-135M (or a tiny model) and bundled prompts. On
+    SmolLM2-135M and one CPU core with AVX-512 a factor takes 2 to 25 s, or 20 to 40 s if it starts an engine, or
+    2 min if it compiles one (only with --thorough); a whole check five to six minutes. The time that it takes here is
+    said as it begins. Ctrl-C keeps what was measured; the check is then incomplete, neither passed nor failed.
 
     \b
     offdrift check
-    offdrift check --rollout vllm:bfloat16,kv_cache_dtype=fp8
-    offdrift check --model tiny-qwen3 --quick --factors none --max-kl 0.001
     offdrift check --model tiny-qwen3 --quick --factors none --bisect
+    offdrift check --claim equal \\
+        --rollout transformers:float16,batch_invariant=true \\
+        --train transformers:float16,batch_invariant=true
     """
-    import torch
+    with screen.watching(every=True) as watch:
+        watch("loading", 0, 1)
+        from offdrift.check.entry import check as measured
 
-    from offdrift.check.bench import Bench, EngineSpec, checkpoint_of
-    from offdrift.check.check import BUNDLED, FILE_NAME, check_max_kl, encoded, read_prompts
-    from offdrift.check.check import check as measure_all
-    from offdrift.check.factors import chosen, left_out
-    from offdrift.check.page import write_check_page
-    from offdrift.check.view import check_view
-    from offdrift.records.atomic import write_json
-    from offdrift.records.provenance import Sampling
-    from offdrift.train.models import load_model, save_for_engine
-
-    check_max_kl(max_kl)
-    table = chosen(factors, quick=quick, thorough=thorough)
-    later = left_out(factors, quick=quick, thorough=thorough)
-    draws, scores = EngineSpec.parse(rollout or _default_engine(screen)), EngineSpec.parse(train)
-    if quick:
-        max_prompts, max_tokens = min(max_prompts, QUICK_PROMPTS), min(max_tokens, QUICK_TOKENS)
-    texts = BUNDLED[:max_prompts] if prompts is None else read_prompts(prompts, limit=max_prompts)
-    with screen.progress() as progress:
-        task = progress.add_task("loading the model", total=None)
-        policy, tokenizer = load_model(model, seed=seed)
-        vocab_size = policy.config.get_text_config().vocab_size
-        ids = encoded(texts, tokenizer, vocab_size=vocab_size, chat=chat)
-        stop = getattr(tokenizer, "eos_token_id", None)
-        sampling = Sampling(
-            max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop_token_ids=() if stop is None else (stop,)
-        )
-
-        def watch(stage: str, done: int, total: int) -> None:
-            progress.update(task, description=escape(stage), completed=done, total=total)
-            if not screen.err.is_terminal:  # in a log, a line per stage
-                screen.note(f"{done}/{total} {stage}")
-
-        with Bench(
-            policy,
-            tokenizer,
-            [p for p in ids for _ in range(samples)],
-            sampling=sampling,
-            seed=seed,
-            name=model,
-            folder=checkpoint_of(policy),
-            save=lambda folder: save_for_engine(policy, tokenizer, folder),
-            device=device or ("cuda" if torch.cuda.is_available() else None),
-        ) as bench:
-            try:
-                options = {"factors": table, "left_out": later, "layers": bisect, "max_kl": max_kl, "watch": watch}
-                result = measure_all(bench, draws, scores, **options)
-            except KeyboardInterrupt:
-                progress.stop()
-                screen.warn("interrupted before anything was measured")
-                raise typer.Exit(ExitCode.INTERRUPTED) from None
-    write_json(out / FILE_NAME, result)
-    page = write_check_page(result, out)
-    if screen.as_json:
-        screen.json(result)
-    else:
-        screen.show(check_view(result, width=screen.width), "")
-        screen.wrote(report=page, numbers=out / FILE_NAME)
-    screen.next(f"open {page}", "every factor, its threshold, and the calibrated correction")
-    if result["interrupted"]:
+        try:
+            result = measured(
+                model,
+                rollout=rollout,
+                train=train,
+                checkpoint=checkpoint,
+                earlier=earlier or (),
+                prompts=prompts,
+                max_prompts=max_prompts,
+                samples=samples,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                chat=chat,
+                factors=factors,
+                quick=quick,
+                thorough=thorough,
+                bisect=bisect,
+                claim=claim,
+                max_kl=max_kl,
+                device=device,
+                rules=rules,
+                out=out,
+                progress=watch,
+            )
+        except KeyboardInterrupt:
+            screen.warn("interrupted before anything was measured")
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
+    live = checkpoint is not None or bool(earlier)
+    _show(screen, result, out)
+    if not live:
+        what = "every factor, every threshold" if result.data["factors"] else "every threshold"
+        screen.next(f"open {out / result.page}", f"{what}, and the calibrated limits of corrections")
+    if result.verdict.level == "interrupted":
         raise typer.Exit(ExitCode.INTERRUPTED)
-    if not result["passed"]:
-        raise typer.Exit(ExitCode.VERDICT)
+    if result.passed is not True:
+        raise typer.Exit(ExitCode.ERROR if result.passed is None else ExitCode.VERDICT)
 
 
-def _default_engine(screen: Screen) -> str:
-    """vLLM if it is installed, else transformers; prints which one was chosen."""
-    installed = importlib.util.find_spec("vllm") is not None
-    name = "vllm:bfloat16" if installed else "transformers:bfloat16"
-    why = "" if installed else "; vLLM is not installed (`make install-vllm`)"
-    screen.note(f"rollout engine: {name}{why}")
-    return name
+def _show(screen: Screen, result: Check, out: Path) -> None:
+    """Show a result that was stored in a folder."""
+    from offdrift.check.view import check_view
+
+    if screen.as_json:
+        screen.json_text(result.to_json(indent=1))
+    else:
+        screen.show(check_view(result.data, width=screen.width, folder=str(out)), "")
+    screen.wrote(report=out / result.page, numbers=out / result.file)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from offdrift.cli.app import AFTER, Screen, app
+from offdrift.cli.app import AFTER, RulesFile, Screen, app
 
 
 @app.command(rich_help_panel=AFTER)
@@ -16,17 +16,20 @@ def compare(
     run_a: Annotated[Path, typer.Argument(help="An audit: the folder that `offdrift audit` wrote.")],
     run_b: Annotated[Path, typer.Argument(help="The audit to compare with it.")],
     out: Annotated[Path, typer.Option(help="The page.")] = Path("compare.html"),
+    rules: RulesFile = None,
 ) -> None:
-    """Two audited runs side by side: metrics, drift over time, findings, what each method would do.
+    """Compare two audited runs: metrics, drift over time, findings, and the effect of each method.
+
+    Each is judged by the rules of its audit; --rules judges both by one file.
 
     \b
     offdrift audit runs/tiny/arms/none && offdrift audit runs/tiny/arms/token_tis
     offdrift compare audits/tiny-none audits/tiny-token_tis
     """
     from offdrift.audit.compare import comparison_view, differences, write_comparison
-    from offdrift.audit.conclude import read_audit
+    from offdrift.audit.rejudge import audit_judged_by
 
-    a, b = read_audit(run_a), read_audit(run_b)
+    a, b = audit_judged_by(run_a, rules), audit_judged_by(run_b, rules)
     paths = run_a.resolve(), run_b.resolve()
     names = paths[0].name, paths[1].name
     if names[0] == names[1]:  # short names that differ

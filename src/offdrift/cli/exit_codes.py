@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How a command ended."""
+    """Exit status of a command."""
 
     FINE = 0
     ERROR = 1
@@ -18,9 +18,9 @@ class ExitCode(IntEnum):
 MEANINGS = {
     ExitCode.FINE: "fine",
     ExitCode.ERROR: "an error; the message says which",
-    ExitCode.USAGE: "the command line can not be read",
+    ExitCode.USAGE: "invalid command line",
     ExitCode.VERDICT: "the verdict reached the level asked for "
-    "(check --max-kl, audit --fail-on, watch --fail-on, lab bounds, lab coverage, lab three-policies)",
+    "(check --max-kl, audit --fail-on, watch --fail-on, methods --check, lab bounds, lab coverage, lab three-policies)",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C)",
 }
 
@@ -33,7 +33,7 @@ def exit_codes_text(verdict: str | None = MEANINGS[ExitCode.VERDICT]) -> str:
 
     Example:
         >>> exit_codes_text(None)[:50]
-        '0 fine · 1 an error; the message says which · 2 th'
+        '0 fine · 1 an error; the message says which · 2 in'
     """
     meanings = MEANINGS | {ExitCode.VERDICT: verdict}
     return " · ".join(f"{int(code)} {words}" for code, words in meanings.items() if words)

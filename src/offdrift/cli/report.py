@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from offdrift.cli.app import AFTER, Screen, app
-from offdrift.texts import read_json
+from offdrift.cli import REPORTS
+from offdrift.cli.app import AFTER, RulesFile, Screen, app
 
 
 @app.command(rich_help_panel=AFTER)
@@ -24,43 +25,44 @@ def report(
             "its lines do not fit, each keeps its lowest and highest points.",
         ),
     ] = False,
+    rules: RulesFile = None,
 ) -> None:
     """Write the page of a run, a sweep or an audit again from what it stored, and print its table.
 
     All three can be looked at while they are under way; nothing is disturbed. --json prints run.json, sweep.json or
-    audit.json.
+    audit.json. It judges by the rules that the run was started with, which its record holds; --rules judges by others.
 
     \b
     offdrift report runs/tiny
     offdrift report runs/tiny --every-step
+    offdrift report runs/tiny --rules mine.toml
     offdrift report runs/sweep
     offdrift report audits/tiny-none
     """
     from offdrift.show.html import PAGE_BYTES
 
     limit = math.inf if every_step else PAGE_BYTES
-    if (run / "audit.json").is_file():
-        from offdrift.audit.conclude import read_audit
+    if (run / "arms.json").is_file():
+        from offdrift.audit.arms_view import arms_view
         from offdrift.audit.page import write_audit_page
+        from offdrift.audit.rejudge import audit_judged_by
+        from offdrift.audit.result import ArmsAudit, Audit
+
+        arms = ArmsAudit({name: Audit(audit_judged_by(run / name, rules)) for name in ArmsAudit.read(run).arms})
+        for name, audit in arms.arms.items():
+            write_audit_page(audit.data, run / name)
+        page, view, stored = arms.write_page(run), arms_view(arms, width=screen.width, folder=str(run)), arms.as_dict()
+    elif (run / "audit.json").is_file():
+        from offdrift.audit.page import write_audit_page
+        from offdrift.audit.rejudge import audit_judged_by
         from offdrift.audit.view import audit_view
 
-        stored = read_audit(run)
-        page, view = write_audit_page(stored, run, limit=limit), audit_view(stored, width=screen.width)
-    elif (run / "sweep.json").is_file():
-        from offdrift.records.atomic import plain
-        from offdrift.train.page import write_sweep
-        from offdrift.train.sweep import stored_sweep
-        from offdrift.train.view import sweep_summary
-
-        document, page = write_sweep(stored_sweep(run), limit=limit)
-        stored, view = plain(document), sweep_summary(document, width=screen.width)
+        stored = audit_judged_by(run, rules)
+        page, view = write_audit_page(stored, run, limit=limit), audit_view(stored, width=screen.width, folder=str(run))
     else:
-        from offdrift.train.page import write_report
-        from offdrift.train.stored import read_run
-        from offdrift.train.view import run_summary
-
-        page, view = write_report(run, limit=limit), run_summary(read_run(run), width=screen.width)
-        stored = read_json(run / "run.json") if screen.as_json else None
+        kind = "sweep.json" if (run / "sweep.json").is_file() else "run.json"
+        module, _, function = REPORTS[kind].rpartition(".")
+        page, view, stored = getattr(import_module(module), function)(run, limit=limit, width=screen.width, rules=rules)
     if screen.as_json:
         screen.json(stored, indent=None)
     else:

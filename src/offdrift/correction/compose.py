@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from offdrift.batch_info import NO_INFO, BatchInfo, of_scored
+from offdrift.batch_info import NO_INFO, BatchInfo, without_unscored
 from offdrift.correction.weight import Weighted
 from offdrift.errors import MethodError
 from offdrift.logprobs import LogProbs
@@ -26,7 +26,7 @@ from offdrift.ratios import RatioName
 
 @runtime_checkable
 class GateLike(Hashable, Protocol):
-    """What a gate is: `Gate`, or anything that decides without gradient."""
+    """Protocol of gates: `Gate`, or anything that decides without gradient."""
 
     @property
     def on(self) -> RatioName: ...
@@ -39,7 +39,7 @@ class GateLike(Hashable, Protocol):
 
 @runtime_checkable
 class WeightLike(Hashable, Protocol):
-    """What a weight is: `Weight`, or anything that gives a number >= 0 without gradient."""
+    """Protocol of weights: `Weight`, or anything that gives a number >= 0 without gradient."""
 
     @property
     def on(self) -> RatioName: ...
@@ -53,7 +53,7 @@ class WeightLike(Hashable, Protocol):
 
 
 class Corrected(NamedTuple):
-    """What a correction decided for each token; no gradient."""
+    """Decisions of a correction for each token; no gradient."""
 
     keep: Bool[Tensor, " n"]
     weight: Float[Tensor, " n"]
@@ -69,7 +69,7 @@ class Corrected(NamedTuple):
         return sum((w.log_weight() for w in self.weighted), torch.zeros_like(self.weight))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Corrected:
-        """The same of other tokens, or elsewhere: `function` applied to every tensor."""
+        """Apply `function` to every tensor, to choose other tokens or another device."""
         return Corrected(
             function(self.keep),
             function(self.weight),
@@ -78,10 +78,10 @@ class Corrected(NamedTuple):
             tuple(w.map(function) for w in self.weighted),
         )
 
-    def placed(self, logprobs: LogProbs) -> Corrected:
-        """What was decided about the scored tokens of a batch, as decisions about all of them."""
-        placed = self.map(logprobs.of_all)
-        return placed._replace(weight=logprobs.of_all(self.weight, fill=1.0))
+    def scatter_to_all(self, logprobs: LogProbs) -> Corrected:
+        """Scatter decisions about the scored tokens of a batch to all of its tokens."""
+        placed = self.map(logprobs.scatter_to_all)
+        return placed._replace(weight=logprobs.scatter_to_all(self.weight, fill=1.0))
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Correction:
         Raises: `EvidenceError` if the batch lacks what a part needs, before anything is decided.
         """
         if logprobs.unscored is not None:
-            return self(*of_scored(logprobs, advantages, batch_info)).placed(logprobs)
+            return self(*without_unscored(logprobs, advantages, batch_info)).scatter_to_all(logprobs)
         rejected_by = {g: ~g.keep(logprobs, advantages, batch_info) for g in self.gates}
         weighted = tuple(w(logprobs, advantages, batch_info) for w in self.weights)
         keep = torch.ones_like(logprobs.logp_rollout, dtype=torch.bool)

@@ -20,12 +20,12 @@ from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.correction.statistics import (
     EXACT,
     SIGNED,
-    STATISTICS,
     End,
     StatisticName,
     divergence_name,
     ratio_error,
     statistic,
+    statistics,
 )
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
@@ -72,7 +72,7 @@ class Gate:
     rollout correction. Ratio bounds are bounds on the ratio (verl applies them to its inverse).
     """
 
-    statistic: StatisticName
+    statistic: StatisticName | str
     on: RatioName
     unit: GateUnit
     low: float | None = None
@@ -81,7 +81,7 @@ class Gate:
     end: End = "lower"
 
     def __post_init__(self) -> None:
-        check_choice("statistic", self.statistic, STATISTICS)
+        check_choice("statistic", self.statistic, statistics())
         check_choice("unit", self.unit, get_args(GateUnit))
         check_choice("on", self.on, get_args(RatioName))
         check_choice("advantage", self.advantage, get_args(Direction))
@@ -117,7 +117,7 @@ class Gate:
 
     @property
     def formula(self) -> str:
-        """What is kept, in one line."""
+        """Rule for the tokens that are kept, in one line."""
         low = "" if self.low is None else f"{self.low:g} <= "
         high = "" if self.high is None else f" <= {self.high:g}"
         only = "" if self.advantage == "any" else f" where advantage is {self.advantage}"
@@ -129,7 +129,7 @@ class Gate:
     def keep(
         self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, batch_info: BatchInfo = NO_INFO
     ) -> Bool[Tensor, " n"]:
-        """Which tokens take part. Gradient: none.
+        """Mark the tokens that take part. Gradient: none.
 
         Raises: `EvidenceError` if the batch lacks what the gate looks at; `MethodError` if the gate
         depends on the sign of the advantage and no advantages were given.
@@ -168,7 +168,7 @@ class Gate:
         return logprobs.segments.mean(x) if self.unit == "seq_mean" else x
 
     def _per_token(self, inside: Tensor | None, logprobs: LogProbs) -> Bool[Tensor, " n"]:
-        """What holds for each token's unit; without a bound everything is inside."""
+        """Spread each unit's decision to its tokens; without a bound everything is inside."""
         segments = logprobs.segments
         if inside is None:
             return torch.ones_like(logprobs.logp_rollout, dtype=torch.bool)
@@ -277,7 +277,7 @@ class LengthNeutralGate:
 
     @property
     def formula(self) -> str:
-        """What is kept, in one line."""
+        """Rule for the tokens that are kept, in one line."""
         return f"keep if length-neutral ratio_error({self.on}) <= {self.high:g}"
 
     def score(self, logprobs: LogProbs) -> Float[Tensor, " b"]:
@@ -296,6 +296,6 @@ class LengthNeutralGate:
     def keep(
         self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, batch_info: BatchInfo = NO_INFO
     ) -> Bool[Tensor, " n"]:
-        """Which tokens take part. Gradient: none."""
+        """Mark the tokens that take part. Gradient: none."""
         with torch.no_grad():
             return logprobs.segments.spread(self.score(logprobs) <= self.high)

@@ -65,10 +65,8 @@ OF_RATIO: dict[str, Callable[[Tensor], Tensor]] = {
     "ratio_error": ratio_error,
 }
 OF_PROBABILITY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"binary_tv": binary_tv, "binary_kl": binary_kl}
-SAMPLED = (*OF_RATIO, *OF_PROBABILITY)
 EXACT = ("kl", "tv")
-STATISTICS = (*SAMPLED, *EXACT, "version_lag")
-SIGNED = ("ratio", *OF_PROBABILITY)
+SIGNED = {"ratio", *OF_PROBABILITY}
 """Statistics that say which way a token moved."""
 POLICIES = {"full": "rollout_current", "mismatch": "rollout_old", "staleness": "old_current"}
 """The two policies that a divergence of each ratio compares, the one that is averaged over first."""
@@ -79,6 +77,11 @@ WAY_OUT = {
     "the sampled stand-ins (binary_tv and binary_kl in gates, k2 and k3 in penalties)",
 }
 """What to do where a divergence is missing, by the policy whose distributions are."""
+
+
+def statistics() -> tuple[str, ...]:
+    """Names of all statistics, with those of the user's own (`offdrift.statistic`)."""
+    return (*OF_RATIO, *OF_PROBABILITY, *EXACT, "version_lag")
 
 
 def divergence_name(statistic: str, on: RatioName) -> str:
@@ -96,10 +99,10 @@ def divergence_of(batch_info: BatchInfo, statistic: str, *, on: RatioName) -> Di
 
     Raises: `EvidenceError` naming what is missing, what there is, and the way out.
     """
-    wanted = divergence_name(statistic, on)
-    if (divergence := batch_info.divergences.get(wanted)) is None:
+    key = divergence_name(statistic, on)
+    if (divergence := batch_info.divergences.get(key)) is None:
         raise EvidenceError(
-            f"this method needs {wanted}, and the batch has {sorted(batch_info.divergences) or 'none'}; "
+            f"this method needs {key}, and the batch has {sorted(batch_info.divergences) or 'none'}; "
             f"{WAY_OUT[POLICIES[on].partition('_')[0]]}"
         )
     return divergence
@@ -139,6 +142,6 @@ def statistic(
     if name == "version_lag":
         return batch_info.required("version_lag").to(logprobs.logp_rollout.dtype)
     if name not in EXACT:
-        raise MethodError(f"{name!r} is not a statistic; choose one of {list(STATISTICS)}")
+        raise MethodError(f"{name!r} is not a statistic; choose one of {list(statistics())}")
     divergence = divergence_of(batch_info, name, on=on)
     return (divergence.lo if end == "lower" else divergence.upper).detach()

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from offdrift.batch_info import NO_INFO, BatchInfo, Seen
+from offdrift.batch_info import NO_INFO, BatchInfo, StepSums
 from offdrift.errors import MethodError, check_choice, check_number, check_positive
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped, log_sums, ratio
@@ -32,7 +32,7 @@ LEAST, MOST = (math.exp(x * (1 - 1e-6)) for x in (-LOG_RATIO_LIMIT, LOG_RATIO_LI
 
 
 class Weighted(NamedTuple):
-    """What a weight decided: the weights, and which tokens its limits changed."""
+    """Weights of the tokens, and marks of those that limits changed."""
 
     weight: Float[Tensor, " n"]
     limited: Bool[Tensor, " n"]
@@ -59,7 +59,7 @@ class Weighted(NamedTuple):
         return self.weight.log() if self.exact is None else self.exact()
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Weighted:
-        """The same of other tokens, or elsewhere: `function` applied to every tensor."""
+        """Apply `function` to every tensor, to choose other tokens or another device."""
         exact = self.exact and (lambda: function(self.log_weight()))
         return Weighted(function(self.weight), function(self.limited), exact, self.least)
 
@@ -200,7 +200,7 @@ class Weight:
                 log_w = log_w.where(applies, 0.0)
             return log_w
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> StepSums:
         """Log of the sum of weights, and their number, for their mean over the step. Gradient: none."""
         with torch.no_grad():
             log_w, segments = self._log_limited(logprobs), logprobs.segments
@@ -220,7 +220,7 @@ class Weight:
     def _applies(
         self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo
     ) -> Iterator[Bool[Tensor, " n"]]:
-        """Where each condition on a token holds; nothing for a weight of every token."""
+        """Yield the tokens where each condition holds; nothing for a weight of every token."""
         if self.advantage != "any":
             if advantages is None:
                 raise MethodError(f'a weight with advantage="{self.advantage}" needs advantages')
@@ -319,7 +319,6 @@ class VariationalWeight:
     anchor: Literal["old", "rollout"] = "old"
 
     unit = "sequence"
-    advantage: str = "any"
 
     def __post_init__(self) -> None:
         check_positive(self, "cap", "k_positive", "lam_positive", "k_negative", "lam_negative")
@@ -328,6 +327,11 @@ class VariationalWeight:
     def on(self) -> RatioName:
         """The ratio it corrects for."""
         return "full"
+
+    @property
+    def advantage(self) -> str:
+        """The signs of the advantage that it acts on; each has a kernel of its own."""
+        return "any"
 
     @property
     def needs_old(self) -> bool:

@@ -49,7 +49,7 @@ _broken: set[str] = set()
 
 
 def way(device: torch.device, entries: int, compiled: bool | None) -> Literal["compiled", "plain"]:
-    """How an input of so many entries is gone about, as far as is known before it was tried."""
+    """Choose how to compute an input of so many entries, as far as is known before it is tried."""
     if compiled is False or os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return "plain"
     worth_it = entries >= COMPILE_FROM and device.type not in _broken

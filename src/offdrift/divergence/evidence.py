@@ -1,4 +1,4 @@
-"""How surely a divergence is known, and what it may therefore be used for.
+"""Grades of evidence: how surely a divergence is known, and what it may therefore be used for.
 
     exact             from the full vocabulary of both policies: the number itself
     interval          from the top k of one and all of the other: rigorous lower and upper ends
@@ -16,17 +16,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from offdrift.errors import EvidenceError
-from offdrift.numerics import clamped
+from offdrift.notebook import box, brief, chart, frame, paragraph, table
+from offdrift.numerics import clamped, concrete
+from offdrift.texts import as_json
 
 
 class Grade(StrEnum):
-    """How surely a divergence is known, best first."""
+    """Certainty with which a divergence is known, best first."""
 
     EXACT = "exact"
     INTERVAL = "interval"
@@ -45,7 +48,7 @@ class Grade(StrEnum):
         return max((Grade(g) for g in grades), key=order.index)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Divergence:
     """One divergence at every token, and how surely it is known.
 
@@ -95,7 +98,7 @@ class Divergence:
         name: str, lo: Float[Tensor, " n"], hi: Float[Tensor, " n"], *, assumes: str, refuted: Bool[Tensor, " n"]
     ) -> Divergence:
         """A divergence known to be at least `lo` and, if `assumes` holds, at most `hi`."""
-        return Divergence(name, Grade.CAPPED, lo, hi, assumes, refuted)
+        return Divergence(name, Grade.CAPPED, lo, hi=hi, assumes=assumes, refuted=refuted)
 
     @staticmethod
     def sampled(name: str, value: Float[Tensor, " n"]) -> Divergence:
@@ -125,10 +128,46 @@ class Divergence:
             return Divergence(name, grade, lo, hi)
         assumed = " and ".join(dict.fromkeys(d.assumes for d in divergences if d.assumes))
         flags = (torch.zeros_like(d.lo, dtype=torch.bool) if d.refuted is None else d.refuted for d in divergences)
-        return Divergence(name, grade, lo, hi, assumed, placed(list(flags)))
+        return Divergence(name, grade, lo, hi=hi, assumes=assumed, refuted=placed(list(flags)))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Mean and largest value over the tokens, of the lower and the upper end; NaN without a token."""
+        ends = {"": self.lo} if self.hi is self.lo else {"_low": self.lo, "_high": self.hi}
+        numbers = {end: concrete(x).double() for end, x in ends.items()}
+        kinds = {"mean": lambda x: x.mean(), "max": lambda x: x.max() if len(x) else x.mean()}
+        return {f"{kind}{end}": float(of(x)) for end, x in numbers.items() for kind, of in kinds.items()}
+
+    def to_frame(self) -> Any:
+        """The tokens as a frame of pandas or polars: `lo`, `hi`, and `refuted` where something is assumed.
+
+        Raises: `OffdriftError` if neither is installed.
+        """
+        tensors = {"lo": self.lo, "hi": self.hi} | ({} if self.refuted is None else {"refuted": self.refuted})
+        return frame({name: concrete(x).tolist() for name, x in tensors.items()})
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Name, grade, assumption and both ends of every token as JSON; null for what is infinite."""
+        ends = {"lo": concrete(self.lo).tolist(), "hi": concrete(self.hi).tolist()}
+        return as_json({"name": self.name, "grade": str(self.grade), "assumes": self.assumes, **ends}, indent)
+
+    def __repr__(self) -> str:
+        """Name, grade, tokens, mean and largest value; of an accelerator, which is not waited for, no value."""
+        first = f"Divergence {self.name}: {self.grade}, {self.lo.shape[-1]:,} tokens"
+        if not concrete(self.lo).is_cpu:
+            return f"{first} on {self.lo.device}"
+        sizes = ", ".join(f"{name} {x:.3g}" for name, x in self.metrics.items())
+        return brief(f"{first}, {sizes}", f"  assumes {self.assumes}" if self.assumes else "")
+
+    def _repr_html_(self) -> str:
+        words = f"{self.grade}, {self.lo.shape[-1]:,} tokens" + (f"; assumes {self.assumes}" if self.assumes else "")
+        ends = {"lower end": self.lo, "upper end": self.hi}
+        lines = [(end, chart(concrete(x).tolist(), name=f"{end} by token")) for end, x in ends.items()]
+        sizes = [(name, f"{x:.4g}") for name, x in self.metrics.items()]
+        return box(paragraph(words, strong=self.name), table([*sizes, *lines[: 1 if self.hi is self.lo else 2]]))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Divergence:
-        """The same of other tokens, or elsewhere: `function` applied to every tensor."""
+        """Apply `function` to every tensor, to choose other tokens or another device."""
         lo = function(self.lo)
         hi = lo if self.hi is self.lo else function(self.hi)
         refuted = None if self.refuted is None else function(self.refuted)

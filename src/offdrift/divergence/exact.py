@@ -28,7 +28,7 @@ from torch import Tensor
 
 
 class ExactDivergences(NamedTuple):
-    """What two distributions over the whole vocabulary say about each other, at every token.
+    """Divergences, entropies and log-probs of two distributions over the whole vocabulary, at every token.
 
     Rollout policy mu, current policy pi; nats where it is a KL, an entropy or a log-prob. Each
     field has one number per token, float32 or better.
@@ -215,7 +215,7 @@ def plain_divergences(
     tokens: Int[Tensor, " n"],
     temperature: Float[Tensor, ""],
 ) -> ExactDivergences:
-    """What `definition` says of these rows."""
+    """Compute `definition` for these rows."""
     dtype = torch.promote_types(logits_rollout.dtype, logits.dtype)
     log_mu, mu = plain_policy(logits_rollout.to(dtype), None)
     log_pi, pi = plain_policy(logits.to(dtype), temperature)
@@ -270,7 +270,7 @@ def _sums(
 
 
 def _near(mu: Float[Tensor, "n v"], x: Float[Tensor, "n v"]) -> tuple[Float[Tensor, " n"], ...]:
-    """The same where every x is below the limit, by the same series."""
+    """Sum the terms where every x is below the limit, by the series of `all_terms`."""
     first, *rest = (x.new_tensor(1 / math.factorial(i)) for i in (6, 5, 4, 3, 2))
     series = torch.add(first, x, alpha=1 / math.factorial(7))
     for coefficient in rest:

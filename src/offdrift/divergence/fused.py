@@ -26,7 +26,7 @@ Route = Literal["triton", "compiled", "plain"]
 def route(
     device: torch.device, *dtypes: torch.dtype, entries: int = chunks.COMPILE_FROM, compiled: bool | None = None
 ) -> Route:
-    """Which way `exact_divergences` goes about inputs of these dtypes and so many entries each.
+    """Choose how `exact_divergences` computes inputs of these dtypes and so many entries each.
 
     "triton" only if `compiled` leaves the choice open; "compiled" turns into "plain" once a compiler
     has failed in this process.
@@ -45,7 +45,7 @@ def exact_divergences(
     temperature: float | int = 1.0,
     compiled: bool | None = None,
 ) -> ExactDivergences:
-    """Both KLs, TV, chi-squared, entropies and sampled log-probs at every token, in bounded memory.
+    """Compute both KLs, TV, chi-squared, entropies and sampled log-probs at every token, in bounded memory.
 
         KL(p || q) = sum_a p(a) log(p(a) / q(a))      TV = 1/2 sum_a |mu(a) - pi(a)|
         chi2 = sum_a pi(a)^2 / mu(a) - 1              H(p) = -sum_a p(a) log p(a)
@@ -89,8 +89,8 @@ def exact_divergences(
         )
     if route_of(logits_rollout, logits, compiled=compiled) == "triton":
         return kernels.with_normalizers(logits_rollout, logits, tokens, temperature)[0]
-    drawn = torch.zeros_like(logits[:, 0], dtype=torch.int64) if tokens is None else tokens.long()
-    rows = (logits_rollout, logits, drawn)
+    token_ids = torch.zeros_like(logits[:, 0], dtype=torch.int64) if tokens is None else tokens.long()
+    rows = (logits_rollout, logits, token_ids)
     scale = temperature_of(logits, temperature)
     fields = ExactDivergences(*chunks.by_rows(definition, rows, scale, compiled=compiled, plain=plain_divergences))
     return fields if tokens is not None else fields._replace(logp_rollout=None, logp=None)

@@ -67,7 +67,7 @@ def accumulate(
     temperature_rollout: Float[Tensor, ""],
     temperature: Float[Tensor, ""],
 ) -> tuple[Float[Tensor, " n"], ...]:
-    """What one block of both policies' scores adds to the first seven fields of the result."""
+    """Contribution of one block of both policies' scores to the first seven fields of the result."""
     log_mu = log_prob(scores_rollout, top_rollout[:, None], total_rollout[:, None], temperature_rollout)
     log_pi = log_prob(scores, top[:, None], total[:, None], temperature)
     mu, pi = log_mu.exp(), log_pi.exp()
@@ -161,8 +161,8 @@ def hidden_divergences(
     token_chunk = max(1, min(token_chunk, kept_tokens)) if keep else token_chunk
     pieces = max(1, math.ceil(n / token_chunk))
     spans = [slice(start, min(start + chunk, vocab)) for start in range(0, vocab, chunk)]
-    drawn = torch.full((n,), -1, device=device) if tokens is None else tokens.long()
-    rows = [x.tensor_split(pieces) for x in (hidden_rollout, hidden, drawn)]
+    token_ids = torch.full((n,), -1, device=device) if tokens is None else tokens.long()
+    rows = [x.tensor_split(pieces) for x in (hidden_rollout, hidden, token_ids)]
 
     def run(route: fused.Route) -> ExactDivergences:
         parts = []
@@ -206,15 +206,15 @@ class _Policy:
     def see(self, block: Tensor, tokens: Tensor, span: slice) -> None:
         """Take a block into the normalizer, and note the scores of the drawn tokens in it."""
         inside = (tokens >= span.start) & (tokens < span.stop)
-        drawn = block.gather(1, torch.where(inside, tokens - span.start, 0)[:, None]).squeeze(1)
+        token_scores = block.gather(1, torch.where(inside, tokens - span.start, 0)[:, None]).squeeze(1)
         if self.route == "triton":
-            drawn = self.head.shaped(drawn)
+            token_scores = self.head.shaped(token_scores)
             normalizer = kernels.update_normalizer(self.top, self.total, block, self.temperature, self.head)
         else:
             rows = (block, self.top, self.total)
             normalizer = self.by_rows(update_normalizer, rows, self.divisor)
         self.top, self.total = normalizer
-        self.drawn = torch.where(inside, drawn.to(self.dtype), self.drawn)
+        self.drawn = torch.where(inside, token_scores.to(self.dtype), self.drawn)
 
     def by_rows(self, function: chunks.RowFunction, rows: tuple[Tensor, ...], *shared: Tensor) -> tuple[Tensor, ...]:
         return chunks.by_rows(function, rows, *shared, compiled=self.route == "compiled")
@@ -230,14 +230,14 @@ def _fields(mu: _Policy, pi: _Policy, tokens: Tensor, spans: list[slice], *, kee
     def blocks() -> Iterator[tuple[Tensor, Tensor]]:
         return ((mu.block(span), pi.block(span)) for span in spans)
 
-    kept: list[tuple[Tensor, Tensor]] = []
+    cache: list[tuple[Tensor, Tensor]] = []
     for span, both in zip(spans, blocks(), strict=True):
         mu.see(both[0], tokens, span)
         pi.see(both[1], tokens, span)
         if keep:
-            kept.append(both)
+            cache.append(both)
     sums = mu.total.new_zeros(7, len(tokens))
-    for both in kept or blocks():
+    for both in cache or blocks():
         normalizers = ((mu.top, mu.total), (pi.top, pi.total))
         if mu.route == "triton":
             temperatures = (mu.temperature, pi.temperature)
@@ -271,10 +271,10 @@ def _check(hidden_rollout: Tensor, head_rollout: Head, hidden: Tensor, head: Hea
             )
     n = len(hidden)
     if len(hidden_rollout) != n or (tokens is not None and tokens.shape != (n,)):
-        drawn = "" if tokens is None else f", tokens {tuple(tokens.shape)}"
+        token_shape = "" if tokens is None else f", tokens {tuple(tokens.shape)}"
         raise ShapeError(
             f"hidden_rollout has shape {tuple(hidden_rollout.shape)}, hidden {tuple(hidden.shape)}"
-            f"{drawn}; they must describe the same tokens"
+            f"{token_shape}; they must describe the same tokens"
         )
     if len(head_rollout.weight) != len(head.weight):
         raise ShapeError(

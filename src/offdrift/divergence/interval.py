@@ -178,7 +178,7 @@ def topk_divergences(
 
 
 class _Record(NamedTuple):
-    """What is recorded of mu: bounds on the log-probs of S, and on what lies outside."""
+    """Record of mu: bounds on the log-probs of S, and on what lies outside."""
 
     ids: Int[Tensor, "n s"]
     is_known: Bool[Tensor, "n s"]
@@ -206,16 +206,18 @@ def _record(
     log_mu = torch.cat([topk_logp, logp_rollout[:, None]], dim=1).double()
     log_mu = log_mu.masked_fill(~is_known, -math.inf)
     parts = zip(*(rounding(x, vocab=vocab) for x in (topk_logp, logp_rollout[:, None])), strict=True)
-    own, shared = (torch.cat(part, dim=1) for part in parts)
-    slack = own + shared
+    each, shared = (torch.cat(part, dim=1) for part in parts)
+    slack = each + shared
     lo, hi = log_mu - slack, (log_mu + slack).clamp(max=0.0)
     nothing = hi.new_zeros(len(hi), 1)
     log_c = torch.cat([nothing, hi[:, :-1]], dim=1).amin(1)
-    return _Record(ids, is_known, lo, hi, log_mu - own, log_mu + own, log_c)
+    return _Record(
+        ids, is_known, lo, log_mu_hi=hi, log_weight_lo=log_mu - each, log_weight_hi=log_mu + each, log_c=log_c
+    )
 
 
 def rounding(logp: Float[Tensor, "*shape"], *, vocab: int) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
-    """How far recorded log-probs may be from those that were sampled, nats, float64.
+    """Bound the rounding error of recorded log-probs against those that were sampled, nats, float64.
 
     Returns what each may be off by itself, and what all of one record may be off by together:
 
@@ -228,17 +230,17 @@ def rounding(logp: Float[Tensor, "*shape"], *, vocab: int) -> tuple[Float[Tensor
 
     Example:
         >>> x = torch.tensor([-1.0])
-        >>> own, shared = rounding(x, vocab=151_936)
-        >>> own.float(), shared.float()
+        >>> each, shared = rounding(x, vocab=151_936)
+        >>> each.float(), shared.float()
         (tensor([1.5378e-05]), tensor([0.0011]))
     """
     size = logp.double().abs().clamp(max=2.0**16)
     exact = torch.promote_types(logp.dtype, torch.float32)
     eps = torch.finfo(exact).eps
-    own = eps * (ROUNDING + size)
+    each = eps * (ROUNDING + size)
     if logp.dtype != exact:
-        own = own + torch.finfo(logp.dtype).eps / 2 * size
-    return own, torch.full_like(own, eps * vocab / (2 * LANES))
+        each = each + torch.finfo(logp.dtype).eps / 2 * size
+    return each, torch.full_like(each, eps * vocab / (2 * LANES))
 
 
 def _ends(
@@ -305,7 +307,7 @@ def _tail(
     consistent &= ~log_pi.isnan().any(1)
     r_hi = torch.minimum(r_hi, room).clamp(min=0.0)
     r_lo = torch.minimum(r_lo.clamp(min=0.0), r_hi)
-    return log_pi, Tail(rest, cumulative, size, log_c, r_lo, r_hi), consistent
+    return log_pi, Tail(rest, cumulative, size, log_c=log_c, r_lo=r_lo, r_hi=r_hi), consistent
 
 
 def _down(x: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:
@@ -360,17 +362,17 @@ class Tail:
         return self.first(self.size)
 
     def first(self, count: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-        """What pi has on its `count` least likely tokens."""
+        """Mass of pi on its `count` least likely tokens."""
         return _at(self.cumulative, count - 1).where(count > 0, 0.0)
 
     def up_to(self, log_p: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
-        """How many tokens pi gives at most this log-probability."""
+        """Count the tokens to which pi gives at most this log-probability."""
         count = torch.searchsorted(self.log_pi, log_p[:, None].contiguous(), right=True)
         return torch.minimum(count.squeeze(1), self.size)
 
     @property
     def empty(self) -> Bool[Tensor, " n"]:
-        """Where mu has nothing."""
+        """Mark tails in which mu has nothing."""
         return self.r_hi <= 0
 
 

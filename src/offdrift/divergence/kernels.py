@@ -84,8 +84,8 @@ def with_normalizers(
         *(both[0].stride(0), both[1].stride(0), n, v, _bits(temperature)),
         HAS_TOKENS=tokens is not None,
     )
-    drawn = (None, None) if tokens is None else out[7:9]
-    return ExactDivergences(*out[:7], *drawn), Normalizers(*out[9:])
+    token_logps = (None, None) if tokens is None else out[7:9]
+    return ExactDivergences(*out[:7], *token_logps), Normalizers(*out[9:])
 
 
 @torch.no_grad()

@@ -66,7 +66,7 @@ def log2_prob(scores, high, low, bits):
 
 @triton.jit
 @no_type_check
-def whole(lanes):
+def lane_sum(lanes):
     return tl.sum(tl.sum(lanes, 1), 0)
 
 
@@ -202,15 +202,15 @@ def careful_tile(sums, log2_mu, log2_pi):
 @triton.jit
 @no_type_check
 def fields_of(kl, kl_back, tv, chi2, plogp_rollout, plogp, squared):
-    """What `ExactDivergences` holds, from the sums of the lanes."""
+    """Compute the fields of `ExactDivergences` from the sums of the lanes."""
     return (
-        whole(kl),
-        whole(kl_back),
-        whole(tv) * 0.5,
-        whole(chi2),
-        -whole(plogp_rollout) * LN2,
-        -whole(plogp) * LN2,
-        whole(squared),
+        lane_sum(kl),
+        lane_sum(kl_back),
+        lane_sum(tv) * 0.5,
+        lane_sum(chi2),
+        -lane_sum(plogp_rollout) * LN2,
+        -lane_sum(plogp) * LN2,
+        lane_sum(squared),
     )
 
 
@@ -498,7 +498,7 @@ def accumulate_rows(
     high_mu, low_mu = two_numbers(tl.load(top_rollout + i).to(tl.float32), total_mu, bits_rollout, 0.0)
     high_pi, low_pi = two_numbers(tl.load(top + i).to(tl.float32), total_pi, bits, 0.0)
     zero = tl.zeros([LANES, R], tl.float32)
-    found = (zero, zero, zero, zero, zero, zero, zero)
+    totals = (zero, zero, zero, zero, zero, zero, zero)
     for start in tl.range(0, width, LANES * R):
         columns = columns_of(start, LANES, R)
         mu = load_scores(row_mu, columns, width, True, True)
@@ -509,8 +509,8 @@ def accumulate_rows(
         inside = columns < width
         log2_mu = tl.where(inside, log2_prob(mu, high_mu, low_mu, bits_rollout), -float("inf"))
         log2_pi = tl.where(inside, log2_prob(pi, high_pi, low_pi, bits), -float("inf"))
-        found = careful_tile(found, log2_mu, log2_pi)
-    fields = fields_of(found[0], found[1], found[2], found[3], found[4], found[5], found[6])
+        totals = careful_tile(totals, log2_mu, log2_pi)
+    fields = fields_of(totals[0], totals[1], totals[2], totals[3], totals[4], totals[5], totals[6])
     for k in tl.static_range(7):
         tl.store(out + k * n + i, tl.load(sums + k * n + i) + fields[k])
 
@@ -543,26 +543,26 @@ def gradient_rows(
     row_pi = row_of(scores, stride)
     row_out = row_of(out, width)
     slope = tl.load(upstream + i).to(tl.float32)
-    known = tl.load(value + i).to(tl.float32)
+    row_value = tl.load(value + i).to(tl.float32)
     high_mu = tl.load(normalizers + i)
     low_mu = tl.load(normalizers + n + i)
     high_pi = tl.load(normalizers + 2 * n + i)
     low_pi = tl.load(normalizers + 3 * n + i)
     if OF == "kl_current_rollout":  # no limit where pi draws what mu cannot
-        known = tl.where(known == float("inf"), float("nan"), known)
+        row_value = tl.where(row_value == float("inf"), float("nan"), row_value)
     for start in tl.range(0, width, LANES * R):
         columns = columns_of(start, LANES, R)
         log2_pi = log2_prob(load_scores(row_pi, columns, width, True, True), high_pi, low_pi, bits)
         pi = tl.exp2(log2_pi)
         if OF == "entropy":
-            moved = tl.where(pi > 0, -pi * tl.fma(log2_pi, LN2, known), pi * 0.0)
+            moved = tl.where(pi > 0, -pi * tl.fma(log2_pi, LN2, row_value), pi * 0.0)
         else:
             log2_mu = log2_prob(load_scores(row_mu, columns, width, True, True), high_mu, low_mu, LOG2E)
             if OF == "kl_rollout_current":
                 moved = pi - tl.exp2(log2_mu)
             else:
                 x = (log2_pi - log2_mu) * LN2
-                moved = tl.where(pi > 0, pi * (x - known), pi * 0.0)
+                moved = tl.where(pi > 0, pi * (x - row_value), pi * 0.0)
         gradient = tl.where(log2_pi == -float("inf"), 0.0, slope * moved * over_t)
         gradient = tl.where(slope == 0, 0.0, gradient)
         tl.store(row_out + columns, gradient.to(out.dtype.element_ty), mask=columns < width)

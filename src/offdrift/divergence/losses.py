@@ -60,7 +60,7 @@ def kl_rollout_current(
         (tensor([0.1438]), tensor([[-0.2500,  0.2500]]))
     """
     check_pair(logits_rollout, logits, temperature)
-    return _Loss.apply("kl_rollout_current", temperature, compiled, logits, logits_rollout.detach())
+    return _ChunkedLoss.apply("kl_rollout_current", temperature, compiled, logits, logits_rollout.detach())
 
 
 def kl_current_rollout(
@@ -94,7 +94,7 @@ def kl_current_rollout(
         (tensor([0.1308]), tensor([[-0.2060,  0.2060]]))
     """
     check_pair(logits_rollout, logits, temperature)
-    return _Loss.apply("kl_current_rollout", temperature, compiled, logits, logits_rollout.detach())
+    return _ChunkedLoss.apply("kl_current_rollout", temperature, compiled, logits, logits_rollout.detach())
 
 
 def entropy(
@@ -120,10 +120,10 @@ def entropy(
         (tensor([0.5623]), tensor([[ 0.2060, -0.2060]]))
     """
     check_pair(logits, logits, temperature)
-    return _Loss.apply("entropy", temperature, compiled, logits)
+    return _ChunkedLoss.apply("entropy", temperature, compiled, logits)
 
 
-class _Loss(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     """Forward and backward in row chunks, and nothing of `[tokens, vocab]` kept in between.
 
     `of` is the field of `ExactDivergences` that this is; `policies` the current one's logits and the other's.
@@ -157,8 +157,8 @@ class _Loss(torch.autograd.Function):
         policies, normalizers = saved[: ctx.num_policies], saved[ctx.num_policies :]
         logits, *others = policies
         if normalizers:
-            both, kept = (policies[-1], logits), kernels.Normalizers(*normalizers)
-            gradient = kernels.gradient(ctx.of, upstream, value, *both, kept, ctx.temperature)
+            both, row_normalizers = (policies[-1], logits), kernels.Normalizers(*normalizers)
+            gradient = kernels.gradient(ctx.of, upstream, value, *both, row_normalizers, ctx.temperature)
         else:
             gradient = torch.empty_like(logits)
             rows = (upstream, value, gradient, *policies)

@@ -68,7 +68,9 @@ def join(address: str, setting: str, otherwise: str) -> None:
         _call(address)
         with sigterm_kept():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except EngineError:
+        raise
+    except Exception as error:  # Ray's own, of a dozen classes, a bare Exception among them
         raise EngineError(
             f"no Ray cluster answers at {setting} ({error}); start one with `ray start --head`, or {otherwise}"
         ) from error
@@ -85,7 +87,7 @@ def _call(address: str) -> None:
 
 
 def room(ray: Any, wanted: Mapping[str, float], *, what: str, way_out: str) -> int:
-    """How many of something fit into a cluster that is empty.
+    """Count how many workers of this size fit into the cluster when it is empty.
 
     Args:
         wanted: what one takes of a node, by Ray's name of the resource, as {"CPU": 4.0}.
@@ -131,7 +133,7 @@ def is_alive(ray: Any, node: str) -> bool:
 
 
 class Common(NamedTuple):
-    """What a command and every node that works for it must have in common."""
+    """Folder, marker file and version that a command and all nodes working for it must share."""
 
     place: str
     """The folder in which the command was started: paths may be relative to it."""
@@ -168,7 +170,7 @@ class Common(NamedTuple):
 
 @contextmanager
 def in_common(folder: Path) -> Iterator[Common]:
-    """What nodes are to check, while the block runs.
+    """Write a marker file and yield what nodes must check to prove that they share the results folder.
 
     Args:
         folder: where results go; a file is written there and removed at the end.

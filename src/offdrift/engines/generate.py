@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,9 +32,6 @@ from offdrift.records.rollouts import (
 )
 from offdrift.segments import Segments
 
-if TYPE_CHECKING:
-    from offdrift.engines.stream import Stream
-
 MIN_TEMPERATURE = 0.01
 """Below it vLLM clamps in silence and float32 softmax overflows; greedy is `top_k=1`."""
 
@@ -55,7 +52,7 @@ class Request(NamedTuple):
     """The teacher's share in the logits of each response; None: the policy draws alone."""
 
     def part(self, rows: slice) -> Request:
-        """The same of some of the prompts."""
+        """Return the request for some of the prompts."""
         forced, alphas = self.forced and self.forced[rows], self.alphas and self.alphas[rows]
         return self._replace(prompts=self.prompts[rows], forced=forced, alphas=alphas)
 
@@ -74,7 +71,7 @@ def entries(evidence: EvidenceKind, vocab_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Draws:
+class Generation:
     """Responses of a few consecutive prompts, packed: `n` tokens in `b` sequences."""
 
     tokens: Int[Tensor, " n"]
@@ -154,7 +151,7 @@ def check_request(
 
 
 def rollouts_from(
-    draws: Sequence[Draws], prompts: Tokens, *, version: int | Int[Tensor, " n"], provenance: Provenance
+    draws: Sequence[Generation], prompts: Tokens, *, version: int | Int[Tensor, " n"], provenance: Provenance
 ) -> Rollouts:
     """One batch from the draws of consecutive chunks of `prompts`, of one trainer `version` or one per token.
 
@@ -212,12 +209,12 @@ def prompts_of(rollouts: Rollouts) -> list[list[int]]:
         return prompts
     columns, context_columns = turns.columns(rollouts.cu_seqlens)
     starts, segments = cumulative(rollouts.lengths_with_context), rollouts.segments
-    whole = torch.empty(int(starts[-1]), dtype=torch.int64)
-    whole[starts[segments.seq_ids] + columns] = rollouts.tokens.long()
-    whole[starts[Segments(turns.context_cu_seqlens).seq_ids] + context_columns] = turns.context_tokens.long()
+    sequence_tokens = torch.empty(int(starts[-1]), dtype=torch.int64)
+    sequence_tokens[starts[segments.seq_ids] + columns] = rollouts.tokens.long()
+    sequence_tokens[starts[Segments(turns.context_cu_seqlens).seq_ids] + context_columns] = turns.context_tokens.long()
     first = turns_of(segments).cu_seqlens[:-1]
     before = zip(segments.seq_ids[first].tolist(), columns[first].tolist(), strict=True)
-    return [prompts[i] + whole[starts[i] : starts[i] + column].tolist() for i, column in before]
+    return [prompts[i] + sequence_tokens[starts[i] : starts[i] + column].tolist() for i, column in before]
 
 
 def responses_of(rollouts: Rollouts) -> list[list[int]]:
@@ -230,7 +227,18 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class Drawing(ABC):
+class Closing(Protocol):
+    """A stream as its engine knows it."""
+
+    @property
+    def active(self) -> int:
+        """Responses in progress."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class BaseEngine(ABC):
     """`generate`, `rescore` and `load_weights` of an engine, around what its backend does."""
 
     name: str
@@ -245,7 +253,7 @@ class Drawing(ABC):
     """Of the model that decodes along where `generate` is given shares for it."""
     instructions: str | None = None
     """What the processor multiplies small numbers with, where an engine on quantized weights runs on one."""
-    stream: Stream | None = None
+    stream: Closing | None = None
     """The stream that is open on this engine."""
     _state_bytes: int  # of one hidden state
 
@@ -273,7 +281,7 @@ class Drawing(ABC):
     def rescore(
         self, rollouts: Rollouts, *, evidence: EvidenceKind = "full", sampling: Sampling | None = None
     ) -> Rollouts:
-        """The same tokens as this engine would have recorded them; see `Rescores`.
+        """Score the same tokens as this engine would have recorded them; see `Rescores`.
 
         An engine with a teacher mixes it in by the shares of the rollouts; any other scores them by the policy alone.
 
@@ -323,7 +331,7 @@ class Drawing(ABC):
         """`load_weights`, whatever is in progress."""
 
     @abstractmethod
-    def _draws(self, request: Request) -> list[Draws]:
+    def _draws(self, request: Request) -> list[Generation]:
         """Draw, or follow forced responses; consecutive prompts in each part."""
 
     @property
@@ -342,7 +350,7 @@ class Drawing(ABC):
         return rollouts.with_(mix_alpha=torch.tensor(request.alphas, dtype=torch.float32))
 
     def provenance(self, sampling: Sampling) -> Provenance:
-        """What a record says of this engine's draws."""
+        """Provenance of this engine's draws, for a record."""
         source = (*self._source, self.dtype, self.quantization)
         return Provenance(self.name, *source, sampling, instructions=self.instructions)
 
@@ -376,8 +384,8 @@ class Drawing(ABC):
                 '"full", "sampled" or a number of top log-probs'
             )
 
-    def checked(self, draws: Draws, sampling: Sampling) -> Draws:
-        """The same, once its hidden states have reproduced the log-probs beside them."""
+    def checked(self, draws: Generation, sampling: Sampling) -> Generation:
+        """Return the draws, once their hidden states have reproduced the log-probs beside them."""
         assert isinstance(draws.evidence, HiddenStates)
         temperature = sampling.temperature
         check_states(

@@ -109,12 +109,12 @@ def nvfp4(x: Float[Tensor, "*b d"], *, dim: int = -1) -> Coded:
     between[1::2] = between[1::2].nextafter(numbers[:1])  # halfway goes to the even code, of which 0 is the first
     magnitude = numbers[torch.bucketize(blocks.abs() / scale.clamp(min=tiny), between)]
     codes = magnitude.copysign(blocks)
-    whole = (y.flatten(-2)[..., :width].movedim(-1, dim) for y in (codes, scale.expand_as(blocks)))
-    return Coded(*whole)
+    pieces = (y.flatten(-2)[..., :width].movedim(-1, dim) for y in (codes, scale.expand_as(blocks)))
+    return Coded(*pieces)
 
 
-class Grid(NamedTuple):
-    """How an engine rounds: its matrices, and what it multiplies them with."""
+class RoundingGrid(NamedTuple):
+    """Rounding of an engine: of its matrices, and of what it multiplies them with."""
 
     weights: Callable[..., Coded]
     activations: Callable[..., Coded] | None
@@ -122,15 +122,15 @@ class Grid(NamedTuple):
 
 
 GRIDS = {
-    "int8": Grid(int8, None),
-    "w8a8": Grid(int8, int8),
-    "fp8_per_channel": Grid(fp8, fp8),
-    "nvfp4": Grid(nvfp4, None),
+    "int8": RoundingGrid(int8, None),
+    "w8a8": RoundingGrid(int8, int8),
+    "fp8_per_channel": RoundingGrid(fp8, fp8),
+    "nvfp4": RoundingGrid(nvfp4, None),
 }
 """Grids by the name that engines and recipes have for them."""
 
 
-def grid(name: str) -> Grid:
+def grid(name: str) -> RoundingGrid:
     """A grid by name. Raises: `EngineError` if there is none."""
     if name not in GRIDS:
         raise EngineError(f"quantization = {name!r}: the grids that can be emulated are {', '.join(sorted(GRIDS))}")
@@ -268,7 +268,7 @@ def on_grid(model: nn.Module, name: str | None) -> Iterator[None]:
 
 
 def instruction_set() -> str:
-    """What this processor multiplies small numbers with, widest vectors first, such as "avx512+bf16+vnni".
+    """Instructions by which this processor multiplies small numbers, widest vectors first, such as "avx512+bf16+vnni".
 
     A kernel of int8 without VNNI adds pairs of products in 16 bits, which saturate: its results are others. What an
     engine on quantized weights draws is thus known only together with this name.

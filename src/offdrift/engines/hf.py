@@ -26,10 +26,10 @@ from transformers.utils import logging
 
 from offdrift.divergence.head import Head
 from offdrift.engines import hf_fixed_order
-from offdrift.engines.generate import Drawing, Draws, Request, pieces
+from offdrift.engines.generate import BaseEngine, Generation, Request, pieces
 from offdrift.engines.grids import fitting_matrices, grid, instruction_set, put_on_grid
 from offdrift.engines.hf_cache import check_eviction, evicting
-from offdrift.engines.hf_decode import Recorder, decode, uniform_numbers
+from offdrift.engines.hf_decode import DrawRecorder, decode, uniform_numbers
 from offdrift.engines.hf_speculative import NUMBERS, speculate
 from offdrift.engines.hf_stream import TransformersStream
 from offdrift.engines.output_head import head_input, head_of, kept, recast
@@ -39,7 +39,7 @@ from offdrift.records.provenance import Eviction, Provenance, Sampling
 from offdrift.records.rollouts import EvidenceKind, Rollouts, Routes
 
 
-class TransformersEngine(Drawing):
+class TransformersEngine(BaseEngine):
     """Rollouts from a copy of a transformers causal language model.
 
     Args:
@@ -179,16 +179,16 @@ class TransformersEngine(Drawing):
 
         Raises: `EngineError` if there is no drafter, or these are not all of its weights.
         """
-        own = {} if self._drafter is None else dict(self._drafter.named_parameters())
+        parameters = {} if self._drafter is None else dict(self._drafter.named_parameters())
         new = dict(weights)
-        if not own or own.keys() != new.keys():
+        if not parameters or parameters.keys() != new.keys():
             raise EngineError(
-                f"engine {self.name!r} has {len(own)} weights of a drafter and was given {len(new)} of other names; "
-                "construct it with drafter=MODEL, and give all named_parameters() of that model"
+                f"engine {self.name!r} has {len(parameters)} weights of a drafter and was given {len(new)} of other "
+                "names; construct it with drafter=MODEL, and give all named_parameters() of that model"
             )
         with torch.no_grad():
             for name, weight in new.items():
-                own[name].copy_(weight)
+                parameters[name].copy_(weight)
         self.drafter_version = version
 
     @property
@@ -219,14 +219,14 @@ class TransformersEngine(Drawing):
 
         Raises: `EngineError` if a weight is unknown, has another shape, or is missing.
         """
-        own = dict(self.model.named_parameters(remove_duplicate=False))
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
         stale = {name for name, _ in self.model.named_parameters()}
         with torch.no_grad():
             for name, weight in weights:
-                target = own.get(name)
+                target = parameters.get(name)
                 if target is None:
                     raise EngineError(
-                        f"weight {name!r} is not one of this model's ({next(iter(own))!r}, ...); "
+                        f"weight {name!r} is not one of this model's ({next(iter(parameters))!r}, ...); "
                         "give the trainer's named_parameters(), unwrapped"
                     )
                 if target.shape != weight.shape:
@@ -258,7 +258,7 @@ class TransformersEngine(Drawing):
             self.stream.close()
         self._model = self._teacher = self._drafter = None
 
-    def _draws(self, request: Request) -> list[Draws]:
+    def _draws(self, request: Request) -> list[Generation]:
         level = logging.get_verbosity()
         if self.model.training:  # which is intended here, and which transformers warns of
             logging.set_verbosity_error()
@@ -270,13 +270,13 @@ class TransformersEngine(Drawing):
         finally:
             logging.set_verbosity(level)
 
-    def _draw(self, request: Request, uniforms: Tensor) -> Draws:
+    def _draw(self, request: Request, uniforms: Tensor) -> Generation:
         hidden = request.evidence == "hidden"
         heads = head_input(self.model) if hidden else nullcontext()
         routes = watched(self.model) if self.record_routes else nullcontext()
         cache = evicting(self.model, self.eviction) if self.eviction is not None else nullcontext()
         with heads as consumed, routes as choices, cache as evictions:
-            recorder = Recorder(
+            recorder = DrawRecorder(
                 request.evidence,
                 self.head() if hidden else None,
                 consumed,
@@ -293,7 +293,7 @@ class TransformersEngine(Drawing):
         return self.checked(draws, request.sampling) if hidden else draws
 
     def provenance(self, sampling: Sampling) -> Provenance:
-        """What a record says of this engine's draws."""
+        """Provenance of this engine's draws, for a record."""
         drafted = 0 if self._drafter is None else self.draft_tokens
         return replace(super().provenance(sampling), eviction=self.eviction, draft_tokens=drafted)
 

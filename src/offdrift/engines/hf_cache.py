@@ -30,7 +30,7 @@ EMPTY = -1
 def priority(
     eviction: Eviction, places: Int[Tensor, "b h s"], mass: Float[Tensor, "b h s"], now: Int[Tensor, " b"]
 ) -> Float[Tensor, "b h s"]:
-    """What to keep longest: the slot with the least goes first. Empty slots have -inf, protected ones +inf.
+    """Priority of every slot: the one with the least goes first. Empty slots have -inf, protected ones +inf.
 
         window      the place k; protected: k < `protected`
         attention   attention received so far; protected: k > now - `protected`
@@ -91,14 +91,14 @@ class EvictingLayer(DynamicLayer):
         if weights is not None:
             mass = received(weights * real[:, None, :, None], heads)
         places = (real.cumsum(1) - 1).masked_fill(~real, EMPTY)[:, None].expand(b, heads, width)
-        kept = priority(self.eviction, places, mass, self.now).topk(min(budget, width), -1).indices
-        self.lost = real[:, None] & ~torch.zeros_like(places, dtype=torch.bool).scatter(2, kept, True)
+        slots = priority(self.eviction, places, mass, self.now).topk(min(budget, width), -1).indices
+        self.lost = real[:, None] & ~torch.zeros_like(places, dtype=torch.bool).scatter(2, slots, True)
         room = (0, max(0, budget - width))
         self.victim = places.new_full((b, heads), EMPTY)
-        self.places = nn.functional.pad(places.gather(2, kept), room, value=EMPTY)
-        self.mass = nn.functional.pad(mass.gather(2, kept), room)
+        self.places = nn.functional.pad(places.gather(2, slots), room, value=EMPTY)
+        self.mass = nn.functional.pad(mass.gather(2, slots), room)
         self.keys, self.values = (
-            nn.functional.pad(x.gather(2, kept[..., None].expand(*kept.shape, x.shape[-1])), (0, 0, *room))
+            nn.functional.pad(x.gather(2, slots[..., None].expand(*slots.shape, x.shape[-1])), (0, 0, *room))
             for x in (self.keys, self.values)
         )
 
@@ -138,7 +138,7 @@ def received(weights: Float[Tensor, "b queries q k"], heads: int) -> Float[Tenso
 
 
 class Evictions:
-    """What the caches of a model have let go, with the layers of the cache that it now decodes with.
+    """Keys that the caches of a model have let go, with the layers of the cache that it now decodes with.
 
     Where layers and heads all do the same, the first one speaks for all.
     """
@@ -155,14 +155,14 @@ class Evictions:
         return cache
 
     def _by_layer(self, name: str) -> Tensor:
-        """Of every layer, behind rows and before heads."""
+        """Stack a field of every layer, behind rows and before heads."""
         if self.eviction.policy == "window":
             return getattr(self.layers[0], name)[:, None, :1]
         return torch.stack([getattr(layer, name) for layer in self.layers], 1)
 
     @property
     def lost(self) -> Bool[Tensor, "b w layers heads"]:
-        """What of the prompts was let go when they had been read."""
+        """Keys of the prompts that were let go when the prompts had been read."""
         return self._by_layer("lost").movedim(-1, 1)
 
     @property
@@ -186,11 +186,11 @@ def evicting(model: PreTrainedModel, eviction: Eviction) -> Iterator[Evictions]:
         layer = layer_of(module, kwargs)
         if layer is None or not layer.is_initialized:
             return None
-        visible, own = by_query(module, layer.make_room()), kwargs["attention_mask"]
-        if own is None or own.dtype == torch.bool:
+        visible, model_mask = by_query(module, layer.make_room()), kwargs["attention_mask"]
+        if model_mask is None or model_mask.dtype == torch.bool:
             everything = torch.ones((), dtype=torch.bool)
         else:
-            everything = torch.zeros((), dtype=own.dtype)
+            everything = torch.zeros((), dtype=model_mask.dtype)
         return args, {**kwargs, "attention_mask": hidden(everything.to(visible.device), visible)}
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from offdrift.divergence.head import Head
-from offdrift.engines.generate import Draws, Request, Tokens
+from offdrift.engines.generate import Generation, Request, Tokens
 from offdrift.engines.hf_cache import Evictions
 from offdrift.engines.output_head import HeadInput
 from offdrift.engines.retention import kept_until
@@ -113,8 +113,8 @@ class InPlaceLayer(DynamicLayer):
         return self.keys, self.values
 
 
-class Recorder:
-    """What is known of every drawn token, step by step: its log-prob and the evidence asked for.
+class DrawRecorder:
+    """Recorder of every drawn token, step by step: its log-prob and the evidence asked for.
 
     Full evidence keeps a row of the vocabulary per token, top-k evidence its k largest entries, hidden evidence what
     the head consumed. Where `filtered`, what the filters left over is kept besides; with `choices`, the experts that
@@ -142,7 +142,7 @@ class Recorder:
         """Of `Speculation`, where there is a drafter."""
 
     def state(self) -> Float[Tensor, "a d"] | None:
-        """What the head consumed at the last place of every response."""
+        """Hidden state that the head consumed at the last place of every response."""
         last = None if self.consumed is None else self.consumed.last
         return None if last is None else last[:, -1].clone()
 
@@ -193,8 +193,8 @@ class Recorder:
         experts = self.choices.experts
         return experts.view(texts, -1, *experts.shape[1:])
 
-    def draws(self, lengths: Int[Tensor, " b"]) -> Draws:
-        """What was drawn, packed: of every response its first `lengths` tokens."""
+    def draws(self, lengths: Int[Tensor, " b"]) -> Generation:
+        """Pack what was drawn: of every response its first `lengths` tokens."""
         rows = torch.cat([step["rows"] for step in self.steps])
         number = torch.cat([torch.full_like(step["rows"], i) for i, step in enumerate(self.steps)])
         order = (rows * len(self.steps) + number).argsort()
@@ -227,16 +227,25 @@ class Recorder:
         if self.prompts is not None:
             # A step has the experts of the place that its token is drawn from: in all, those of every place but the
             # last, of which prompts are all but their last.
-            own, counts = self.prompts
+            prompt_experts, counts = self.prompts
             sequence = [torch.arange(len(lengths)).repeat_interleave(n.cpu()) for n in (counts, lengths)]
             order_of_places = torch.cat(sequence).argsort(stable=True)
-            experts = torch.cat([own.cpu(), shared("experts")])[order_of_places]
+            experts = torch.cat([prompt_experts.cpu(), shared("experts")])[order_of_places]
         mix_kl = shared("mix_kl") if "mix_kl" in self.steps[0] else None
         until = None
         if self.lost is not None:
             lost, counts = self.lost
             until = kept_until(counts.cpu(), lengths.cpu(), lost.cpu(), shared("victims"))
-        draws = Draws(packed("tokens"), lengths.cpu(), packed("logp"), evidence, support, experts, mix_kl, until)
+        draws = Generation(
+            packed("tokens"),
+            lengths.cpu(),
+            packed("logp"),
+            evidence=evidence,
+            support=support,
+            experts=experts,
+            mix_kl=mix_kl,
+            until=until,
+        )
         if "origin" not in self.steps[0]:
             return draws
         version = torch.full_like(draws.tokens, self.drafter_version)
@@ -247,10 +256,10 @@ class Recorder:
 def decode(
     model: PreTrainedModel,
     request: Request,
-    recorder: Recorder,
+    recorder: DrawRecorder,
     uniforms: Float[Tensor, "b t"],
     teacher: PreTrainedModel | None = None,
-) -> Draws:
+) -> Generation:
     """One response per prompt: tokens drawn at `uniforms`, or those of `request.forced` (teacher forcing).
 
     With `request.alphas`, the teacher reads every token along, and tokens are drawn from the mixture.
@@ -263,7 +272,7 @@ def decode(
 def _decode(
     model: PreTrainedModel,
     request: Request,
-    recorder: Recorder,
+    recorder: DrawRecorder,
     uniforms: Float[Tensor, "b t"],
     teacher: PreTrainedModel | None,
 ) -> Int[Tensor, " b"]:
@@ -272,9 +281,9 @@ def _decode(
     count, filters = len(request.prompts), filters_of(sampling)
     lengths = torch.full((count,), sampling.max_tokens, device=device)
     stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
-    uniforms, given = uniforms.to(device), None
+    uniforms, forced_ids = uniforms.to(device), None
     if forced is not None:
-        given, lengths = right_padded(forced, device)
+        forced_ids, lengths = right_padded(forced, device)
         stops = stops[:0]
     steps = int(lengths.max())
     check_every = CHECK_EVERY.get(device.type, CHECK_EVERY_ELSEWHERE)
@@ -301,10 +310,10 @@ def _decode(
         for apply in filters:
             scores = apply(None, scores)
         logp = scores.log_softmax(-1)
-        drawn = given[rows, step] if given is not None else inverted(logp, uniforms[rows, step], text)
+        next_tokens = forced_ids[rows, step] if forced_ids is not None else inverted(logp, uniforms[rows, step], text)
         mix_kl = forward.divergence(logp, sampling.temperature) if isinstance(forward, FusedForward) else None
-        recorder.add(logp, drawn, rows, recorder.state(), text, mix_kl)
-        ended = torch.isin(drawn, stops)
+        recorder.add(logp, next_tokens, rows, recorder.state(), text, mix_kl)
+        ended = torch.isin(next_tokens, stops)
         lengths[rows] = lengths[rows].where(~ended, lengths[rows].clamp(max=step + 1))
         if step + 1 == steps:
             break
@@ -313,18 +322,18 @@ def _decode(
             if len(alive) == 0:
                 break
             if len(alive) < len(rows):
-                rows, text, drawn = rows[alive], text[alive], drawn[alive]
+                rows, text, next_tokens = rows[alive], text[alive], next_tokens[alive]
         moves = None
         if check_every == 1:
-            moves, text = branched(text, drawn, *logp.shape)
+            moves, text = branched(text, next_tokens, *logp.shape)
         elif len(rows) > len(logp) or len(rows) <= KEPT_SHARE * len(logp):
             moves, text = text, torch.arange(len(rows), device=device)
         if moves is not None:
             forward.reorder(moves)
             mask, places = mask[moves], places[moves]
         # A text that nobody continues any more reads padding.
-        ids = drawn.new_full((len(mask), 1), PAD)
-        ids[text, 0] = drawn
+        ids = next_tokens.new_full((len(mask), 1), PAD)
+        ids[text, 0] = next_tokens
         scores = forward(ids, mask[:, : width + step + 1], places + step)
     return lengths
 
@@ -332,7 +341,7 @@ def _decode(
 def branched(
     text: Int[Tensor, " a"], drawn: Int[Tensor, " a"], count: int, vocab_size: int
 ) -> tuple[Int[Tensor, " n"] | None, Int[Tensor, " a"]]:
-    """What each row of the cache is to be a copy of (None if all stay), and the row that each response continues.
+    """Row that each row of the cache is to copy (None if all stay), and the row that each response continues.
 
     Of the `count` texts, each is kept by those that drew the least of its next tokens. The others take the rows of
     texts that nobody continues, then new ones. Once few rows are continued, they close ranks.
@@ -369,9 +378,9 @@ def inverted(
     """
     mass = logp.double().exp().cumsum(-1)
     mass = mass if rows is None else mass[rows]
-    whole = mass[:, -1]
+    total = mass[:, -1]
     # Rounded up to the whole, a product would lie behind the last token.
-    height = torch.minimum(uniform * whole, whole.nextafter(torch.zeros_like(whole)))
+    height = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(mass, height[:, None], right=True).squeeze(1)
 
 
@@ -448,8 +457,8 @@ class FusedForward:
             logp: of the mixture, tempered and filtered.
         """
         possible = logp > -torch.inf
-        own = (self.own / temperature).where(possible, -torch.inf).log_softmax(-1)
-        return (logp.exp() * (logp - own).where(possible, 0.0)).sum(-1).clamp(min=0)
+        policy_logp = (self.own / temperature).where(possible, -torch.inf).log_softmax(-1)
+        return (logp.exp() * (logp - policy_logp).where(possible, 0.0)).sum(-1).clamp(min=0)
 
 
 def filters_of(sampling: Sampling) -> list[Callable[..., Tensor]]:

@@ -304,8 +304,8 @@ def sharded_sum(terms: Sequence[Float[Tensor, "*d"]], *, shards: int, tree: bool
     if count & (count - 1) or count == 0 or shards < 1 or count % shards:
         raise ShapeError(f"{count} terms over {shards} devices; a tree needs 2, 4, 8, ... terms, and as many a device")
     add = _tree if tree else _one_by_one
-    own = count // shards
-    return add([add(terms[i : i + own]) for i in range(0, count, own)])
+    per_shard = count // shards
+    return add([add(terms[i : i + per_shard]) for i in range(0, count, per_shard)])
 
 
 def _tree(terms: Sequence[Tensor]) -> Tensor:

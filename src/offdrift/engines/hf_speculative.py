@@ -17,8 +17,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from offdrift.engines.generate import Draws, Request
-from offdrift.engines.hf_decode import PAD, Forward, InPlaceLayer, Recorder, cache_of, filters_of, inverted, left_padded
+from offdrift.engines.generate import Generation, Request
+from offdrift.engines.hf_decode import (
+    PAD,
+    DrawRecorder,
+    Forward,
+    InPlaceLayer,
+    cache_of,
+    filters_of,
+    inverted,
+    left_padded,
+)
 from offdrift.errors import EngineError
 from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import ACCEPTED, FREE, REDRAWN
@@ -28,7 +37,7 @@ NUMBERS = 3
 
 
 class Verified(NamedTuple):
-    """What a pass of the target made of a window of proposals."""
+    """Result of a pass of the target over a window of proposals."""
 
     tokens: Int[Tensor, "n k1"]
     """The accepted proposals and the token behind them; anything further on."""
@@ -132,8 +141,8 @@ class Reader:
             for x in (layer.keys, layer.values):
                 assert x is not None
                 parts.append(x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])))
-            cache.layers[i] = kept = InPlaceLayer(layer.capacity)
-            kept.update(parts[0], parts[1])
+            cache.layers[i] = new_layer = InPlaceLayer(layer.capacity)
+            new_layer.update(parts[0], parts[1])
 
 
 @torch.no_grad()
@@ -141,11 +150,11 @@ def speculate(
     target: PreTrainedModel,
     drafter: PreTrainedModel,
     request: Request,
-    recorder: Recorder,
+    recorder: DrawRecorder,
     uniforms: Float[Tensor, "b t 3"],
     *,
     tokens: int,
-) -> Draws:
+) -> Generation:
     """One response per prompt, drawn from the target, of which the drafter proposes up to `tokens` tokens a pass.
 
     Args:
@@ -153,7 +162,9 @@ def speculate(
 
     Raises: `EngineError` if a model's cache cannot take back what it has read.
     """
-    lengths = _speculate(target, drafter, request, recorder, uniforms.to(target.device), tokens)
+    lengths = _speculate(
+        target, drafter, request, recorder=recorder, uniforms=uniforms.to(target.device), tokens=tokens
+    )
     return recorder.draws(lengths)  # outside of inference mode, whose tensors can't enter a loss
 
 
@@ -162,7 +173,7 @@ def _speculate(
     target: PreTrainedModel,
     drafter: PreTrainedModel,
     request: Request,
-    recorder: Recorder,
+    recorder: DrawRecorder,
     uniforms: Float[Tensor, "b t 3"],
     tokens: int,
 ) -> Int[Tensor, " b"]:
@@ -177,7 +188,7 @@ def _speculate(
     for reader in readers:
         reader.keep(text)
     last, places, rows = ids[text, -1:], mask.sum(1)[text] - 1, torch.arange(len(text), device=device)
-    # What the drafter has not read yet: the token before the last, if it was its own last proposal.
+    # Token that the drafter has not read yet: the one before the last, if it was its own last proposal.
     before, unread = torch.full_like(last, PAD), torch.zeros_like(last)
     lengths = torch.zeros(len(text), dtype=torch.long, device=device)
     while len(rows):
@@ -217,7 +228,7 @@ def _speculate(
             recorder.add(logp[grows, j], result.tokens[grows, j], rows[grows], state)
             recorder.steps[-1] |= {"origin": origin[grows, j].to(torch.int8), "overlap": overlap[grows, j]}
         lengths[rows] = written + grown
-        # What was read of rejected proposals counts no more.
+        # Keys of rejected proposals no longer count.
         readers[0].mask[:, -k - 1 :] = (step <= accepted[:, None]).long()
         if k > 1:
             readers[1].mask[:, 1 - k :] = (step[1:-1] <= accepted[:, None]).long()

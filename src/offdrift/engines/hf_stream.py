@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -18,23 +18,31 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from offdrift.engines.generate import Draws, pieces
-from offdrift.engines.hf_decode import Forward, InPlaceLayer, Recorder, cache_of, filters_of, inverted, left_padded
+from offdrift.divergence.head import Head
+from offdrift.engines.generate import BaseEngine, Generation, pieces
+from offdrift.engines.hf_decode import DrawRecorder, Forward, InPlaceLayer, cache_of, filters_of, inverted, left_padded
 from offdrift.engines.output_head import head_input
 from offdrift.engines.stream import Response, Stream
 from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import EvidenceKind
 
-if TYPE_CHECKING:
-    from offdrift.engines.hf import TransformersEngine
+
+class Transformers(Protocol):
+    """The parts of a transformers engine that a stream uses; see `engines.hf`, which opens it."""
+
+    model: PreTrainedModel
+    batch_size: int
+
+    def head(self) -> Head: ...
+    def checked(self, draws: Generation, sampling: Sampling) -> Generation: ...
 
 
 class TransformersStream(Stream):
     """See `engines.stream`."""
 
-    def __init__(self, engine: TransformersEngine, sampling: Sampling, evidence: EvidenceKind) -> None:
+    def __init__(self, engine: BaseEngine, sampling: Sampling, evidence: EvidenceKind) -> None:
         super().__init__(engine, sampling, evidence)
-        self._hf = engine
+        self._hf = cast("Transformers", engine)
         self._waiting: list[Response] = []
         self._cohorts: list[_Cohort] = []
 
@@ -49,7 +57,7 @@ class TransformersStream(Stream):
         self._cohorts = [cohort for cohort in self._cohorts if cohort.responses]
 
     @torch.no_grad()
-    def _advance(self, steps: int) -> list[tuple[list[Response], Draws]]:
+    def _advance(self, steps: int) -> list[tuple[list[Response], Generation]]:
         engine, hidden = self._hf, self.evidence == "hidden"
         head = engine.head() if hidden else None
         fresh = [self._waiting[p] for p in pieces(len(self._waiting), engine.batch_size)]
@@ -59,7 +67,7 @@ class TransformersStream(Stream):
         result = []
         with head_input(engine.model) if hidden else nullcontext() as consumed:
             for cohort in self._cohorts:
-                recorder = Recorder(self.evidence, head, consumed, filtered=self.sampling.filtered)
+                recorder = DrawRecorder(self.evidence, head, consumed, filtered=self.sampling.filtered)
                 responses, draws = cohort.advance(steps, recorder)
                 result.append((responses, engine.checked(draws, self.sampling) if hidden else draws))
         self._cohorts = [cohort for cohort in self._cohorts if cohort.responses]
@@ -89,7 +97,7 @@ class _Cohort:
         self.uniforms = torch.stack([response_numbers(r.job.seed, sampling.max_tokens) for r in responses])
         self.uniforms = self.uniforms.to(model.device)
 
-    def advance(self, steps: int, recorder: Recorder) -> tuple[list[Response], Draws]:
+    def advance(self, steps: int, recorder: DrawRecorder) -> tuple[list[Response], Generation]:
         """Draw up to `steps` tokens of every response; those that end leave."""
         before, filters = list(self.responses), filters_of(self.sampling)
         lengths = torch.tensor([len(r.tokens) for r in before])
@@ -105,11 +113,12 @@ class _Cohort:
                 scores = apply(None, scores)
             logp = scores.log_softmax(-1)
             place = torch.tensor([len(r.tokens) for r in self.responses], device=rows.device)
-            drawn = inverted(logp, self.uniforms.gather(1, place[:, None]).squeeze(1))
-            recorder.add(logp, drawn, rows, state)
-            for response, token in zip(self.responses, drawn.tolist(), strict=True):
+            next_tokens = inverted(logp, self.uniforms.gather(1, place[:, None]).squeeze(1))
+            recorder.add(logp, next_tokens, rows, state)
+            for response, token in zip(self.responses, next_tokens.tolist(), strict=True):
                 response.take(token, self.sampling)
-            self.ids, self.mask = drawn[:, None], torch.cat([self.mask, self.mask.new_ones(len(drawn), 1)], 1)
+            self.ids = next_tokens[:, None]
+            self.mask = torch.cat([self.mask, self.mask.new_ones(len(next_tokens), 1)], 1)
             rows = rows[self.keep([i for i, r in enumerate(self.responses) if r.finish is None])]
             if not self.responses:
                 break
@@ -117,17 +126,17 @@ class _Cohort:
 
     def keep(self, places: list[int]) -> Tensor:
         """Let go of all responses but these; their places as a tensor."""
-        kept = torch.tensor(places, dtype=torch.int64, device=self.ids.device)
+        rows = torch.tensor(places, dtype=torch.int64, device=self.ids.device)
         if len(places) < len(self.responses):
             self.responses = [self.responses[i] for i in places]
-            self.ids, self.mask, self.uniforms = self.ids[kept], self.mask[kept], self.uniforms[kept]
+            self.ids, self.mask, self.uniforms = self.ids[rows], self.mask[rows], self.uniforms[rows]
             if places:
-                self.forward.cache.reorder_cache(kept)  # type: ignore[arg-type]
-        return kept
+                self.forward.cache.reorder_cache(rows)  # type: ignore[arg-type]
+        return rows
 
 
 def _joined(cohorts: Sequence[_Cohort], limit: int) -> list[_Cohort]:
-    """The same responses in fewer cohorts of at most `limit` each, where all layers keep plain keys and values."""
+    """Join responses into fewer cohorts of at most `limit` each, where all layers keep plain keys and values."""
     result: list[_Cohort] = []
     for cohort in cohorts:
         into = result[-1] if result else None

@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from offdrift.errors import EngineError
+
 LOOPBACK = "127.0.0.1"
 
 
 @contextmanager
-def host_kept(*, compiling: bool = False) -> Iterator[None]:
+def preserve_host_state(*, compiling: bool = False) -> Iterator[None]:
     """Run a backend (which may compile, if `compiling`), and undo what it does to its host.
 
     Restored: Python's, numpy's and torch's random states (all devices), `torch.set_num_threads`
@@ -83,7 +85,8 @@ def start_local_ray(**options: Any) -> None:
     Args:
         options: of `ray.init`, such as `num_cpus`.
 
-    Raises: `ImportError` without Ray; what `ray.init` raises.
+    Raises: `ImportError` without Ray; `EngineError` if it does not start, as where the machine is too busy for its
+        time limits.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray's workers would yield (nice 15) to every other process, also to the trainer that waits for them.
@@ -102,6 +105,14 @@ def start_local_ray(**options: Any) -> None:
             ray.init(
                 address="local", include_dashboard=False, log_to_driver=False, _node_ip_address=LOOPBACK, **options
             )
+    except Exception as e:  # a start that times out is a bare Exception, other failures are of a dozen classes
+        ray.shutdown()
+        first = next(iter(str(e).strip().splitlines()), type(e).__name__)
+        raise EngineError(
+            f"Ray did not start on this machine ({first[:200]}); it gives up where the machine is busy or has little "
+            "memory or /dev/shm: try again, end other work, or do without Ray (--jobs in place of --ray, --workers in "
+            "place of audit --ray, a recipe without [pipeline])"
+        ) from e
     finally:
         variable, constants.ENABLE_RAY_CLUSTER = before
         if variable is None:

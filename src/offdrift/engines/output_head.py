@@ -125,7 +125,7 @@ def head_of(model: nn.Module) -> Head:
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     scales = [float(s) for name in SCALES if (s := getattr(config, name, None) or 0.0) > 0]
     caps = [float(c) for name in CAPS if (c := getattr(config, name, None) or 0.0) > 0]
-    # What the configuration may mean, stated values before none.
+    # Readings of the configuration, stated values before none.
     scales = [*scales, *(1 / s for s in scales), 1.0]
     for scale, soft_cap in itertools.product(scales, [*caps, None]):
         head = Head(weight.detach(), bias, scale, soft_cap, rounding)
@@ -171,11 +171,11 @@ def deviations(
     temperature: float = 1.0,
     support: Support | None = None,
 ) -> Float[Tensor, " n"]:
-    """How far recorded states and their head are from the log-probs recorded with them.
+    """Deviation of recorded states and their head from the log-probs recorded with them.
 
         | log softmax(logits(h_t) / temperature)[token_t] - logp_rollout_t |
 
-    Rounding alone in a sound batch: sums in another order, which now and then round a logit of a
+    Only rounding in a sound batch: sums in another order, which now and then round a logit of a
     half-precision engine to its neighbor.
 
     Returns: nats per token. Gradient: none.
@@ -202,8 +202,10 @@ def check_states(
     """
     some = torch.linspace(0, len(tokens) - 1, min(CHECKED, len(tokens))).long()
     part = HiddenStates(evidence.states[some], evidence.head)
-    kept = None if support is None else support.select(some)
-    mean = float(deviations(part, tokens[some], logp_rollout[some], temperature=temperature, support=kept).mean())
+    part_support = None if support is None else support.select(some)
+    mean = float(
+        deviations(part, tokens[some], logp_rollout[some], temperature=temperature, support=part_support).mean()
+    )
     # Also refuses NaN.
     if not mean <= GROSS:
         raise EngineError(

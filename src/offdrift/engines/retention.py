@@ -66,18 +66,18 @@ def need_led(model: nn.Module) -> None:
     layers, device = len(attention_modules(model)), next(model.parameters()).device
     ids = torch.arange(1, PROBED + 1, device=device)[None] % config_of(model).vocab_size
     places, cuts = torch.arange(PROBED, device=device), torch.tensor([0, PROBED])
-    whole = torch.full((PROBED, layers, 1), PROBED)
-    holed = whole.clone()
+    full = torch.full((PROBED, layers, 1), PROBED)
+    holed = full.clone()
     holed[1] = PROBED - 1
     was_training, logits = model.training, []
     model.eval()
-    for until in (None, whole, holed):
+    for until in (None, full, holed):
         with imposed(model, None if until is None else Retention(until, cuts), places[None], places):
             logits.append(model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float())
     model.train(was_training)
-    own, same, less = logits
-    moved = (own - same).abs().mean() > ROUNDING * own.std()  # in half precision, other kernels round otherwise
-    if moved or torch.equal(own[0, -1], less[0, -1]):
+    plain, same, less = logits
+    moved = (plain - same).abs().mean() > ROUNDING * plain.std()  # in half precision, other kernels round otherwise
+    if moved or torch.equal(plain[0, -1], less[0, -1]):
         raise EngineError(f"the attention of {type(model).__name__} does not follow the masks that it is given")
 
 
@@ -120,10 +120,10 @@ def imposed(
     def mask_of(layer: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             allowed = by_query(module, visible(layer) if shared is None else shared)
-            own = kwargs["attention_mask"]
-            if own is None:  # causal, without padding
-                own = torch.ones(t, t, dtype=torch.bool, device=allowed.device).tril()
-            return args, {**kwargs, "attention_mask": hidden(own, allowed)}
+            model_mask = kwargs["attention_mask"]
+            if model_mask is None:  # causal, without padding
+                model_mask = torch.ones(t, t, dtype=torch.bool, device=allowed.device).tril()
+            return args, {**kwargs, "attention_mask": hidden(model_mask, allowed)}
 
         return hook
 
@@ -136,7 +136,7 @@ def imposed(
 
 
 def by_query(module: nn.Module, by_key: Bool[Tensor, "b heads q k"]) -> Bool[Tensor, "b queries q k"]:
-    """What holds for key-value heads, for the query heads of an attention module."""
+    """Repeat marks of key-value heads for the query heads of an attention module."""
     groups: int = module.num_key_value_groups  # type: ignore[assignment]
     return by_key if by_key.shape[1] == 1 or groups == 1 else by_key.repeat_interleave(groups, 1)
 
@@ -215,12 +215,12 @@ def distillation(dense: Float[Tensor, "n v"], shadow: Float[Tensor, "n v"]) -> F
     Reference: Shadow Mask Distillation, arXiv:2605.06850.
     """
     logp, other = dense.log_softmax(-1), shadow.detach().log_softmax(-1)
-    apart = torch.where(logp > -torch.inf, logp - other, 0.0)
-    return (logp.exp() * apart).sum(-1)
+    difference = torch.where(logp > -torch.inf, logp - other, 0.0)
+    return (logp.exp() * difference).sum(-1)
 
 
 def sampled_distillation(logp_dense: Float[Tensor, " n"], logp_shadow: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """The same distance estimated from the sampled token, as the authors' code does:
+    """Estimate of the distance of `distillation` from the sampled token, as in the authors' code:
 
         k3 = e^d - 1 - d,   d = log pi_shadow - log pi_dense
 

@@ -43,7 +43,7 @@ def routers(model: nn.Module) -> list[nn.Module]:
 
 
 def routers_of_mixture(model: nn.Module) -> list[nn.Module]:
-    """The same. Raises: `EngineError` for a dense model."""
+    """Return the model's routers, first layer first. Raises: `EngineError` for a dense model."""
     if layers := routers(model):
         return layers
     raise EngineError(f"{type(model).__name__} has no routers: no mixture of experts")
@@ -57,8 +57,10 @@ def router_biases(model: nn.Module) -> list[nn.Parameter]:
     named = [named for router in routers_of_mixture(model) for named in router.named_parameters()]
     biases = [p for name, p in named if name.endswith("bias") and p.requires_grad]
     if not biases:
-        kept = any(name.endswith("bias") for router in routers(model) for name, _ in router.named_buffers())
-        why = "are buffers, which this trainer never changes: they are frozen as it is" if kept else "have no bias"
+        has_buffers = any(name.endswith("bias") for router in routers(model) for name, _ in router.named_buffers())
+        why = (
+            "are buffers, which this trainer never changes: they are frozen as it is" if has_buffers else "have no bias"
+        )
         raise EngineError(f"the routers of {type(model).__name__} {why}")
     return biases
 
@@ -73,8 +75,8 @@ def route_lengths(rollouts: Rollouts) -> Int[Tensor, " b"]:
     return rollouts.prompt_cu_seqlens.diff() + rollouts.lengths - 1
 
 
-class Rule(NamedTuple):
-    """How a router weighs the experts that it chose; a bias of the choice is in no weight.
+class RouterRule(NamedTuple):
+    """Rule by which a router weighs the experts that it chose; a bias of the choice is in no weight.
 
     w_i = scale a(z)_i             or, normalized,   w_i = scale a(z)_i / sum over the chosen j of a(z)_j
     """
@@ -94,11 +96,11 @@ class Rule(NamedTuple):
         return self.scale * (picked / picked.sum(-1, keepdim=True) if self.normalized else picked)
 
 
-_rules: WeakKeyDictionary[nn.Module, Rule] = WeakKeyDictionary()
+_rules: WeakKeyDictionary[nn.Module, RouterRule] = WeakKeyDictionary()
 
 
 @torch.no_grad()
-def rule_of(router: nn.Module) -> Rule:
+def rule_of(router: nn.Module) -> RouterRule:
     """The rule that gives a router's own weights on random states; each router is asked once.
 
     Raises: `EngineError` for a router whose choice can be neither read nor replayed.
@@ -112,7 +114,7 @@ def rule_of(router: nn.Module) -> Rule:
     spread = _parts(router, router(states))[0].float().std().clamp(min=torch.finfo(torch.float32).tiny)
     logits, weights, chosen = _parts(router, router(states * (PROBE_SPREAD / spread).to(states)))
     scales = dict.fromkeys((1.0, float(getattr(router, "routed_scaling_factor", 1.0))))
-    for rule in itertools.starmap(Rule, itertools.product(ACTIVATIONS, (True, False), scales)):
+    for rule in itertools.starmap(RouterRule, itertools.product(ACTIVATIONS, (True, False), scales)):
         if torch.allclose(rule.weights(logits, chosen).to(weights.dtype), weights, atol=1e-5, rtol=1e-2):
             return _rules.setdefault(router, rule)
     raise EngineError(
@@ -122,7 +124,7 @@ def rule_of(router: nn.Module) -> Rule:
 
 
 class Choices:
-    """What the routers of a model chose by themselves in its latest pass, at each of its cells, layer by layer."""
+    """Experts that a model's routers chose by themselves in its latest pass, at each of its cells, layer by layer."""
 
     def __init__(self, layers: int, at: Int[Tensor, " p"] | None = None) -> None:
         self._experts: list[Tensor] = [torch.empty(0)] * layers
@@ -260,7 +262,7 @@ def routes_of(model: nn.Module, rollouts: Rollouts, *, token_budget: int = 8192)
 
 
 def flips(one: Integer[Tensor, "p layers k"], other: Integer[Tensor, "p layers k"]) -> Bool[Tensor, "p layers"]:
-    """Where two engines choose different sets of experts; their order says nothing.
+    """Mark where two engines choose different sets of experts; their order says nothing.
 
     The mean of this is the share of routing decisions with any difference. It is not the survey's
     flip rate per expert, which is `flip_rate`.
@@ -318,9 +320,9 @@ def routing_sums(
         kl: KL(rollout || current) of every token, where it is known, nats.
     """
     assert rollouts.routes is not None
-    own, margins = choices.experts, choices.margins
-    recorded = rollouts.routes.experts.to(own.device)
-    flipped = flips(own, recorded)
+    experts, margins = choices.experts, choices.margins
+    recorded = rollouts.routes.experts.to(experts.device)
+    flipped = flips(experts, recorded)
     tokens = at_predictions(rollouts, flipped.any(1))
     counts = margin_counts(margins.flatten())
     sums = {
@@ -332,7 +334,7 @@ def routing_sums(
         **{f"margin_bin_{i}": n for i, n in enumerate(counts)},
     }
     if not replays:
-        sums["delta"] = flip_rate(own, recorded, experts=choices.num_experts).double().sum()
+        sums["delta"] = flip_rate(experts, recorded, experts=choices.num_experts).double().sum()
     if kl is not None:
         for name, where in (("kl_at_flips", tokens), ("kl_elsewhere", ~tokens)):
             sums |= {name: kl[where].double().sum(), f"{name}/n": where.sum()}

@@ -52,7 +52,7 @@ def score(
     keep_graph: bool = False,
     half: torch.dtype | None = None,
     with_states: bool = False,
-    until: contextlib.ExitStack | None = None,
+    backward_scope: contextlib.ExitStack | None = None,
 ) -> Score:
     """Log-probs, entropies and logits of every response token, on the packed layout.
 
@@ -71,7 +71,8 @@ def score(
             stream and what follows the logits stay as they are. A batch-invariant model (`engines.hf_fixed_order`)
             computes as the engine does: on weights of that precision. Absent: everything at the weights' precision.
         with_states: also give the hidden states that the head reads, for a value head beside it.
-        until: what has to stay as it is while activations are computed again, in a backward pass, is closed with it.
+        backward_scope: what has to stay as it is while activations are computed again, in a backward pass, is closed
+            with it.
 
     Gradient: to the model's parameters through `logp`, through `states`, and through `logits` with `keep_graph`.
     """
@@ -85,7 +86,7 @@ def score(
             hook = head.register_forward_pre_hook(lambda module, arguments: read.append(arguments[0]))
             contexts.callback(hook.remove)
         shadow = imposed(model, rollouts.retention, inputs.positions, computed_cells(inputs))
-        (contexts if until is None else until).enter_context(shadow)
+        (contexts if backward_scope is None else backward_scope).enter_context(shadow)
         rows_btv = _logits(  # column j predicts the token at place j behind the prompt
             model,
             half,
@@ -103,9 +104,9 @@ def score(
         logits = logits.log_softmax(-1)  # what engines do, whose bits it has to have
     log_total = logits.new_zeros(len(logits)) if invariant else logits.logsumexp(-1)
     logp = logits.gather(-1, tokens[:, None]).squeeze(-1) - log_total
-    shown = logits if keep_graph else logits.detach()
+    score_logits = logits if keep_graph else logits.detach()
     states = read[0][inputs.rows, inputs.columns] if with_states else None
-    return Score(logp, *moments(logits.detach(), log_total.detach()), shown, states)
+    return Score(logp, *moments(logits.detach(), log_total.detach()), score_logits, states)
 
 
 def _logits(model: nn.Module, half: torch.dtype | None, **inputs: Any) -> Float[Tensor, "b t v"]:

@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from offdrift.engines import Engine
-from offdrift.engines.generate import Drawing, Draws, Request, rollouts_from
+from offdrift.engines.generate import BaseEngine, Generation, Request, rollouts_from
 from offdrift.errors import EngineError
 from offdrift.records.provenance import Provenance, Sampling
 from offdrift.records.rollouts import Evidence, EvidenceKind, Rollouts, Support, evidence_at, joined_evidence
@@ -34,7 +34,7 @@ Cache = Literal["recompute", "keep"]
 
 
 @dataclass(frozen=True)
-class Job:
+class DrawJob:
     """A response to draw."""
 
     key: str
@@ -48,7 +48,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a response got since the last step: `n` tokens of one version."""
+    """Tokens that a response got since the last step: `n` of one version."""
 
     key: str
     version: int
@@ -66,7 +66,7 @@ class Delta:
 class Response:
     """A response in progress: its tokens so far, `before` included."""
 
-    job: Job
+    job: DrawJob
     tokens: list[int]
     read: bool = False
     """Whether the engine holds keys and values of it."""
@@ -88,7 +88,7 @@ class Stream(ABC):
     An engine has at most one open stream. `sampling.max_tokens` counts whole responses, `before` included.
     """
 
-    def __init__(self, engine: Drawing, sampling: Sampling, evidence: EvidenceKind) -> None:
+    def __init__(self, engine: BaseEngine, sampling: Sampling, evidence: EvidenceKind) -> None:
         if engine.stream is not None:
             raise EngineError(f"engine {engine.name!r} has an open stream already; submit to it, or close it first")
         if engine.record_routes:
@@ -104,13 +104,13 @@ class Stream(ABC):
         engine.check(Request([[0]], sampling, evidence))
         self.sampling = sampling
         self.evidence: EvidenceKind = evidence
-        self._drawing: Drawing | None = engine
+        self._drawing: BaseEngine | None = engine
         self._responses: dict[str, Response] = {}
         self._cache: Cache | None = None
         engine.stream = self
 
     @property
-    def engine(self) -> Drawing:
+    def engine(self) -> BaseEngine:
         """The engine that draws. Raises `EngineError` once the stream is closed."""
         if self._drawing is None:
             raise EngineError("the stream is closed; open another one with open_stream")
@@ -128,10 +128,10 @@ class Stream(ABC):
 
     @property
     def provenance(self) -> Provenance:
-        """What a record says of these draws; `cache` is what happened at weight updates so far, "keep" if ever."""
+        """Provenance of these draws; `cache` is what happened at weight updates so far, "keep" if ever."""
         return replace(self.engine.provenance(self.sampling), cache=self._cache)
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Sequence[DrawJob]) -> None:
         """Begin these responses at the next step; all of them or, if one is refused, none.
 
         Raises: `EngineError` naming a key that is in progress already, a `before` that is a whole response, or a
@@ -172,7 +172,17 @@ class Stream(ABC):
                 evidence = None if draws.evidence is None else evidence_at(draws.evidence, rows)
                 support = None if draws.support is None else draws.support.select(rows)
                 key, finish, start = response.job.key, response.finish, start + count
-                deltas.append(Delta(key, version, draws.tokens[rows], draws.logp[rows], evidence, finish, support))
+                deltas.append(
+                    Delta(
+                        key,
+                        version,
+                        draws.tokens[rows],
+                        logp=draws.logp[rows],
+                        evidence=evidence,
+                        finish=finish,
+                        support=support,
+                    )
+                )
                 if finish is not None:
                     del self._responses[key]
         return deltas
@@ -215,7 +225,7 @@ class Stream(ABC):
             self._drawing.stream = None
             self._drawing = None
 
-    def _check_before(self, job: Job, vocab_size: int) -> None:
+    def _check_before(self, job: DrawJob, vocab_size: int) -> None:
         before, sampling = job.before, self.sampling
         bad = next((t for t in before if not 0 <= t < vocab_size), None)
         if bad is not None:
@@ -241,7 +251,7 @@ class Stream(ABC):
         """Free what is kept of these."""
 
     @abstractmethod
-    def _advance(self, steps: int) -> list[tuple[list[Response], Draws]]:
+    def _advance(self, steps: int) -> list[tuple[list[Response], Generation]]:
         """Draw up to `steps` tokens of every response, and let it `take` them; draws in the order of the responses."""
 
 
@@ -269,7 +279,7 @@ def open_stream(engine: Engine, sampling: Sampling, *, evidence: EvidenceKind = 
         >>> config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8,
         ...     num_hidden_layers=1, num_attention_heads=1)
         >>> stream = open_stream(TransformersEngine(LlamaForCausalLM(config)), Sampling(max_tokens=3))
-        >>> stream.submit([Job("a", prompt=(1, 2), seed=0), Job("b", prompt=(3,), seed=1, before=(5, 6))])
+        >>> stream.submit([DrawJob("a", prompt=(1, 2), seed=0), DrawJob("b", prompt=(3,), seed=1, before=(5, 6))])
         >>> [(d.key, len(d.tokens), d.finish) for d in stream.step(steps=2)]
         [('a', 2, None), ('b', 1, 'length')]
     """
@@ -280,7 +290,7 @@ def open_stream(engine: Engine, sampling: Sampling, *, evidence: EvidenceKind = 
     return engine.open_stream(sampling, evidence=evidence)
 
 
-def rollouts_of(jobs: Sequence[Job], deltas: Mapping[str, Sequence[Delta]], provenance: Provenance) -> Rollouts:
+def rollouts_of(jobs: Sequence[DrawJob], deltas: Mapping[str, Sequence[Delta]], provenance: Provenance) -> Rollouts:
     """One batch of finished responses, with the version of every token.
 
     Args:
@@ -296,13 +306,13 @@ def rollouts_of(jobs: Sequence[Job], deltas: Mapping[str, Sequence[Delta]], prov
     parts: list[Delta] = []
     lengths = []
     for job in jobs:
-        own = deltas.get(job.key, ())
-        _check_whole(job, own, provenance)
-        parts += own
-        lengths.append(sum(len(d.tokens) for d in own))
+        job_deltas = deltas.get(job.key, ())
+        _check_whole(job, job_deltas, provenance)
+        parts += job_deltas
+        lengths.append(sum(len(d.tokens) for d in job_deltas))
     evidence = [d.evidence for d in parts]
     recorded = [e for e in evidence if e is not None]
-    draws = Draws(
+    draws = Generation(
         tokens=torch.cat([d.tokens for d in parts]),
         lengths=torch.tensor(lengths),
         logp=torch.cat([d.logp for d in parts]),
@@ -313,7 +323,7 @@ def rollouts_of(jobs: Sequence[Job], deltas: Mapping[str, Sequence[Delta]], prov
     return rollouts_from([draws], [job.prompt for job in jobs], version=versions, provenance=provenance)
 
 
-def _check_whole(job: Job, deltas: Sequence[Delta], provenance: Provenance) -> None:
+def _check_whole(job: DrawJob, deltas: Sequence[Delta], provenance: Provenance) -> None:
     ends = [d.finish is not None for d in deltas]
     if not deltas or not ends[-1] or any(ends[:-1]):
         what = "goes on behind its end" if any(ends[:-1]) else "has not finished"

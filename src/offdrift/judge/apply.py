@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from offdrift.errors import RecipeError
+from offdrift.judge.findings import HALF
 from offdrift.texts import parse_toml
 
-HALF = "half of yours"
-"""What a snippet says beside a number that depends on the run."""
 OF_ARMS = ("old_policy", "replay", "fusion", "quantized")
 """Parts of a recipe that an arm may have of its own: where it has, that one counts."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from numbers import Real
@@ -12,12 +11,19 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 """Names under which configurations of transformers give the number of experts in a layer."""
 Row = Mapping[str, Any]
 """Numbers by metric name; None, NaN, infinities and whatever is no number mean missing."""
+LARGEST_NUMBER = 1e100
+"""Beyond it, a number has no meaning as a metric, and its sums and squares no value."""
 
 
 def number(row: Row, name: str) -> float | None:
-    """A finite number of the row; None if there is none of that name."""
+    """A finite number of the row, of at most `LARGEST_NUMBER`; None if there is none of that name."""
     value = row.get(name)
-    return float(value) if isinstance(value, Real) and math.isfinite(value) else None
+    if not isinstance(value, Real):
+        return None
+    try:
+        return size if abs(size := float(value)) <= LARGEST_NUMBER else None
+    except OverflowError:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +43,20 @@ class Context:
     filter_replayed: bool | None = None
     """Whether the trainer's policies live on the tokens that the sampler's filters left over; None: unknown, or
     nothing was filtered."""
+    filtered: bool | None = None
+    """Whether the sampler's filters (top-k, top-p, min-p) left some tokens out; None: nothing states its settings."""
     cache_replayed: bool | None = None
     """Whether the trainer's attention sees the keys that the engine's compressed cache kept; None: unknown, or the
     cache kept all."""
     raw_stated: bool | None = None
     """Whether the log says that its rollout log-probs are those before temperature and filters; None: unknown."""
+    metrics_only: bool = False
+    """Whether all that is known are metrics that another program logged: then no cause has high confidence, and none
+    is a fact."""
     overall: Row = field(default_factory=dict)
     """Metrics over all tokens of the run."""
+    shapes: Mapping[str, Any] = field(default_factory=dict)
+    """Where the gap is and how it goes over the steps (`audit.shape_table`); empty of metrics alone."""
     facets: Mapping[str, Sequence[Row]] = field(default_factory=dict)
     """Metrics by bucket of a property ("length", "lag", "worker", "drawn_by", ...): rows with "label", and "low", its
     smallest value."""
@@ -64,6 +77,11 @@ URGENCY: tuple[Severity, ...] = ("stop", "act", "watch", "info")
 
 Confidence = Literal["low", "medium", "high"]
 Relation = Literal["<", "<=", ">", ">=", "=", "missing"]
+Scale = Literal["number", "share", "times", "yes"]
+
+
+HALF = "half of yours"
+"""What a snippet says beside a number that depends on the run."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +96,10 @@ class Evidence:
     unit: str = "1"
     source: str = ""
     """Where the threshold comes from."""
+    what: str = ""
+    """The quantity that was compared, in words, where it is not the metric itself but derived from it."""
+    scale: Scale = "number"
+    """How both numbers are written: as they are, in percent, as multiples, or as yes and no."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +123,10 @@ class Finding:
     """One sentence: the smallest change that helps."""
     refuted_by: str
     """What would show that this finding is wrong."""
+    decides: str = ""
+    """One sentence: the measurement that tells this cause from the others; "" if the finding is certain."""
+    fact: bool = False
+    """Whether arithmetic proves it, so that no cause has to be believed."""
     snippets: Mapping[str, str] = field(default_factory=dict)
     """The fix as configuration, by framework ("verl", "trl", "prime-rl", "slime", "offdrift", ...)."""
     method: str | None = None

@@ -8,6 +8,9 @@ The built-in tables are `rules.toml` and `fixes.toml` beside this file. A user's
     [rules.NEW]             symptom = "..." ...             a rule of one's own
     [fixes.NAME]            do = "...", snippets.verl = ""  a fix of one's own, or a known one changed
 
+Texts name thresholds in braces, so that they say the number that decides: `{kl_large}` is its value, and
+`{acceptance_low:%}` its value in percent.
+
 A rule's condition compares readings, joined by `all` and `any`. A comparison with a missing reading
 does not hold.
 
@@ -19,10 +22,12 @@ does not hold.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import math
 import operator
+import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -30,10 +35,10 @@ from typing import Any, Literal, get_args
 
 from offdrift.errors import RecipeError
 from offdrift.judge.findings import Confidence, Evidence, Relation, Severity
-from offdrift.judge.readings import READINGS
+from offdrift.judge.readings import READINGS, worded
 from offdrift.judge.readings.view import Reading
 from offdrift.methods import METHODS
-from offdrift.texts import read_toml
+from offdrift.texts import parse_toml, read_text
 
 HERE = Path(__file__).parent
 TABLES = ("thresholds", "rules", "fixes")
@@ -49,6 +54,16 @@ RELATIONS: dict[str, Relation] = {
     "is": "=",
     "missing": "missing",
 }
+LARGEST = 1 << 20
+"""Bytes that a rules file may have: the built-in tables have a fifth of it."""
+DIGITS = 12
+"""Digits of a digest that a page shows."""
+NAMED = re.compile(r"\{([a-z][a-z0-9_]*)(:%)?\}")
+"""A threshold in a text."""
+STORED = "as the run stored it"
+"""Source of a threshold that has another value in the record of a run than in this version."""
+LATER = ("where", "before")
+"""Stand in braces for what is known when the rule fires: the place of the drift, and the finding that came before."""
 HOLDS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq}
 
 
@@ -78,12 +93,15 @@ class Compared:
         value = reading.get(self.reading)
         metrics = reading.metrics if isinstance(reading, Reading) else {}
         metric = metrics.get(self.reading, self.reading)
+        words, scale = worded(self.reading, metric)
+        what = "" if words == metric else words
         if self.relation == "missing":
-            return (Evidence(metric, None, "missing", None, source=source),) if value is None else None
+            return (Evidence(metric, None, "missing", None, source=source, what=what),) if value is None else None
         named = limits[self.threshold] if isinstance(self.threshold, str) else Threshold(float(self.threshold or 0.0))
         if value is None or not HOLDS[self.relation](value, named.value):
             return None
-        return (Evidence(metric, value, self.relation, named.value, named.unit, named.source or source),)
+        evidence = Evidence(metric, value, self.relation, threshold=named.value, unit=named.unit)
+        return (replace(evidence, source=named.source or source, what=what, scale=scale),)
 
     def describe(self, limits: Mapping[str, Threshold]) -> str:
         """The condition in one line, with the numbers that stand behind names."""
@@ -141,6 +159,10 @@ class Rule:
     """A name of the fixes."""
     refuted_by: str
     when: Condition
+    decides: str = ""
+    """The measurement that tells this cause from the others that it leaves open."""
+    fact: bool = False
+    """Whether arithmetic proves it: what else is certain is not, and has no high confidence without a measurement."""
     letter: str = ""
     severity: Severity = "watch"
     confidence: Confidence = "medium"
@@ -151,6 +173,8 @@ class Rule:
     """Rules that name causes of what this one sees: it stands behind those of them that fired, however urgent it is."""
     raised_by: tuple[Condition, ...] = ()
     """Each that holds raises the confidence by one level."""
+    excluded_by: tuple[Condition, ...] = ()
+    """Each that holds rules the cause out, as a setting that the log records: the rule then says nothing."""
     transient: bool = False
     """Whether a single occurrence counts: a spike is over before it becomes typical."""
     whole: bool = False
@@ -170,14 +194,46 @@ class Rules:
     thresholds: Mapping[str, Threshold]
     rules: Mapping[str, Rule]
     fixes: Mapping[str, Fix]
+    file: str = ""
+    """The user's file that was merged over the built-in tables; "" for these alone."""
+    text: str = ""
+    """Content of that file."""
 
     @property
     def limits(self) -> dict[str, float]:
         """Thresholds as numbers."""
         return {name: t.value for name, t in self.thresholds.items()}
 
+    @property
+    def sha256(self) -> str:
+        """Digest of the user's file as UTF-8, in hexadecimal; "" for the built-in rules."""
+        return hashlib.sha256(self.text.encode()).hexdigest() if self.file else ""
 
-def load_rules(path: Path | None = None) -> Rules:
+    @property
+    def title(self) -> str:
+        """The rules in words: the name of the user's file and the first digits of its digest.
+
+        Example:
+            >>> load_rules().title
+            'the built-in rules'
+        """
+        return f"{Path(self.file).name} (sha256 {self.sha256[:DIGITS]})" if self.file else "the built-in rules"
+
+    def as_record(self, words: str = "") -> dict[str, Any]:
+        """The entries of a record: `rules`, `limits` and `judged_by`; see `offdrift.judge.rules_record`.
+
+        Args:
+            words: the sentence; default: the title.
+
+        Example:
+            >>> load_rules().as_record()["rules"]
+            {'file': '', 'sha256': '', 'text': ''}
+        """
+        about = {"file": self.file, "sha256": self.sha256, "text": self.text}
+        return {"rules": about, "limits": self.limits, "judged_by": words or f"Judged by {self.title}."}
+
+
+def load_rules(path: Path | str | None = None) -> Rules:
     """The built-in rules, with a user's TOML file, if there is one, merged over them.
 
     Raises: `RecipeError` naming the file, the table, the key and the value that is wrong, and what it could be.
@@ -187,7 +243,39 @@ def load_rules(path: Path | None = None) -> Rules:
         >>> rules.thresholds["kl_large"].value, rules.rules["token_drift"].letter
         (0.05, 'C')
     """
-    return _built_in() if path is None else _parse(_merged(_tables(), _toml(path), str(path)), str(path))
+    if path is None:
+        return _built_in()
+    try:
+        text = read_text(Path(path), limit=LARGEST)
+    except OSError as e:
+        raise RecipeError(f"{path} cannot be read: {e.strerror or e}") from e
+    except ValueError as e:
+        raise RecipeError(f"{path} cannot be read as TOML: {e}") from e
+    return parse_rules(text, str(path))
+
+
+def parse_rules(text: str, file: str, *, limits: Mapping[str, float] = MappingProxyType({})) -> Rules:
+    """The built-in rules with the text of a user's file merged over them.
+
+    Args:
+        file: its name, for messages.
+        limits: values of thresholds that stand in place of the built-in ones, below those of the file: as a run that
+            an earlier version made has stored them. Names that are not known are passed over.
+
+    Raises: `RecipeError` as `load_rules`, also for a text that is not TOML.
+    """
+    tables = _tables()
+    earlier = {
+        name: {"value": value, "source": STORED}
+        for name, value in limits.items()
+        if name in tables["thresholds"] and value != tables["thresholds"][name]["value"]
+    }
+    tables = _merged(tables, {"thresholds": earlier}, file)
+    try:
+        changes = parse_toml(text)
+    except ValueError as e:
+        raise RecipeError(f"{file} cannot be read as TOML: {e}") from e
+    return replace(_parse(_merged(tables, changes, file), file), file=file, text=text)
 
 
 @cache
@@ -196,16 +284,8 @@ def _built_in() -> Rules:
 
 
 def _tables() -> dict[str, Any]:
-    return {**_toml(HERE / "rules.toml"), **_toml(HERE / "fixes.toml")}
-
-
-def _toml(path: Path) -> dict[str, Any]:
-    try:
-        return read_toml(path)
-    except OSError as e:
-        raise RecipeError(f"{path} cannot be read: {e.strerror or e}") from e
-    except ValueError as e:
-        raise RecipeError(f"{path} cannot be read as TOML: {e}") from e
+    files = (HERE / "rules.toml", HERE / "fixes.toml")
+    return {name: table for file in files for name, table in parse_toml(read_text(file)).items()}
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any], file: str) -> dict[str, Any]:
@@ -216,16 +296,21 @@ def _merged(base: dict[str, Any], changes: dict[str, Any], file: str) -> dict[st
         rows = _of_kind(f"{file}: [{table}]", changes.get(table, {}), dict)
         if table == "thresholds":
             _check_keys(f"{file}: [thresholds]", rows, base[table])
-        merged[table] = base[table] | {name: _over(base[table].get(name), row) for name, row in rows.items()}
+        merged[table] = base[table] | {name: _over(base[table].get(name), row, file) for name, row in rows.items()}
     return merged
 
 
-def _over(old: Any, new: Any) -> Any:
-    """A row over another: a bare value replaces that of a threshold, snippets are joined, all else is replaced."""
+def _over(old: Any, new: Any, file: str) -> Any:
+    """A row over another: a bare value replaces that of a threshold, snippets are joined, all else is replaced.
+
+    A threshold that another file changes has that file as its source, unless it names one.
+    """
     if not isinstance(old, dict):
         return new
     if not isinstance(new, dict):
-        return {**old, "value": new}
+        return {**old, "value": new, "source": file}
+    if "value" in new and "source" not in new:
+        new = {**new, "source": file}
     joined = {k: v for k, v in old.items() if not (k in ("all", "any") and {"all", "any"} & new.keys())} | new
     if isinstance(new.get("snippets"), dict):
         joined["snippets"] = {**old.get("snippets", {}), **new["snippets"]}
@@ -234,7 +319,7 @@ def _over(old: Any, new: Any) -> Any:
 
 def _parse(tables: Mapping[str, Any], file: str) -> Rules:
     thresholds = {n: _threshold(f"{file}: [thresholds] {n}", n, row) for n, row in tables["thresholds"].items()}
-    fixes = {n: _fix(f"{file}: [fixes.{n}]", row) for n, row in tables["fixes"].items()}
+    fixes = {n: _fix(f"{file}: [fixes.{n}]", row, thresholds) for n, row in tables["fixes"].items()}
     rules = {n: _rule(f"{file}: [rules.{n}]", row, thresholds, fixes) for n, row in tables["rules"].items()}
     for name, rule in rules.items():
         for key in ("suppressed_by", "follows"):
@@ -255,14 +340,15 @@ def _threshold(where: str, name: str, row: Any) -> Threshold:
     return Threshold(float(value), **texts)
 
 
-def _fix(where: str, row: Any) -> Fix:
+def _fix(where: str, row: Any, limits: Mapping[str, Threshold]) -> Fix:
     row = _of_kind(where, row, dict)
     _check_keys(where, row, [f.name for f in fields(Fix)])
     if (method := row.get("method")) is not None:
         _in_table(f"{where} method", method, sorted(METHODS))
     snippets = _of_kind(f"{where} snippets", row.get("snippets", {}), dict)
     checked = {k: _of_kind(f"{where} snippets.{k}", v, str).strip() + "\n" for k, v in snippets.items()}
-    return Fix(_of_kind(f"{where} do", row.get("do"), str), method, checked)
+    do = _of_kind(f"{where} do", row.get("do"), str)
+    return Fix(_with_limits(f"{where} do", do, limits), method, checked)
 
 
 def _rule(where: str, row: Any, limits: Mapping[str, Threshold], fixes: Mapping[str, Fix]) -> Rule:
@@ -274,7 +360,9 @@ def _rule(where: str, row: Any, limits: Mapping[str, Threshold], fixes: Mapping[
     when = _joined(where, conditions, limits)
     for f in fields(Rule):
         if f.type in ("str", "bool") and (f.default is MISSING or f.name in row):
-            _of_kind(f"{where} {f.name}", row.get(f.name), str if f.type == "str" else bool)
+            value = _of_kind(f"{where} {f.name}", row.get(f.name), str if f.type == "str" else bool)
+            if f.type == "str" and value:
+                row[f.name] = _with_limits(f"{where} {f.name}", value, limits)
     _in_table(f"{where} fix", row["fix"], sorted(fixes))
     words = {"severity": get_args(Severity), "confidence": get_args(Confidence), "letter": LETTERS}
     for key, choices in words.items():
@@ -284,13 +372,22 @@ def _rule(where: str, row: Any, limits: Mapping[str, Threshold], fixes: Mapping[
         key: tuple(_of_kind(f"{where} {key}", s, str) for s in _of_kind(f"{where} {key}", row.pop(key, []), list))
         for key in ("suppressed_by", "follows")
     }
-    raised = _of_kind(f"{where} raised_by", row.pop("raised_by", []), list)
-    return Rule(
-        **row,
-        when=when,
-        **others,
-        raised_by=tuple(_condition(f"{where} raised_by", c, limits) for c in raised),
-    )
+    for key in ("raised_by", "excluded_by"):
+        entries = _of_kind(f"{where} {key}", row.pop(key, []), list)
+        others[key] = tuple(_condition(f"{where} {key}", c, limits) for c in entries)
+    return Rule(**row, when=when, **others)
+
+
+def _with_limits(where: str, text: str, limits: Mapping[str, Threshold]) -> str:
+    """A text with the values of the thresholds that it names in braces."""
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] in LATER:
+            return match[0]
+        number = limits[_in_table(f"{where}: threshold in braces", match[1], sorted(limits))].value
+        return f"{100 * number:g} %" if match[2] else f"{number:g}"
+
+    return NAMED.sub(value, text)
 
 
 def _joined(where: str, conditions: Mapping[str, Any], limits: Mapping[str, Threshold]) -> Condition:

@@ -35,7 +35,7 @@ class Scatter(NamedTuple):
 
     @staticmethod
     def of(residuals: Sequence[float] | Series, fitted: int) -> Scatter:
-        """Of what a fit of so many parameters (1: a mean, 2: a line) leaves of a series.
+        """Estimate the scatter from residuals of a fit with `fitted` parameters (1: a mean, 2: a line).
 
             phi = (n r + fitted) / (n - fitted - 2)        r = sum e_t e_{t-1} / sum e_t^2
             phi <- phi + sqrt((1 - phi^2) / n), within [0, 1)
@@ -103,7 +103,7 @@ def slope_over(values: Sequence[float]) -> float:
 
 
 def about_line(values: Sequence[float] | Series) -> Series:
-    """What the least-squares line leaves of equidistant values, at least two."""
+    """Residuals of at least two equidistant values about their least-squares line."""
     y = np.asarray(values, dtype=np.float64)
     return y - y.mean() - _slope(y) * (np.arange(len(y)) - (len(y) - 1) / 2)
 
@@ -118,7 +118,7 @@ def _sxx(n: int) -> float:
 
 
 def line_of(values: Sequence[float] | Series, width: int) -> float:
-    """How surely the least-squares line rises or falls, as a normal score.
+    """Significance of a rising or falling trend (slope of the least-squares line), as a normal score.
 
     The smaller of two in size, of the steps and of means of `width`; of the steps alone where there are
     fewer than 8 such means. A perfect line has +-inf, fewer than 5 values 0.
@@ -166,7 +166,7 @@ def _line_score(y: Series) -> float:
 
 
 def shift_of(values: Sequence[float] | Series, width: int, gap: int | None = None) -> float:
-    """How surely the median of the last `width` values differs from the mean before, as a normal score.
+    """Significance of a recent shift, as a normal score: median of the last `width` values against the mean before.
 
     The error is that of a single step about the line of those before, which a median of a few
     correlated ones may have, and that of the mean before. A shift from values that

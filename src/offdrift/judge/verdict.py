@@ -5,12 +5,15 @@ The escalation ladder is rejection sampling, then rejection with token TIS, then
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from offdrift.judge.findings import URGENCY, Finding, Row, number
 from offdrift.judge.kl_choice import kl_metrics
 from offdrift.judge.rules import load_rules
+
+LONG_WORD = re.compile(r"[^\W\d_]{4,}")
 
 
 def verdict(
@@ -19,11 +22,11 @@ def verdict(
     *,
     missing: Sequence[str] = (),
     limits: Mapping[str, float] | None = None,
-) -> dict[str, str]:
-    """The level, "ok", "watch", "act" or "stop", and what to tell a person.
+) -> dict[str, Any]:
+    """The level, "ok", "watch", "act" or "stop", what to tell a person, and what to do in steps.
 
-    The level is that of the most urgent finding. The text tells it, and the one to repair first: a
-    reward that collapsed is urgent, and is mended by its cause.
+    All are the first finding's: findings come with the most severe first, and a cause is as severe as what follows
+    from it.
 
     Args:
         numbers: metrics of the run; named where nothing is wrong.
@@ -37,12 +40,28 @@ def verdict(
     shown = [f for f in findings if f.severity != "info"]
     if not shown:
         text = f"No drift that matters{_agreement(numbers or {}, (limits or load_rules().limits)['ratio_mean_z'])}."
-        return {"level": "ok", "text": " ".join([*missing[:1], text])}
-    first, urgent = shown[0], min(shown, key=lambda f: URGENCY.index(f.severity))
-    lead = "" if urgent.severity == first.severity else f"{urgent.symptom} Repair first: "
-    others = len(shown) - (2 if lead else 1)
-    more = f" {others} more finding{'s' * (others > 1)}." if others else ""
-    return {"level": urgent.severity, "text": " ".join([*missing[:1], f"{lead}{first.symptom} {first.fix}{more}"])}
+        return {"level": "ok", "text": " ".join([*missing[:1], text]), "steps": []}
+    first = min(shown, key=lambda f: URGENCY.index(f.severity))
+    others = len(shown) - 1
+    confirm = deciding_measurement(first.fix, first.decides)
+    steps = [first.fix, *([f"To confirm: {confirm}"] if confirm else [])]
+    steps += [f"Then look at {others} more finding{'s' * (others > 1)}."] if others else []
+    return {"level": first.severity, "text": " ".join([*missing[:1], first.symptom]), "steps": steps}
+
+
+def deciding_measurement(fix: str, measurement: str) -> str:
+    """The measurement that tells the causes apart, or "" if the fix already asks for it.
+
+    The fix asks for it if it has every word of four letters or more, in singular or plural.
+
+    Example:
+        >>> deciding_measurement("Compare checksums of the tensors, then resend.", "Compare checksums of all tensors.")
+        ''
+        >>> deciding_measurement("Compare checksums of the tensors, then resend.", "Run both engines in float32.")
+        'Run both engines in float32.'
+    """
+    fix_words, words = ({w.removesuffix("s") for w in LONG_WORD.findall(t.lower())} for t in (fix, measurement))
+    return "" if words <= fix_words else measurement
 
 
 def _agreement(numbers: Row, limit: float) -> str:
@@ -63,7 +82,7 @@ Action = Literal["rejection", "rejection and token TIS", "systems fix"]
 
 
 class Escalation(NamedTuple):
-    """What to do next, and the number that decides it."""
+    """Next action, and the number that decides it."""
 
     action: Action
     because: str

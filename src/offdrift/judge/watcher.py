@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from offdrift.judge.findings import Confidence, Context, Finding, Row
+from offdrift.judge.findings import URGENCY, Confidence, Context, Finding, Row
+from offdrift.judge.metric_names import metric_names
 from offdrift.judge.readings import READINGS
 from offdrift.judge.readings.history import at_same_weights
 from offdrift.judge.readings.view import Reading, View, Window, read
 from offdrift.judge.rules import Rule, Rules, load_rules
 
-PATIENCE = 3
-"""Steps before a live run is judged: a level is a median, and one batch is none."""
 LEVELS: tuple[Confidence, ...] = get_args(Confidence)
-SHARED = ("cause", "letter", "severity", "symptom", "explanation", "refuted_by", "source")
+SHARED = ("cause", "letter", "severity", "explanation", "refuted_by", "decides", "fact", "source")
 """What a finding takes from its rule as it stands."""
 UNKNOWN = Context()
+BEFORE = "{before}"
+"""Stands in an explanation for the finding that came before in time."""
+LIKELY = "If it collapses, the likely cause is what began at step {step}: {symptom}"
+ALONE = "No other finding came before it."
 
 
 def judge(reading: Mapping[str, float], rules: Rules, context: Context = UNKNOWN) -> list[Finding]:
-    """What the rules say of one reading: the decision tree itself.
+    """Apply the rules to one reading and return the findings.
 
     Args:
         reading: numbers by the names of `READINGS`; what is absent is unknown.
@@ -32,7 +36,10 @@ def judge(reading: Mapping[str, float], rules: Rules, context: Context = UNKNOWN
         [('B', 'stale_engine')]
     """
     tried = {name: rule.when.holds(reading, rules.thresholds, rule.source) for name, rule in rules.rules.items()}
-    fired = {name: evidence for name, evidence in tried.items() if evidence is not None}
+    excluded = {n for n, r in rules.rules.items() if any(c.holds(reading, rules.thresholds) for c in r.excluded_by)}
+    fired = {name: evidence for name, evidence in tried.items() if evidence is not None and name not in excluded}
+    found = context.shapes.get("found") or ()
+    where = found[0]["where"] if found else "there"
     findings = []
     for name, evidence in fired.items():
         rule = rules.rules[name]
@@ -40,11 +47,16 @@ def judge(reading: Mapping[str, float], rules: Rules, context: Context = UNKNOWN
             continue
         fix = rules.fixes[rule.fix]
         raised = sum(c.holds(reading, rules.thresholds) is not None for c in rule.raised_by)
+        level = min(len(LEVELS) - 1, LEVELS.index(rule.confidence) + raised)
+        shared = {key: getattr(rule, key) for key in SHARED}
+        if context.metrics_only and rule.letter:  # averages of another program: a cause is never proved by them
+            level, shared["fact"] = min(level, LEVELS.index("medium")), False
         findings.append(
             Finding(
-                **{key: getattr(rule, key) for key in SHARED},
+                **shared,
                 rule=name,
-                confidence=LEVELS[min(len(LEVELS) - 1, LEVELS.index(rule.confidence) + raised)],
+                symptom=rule.symptom.replace("{where}", where),
+                confidence=LEVELS[level],
                 evidence=evidence,
                 fix=fix.do,
                 snippets=dict(sorted(fix.snippets.items(), key=lambda kv: kv[0] != context.framework)),
@@ -74,15 +86,30 @@ def causes_first(findings: Sequence[Finding], rules: Rules) -> list[Finding]:
     return list(placed.values())
 
 
+def with_precursor(finding: Finding, findings: Sequence[Finding]) -> Finding:
+    """Fill in the finding that came before this one in time, where its explanation asks for it.
+
+    Args:
+        findings: in the order of repair: the first of them that is earlier is the likely cause.
+    """
+    if BEFORE not in finding.explanation:
+        return finding
+    when = math.inf if finding.step is None else finding.step
+    first = next((f for f in findings if f.severity != "info" and f.step is not None and f.step < when), None)
+    said = ALONE if first is None else LIKELY.format(step=first.step, symptom=first.symptom)
+    return replace(finding, explanation=finding.explanation.replace(BEFORE, said))
+
+
 def diagnose(history: Sequence[Row], *, context: Context = UNKNOWN, rules: Rules | None = None) -> list[Finding]:
-    """What is wrong with a run, in the order in which to repair it.
+    """Return the findings of a run in the order in which to repair them.
 
     Every step is judged on the steps before it, and the whole run once more on `context.overall`.
     A finding says at which step it first fired and at how many. One that fired at fewer than one
     step in fifty and no more at the end is "watch" at most, unless a single occurrence counts.
 
     Args:
-        history: one row per step, oldest first: "step" and any metrics.
+        history: one row per step, oldest first: "step" and any metrics, by our names or those of verl, TRL, prime-rl
+            and slime (`metric_names`).
         rules: `load_rules(path)`; the built-in rules if absent.
 
     Example:
@@ -91,15 +118,30 @@ def diagnose(history: Sequence[Row], *, context: Context = UNKNOWN, rules: Rules
         ['engine_or_lag']
     """
     rules = rules or load_rules()
-    watcher = Watcher(context=context, rules=rules, patience=min(PATIENCE, len(history)))
+    watcher = Watcher(context=context, rules=rules, patience=min(int(rules.limits["patience"]), len(history)))
     for row in history:
         watcher.update(row)
     return watcher.conclude()
 
 
+def in_order(findings: Sequence[Finding], rules: Rules) -> list[Finding]:
+    """The most severe first; of equal ones, in the order of repair.
+
+    A cause is as severe as the worst of what follows from it: who repairs it repairs that.
+    """
+    worst = {f.rule: f.severity for f in findings}
+    for finding in findings:
+        for cause in rules.rules[finding.rule].follows:
+            if cause in worst and worst[cause] != "info":
+                worst[cause] = min(worst[cause], finding.severity, key=URGENCY.index)
+    raised = [replace(f, severity=worst[f.rule]) for f in findings]
+    ordered = sorted(raised, key=lambda f: (f.severity == "info", URGENCY.index(f.severity)))
+    return causes_first(ordered, rules)
+
+
 @dataclass
 class _Firing:
-    """How often a rule fired, and with what evidence the last time."""
+    """Steps at which a rule fired, and its last finding."""
 
     first: int
     last: int
@@ -108,21 +150,22 @@ class _Firing:
 
 
 class Watcher:
-    """The same rules on a run that is going on: feed it each step, get what is new.
+    """Apply the rules to a run that is still going: feed it each step, get the new findings.
 
     Memory and time of an update do not grow with the run.
 
     Example:
         >>> w = Watcher(patience=1)
         >>> [f.cause for f in w.update({"step": 9, "mismatch/pearson": 0.9})]
-        ['precision', 'beyond_correction']
+        ['engine_or_lag']
         >>> w.update({"step": 10, "mismatch/pearson": 0.9})
         []
     """
 
-    def __init__(self, *, context: Context = UNKNOWN, rules: Rules | None = None, patience: int = PATIENCE) -> None:
-        self.context, self.rules, self.patience = context, rules or load_rules(), patience
+    def __init__(self, *, context: Context = UNKNOWN, rules: Rules | None = None, patience: int | None = None) -> None:
+        self.context, self.rules = context, rules or load_rules()
         self._limits = self.rules.limits
+        self.patience = int(self._limits["patience"]) if patience is None else patience
         span = int(2 * self._limits["window_long"] + self._limits["window_level"])
         self._window = Window(span, *(int(self._limits[f"window_{x}"]) for x in ("trend", "long")))
         self._firings: dict[str, _Firing] = {}
@@ -130,7 +173,8 @@ class Watcher:
         """The last reading."""
 
     def update(self, row: Row) -> list[Finding]:
-        """Take one more step; returns the findings that fired for the first time."""
+        """Take one more step, of our names or a framework's; returns the findings that fired for the first time."""
+        row = metric_names().translate(row)
         self._window.add(row, same_weights=at_same_weights(row, self.context))
         self.reading = read(View(self._window, self.context, self._limits), READINGS)
         if self._window.steps < self.patience:
@@ -142,7 +186,7 @@ class Watcher:
                 firing = self._firings[finding.rule] = _Firing(self._window.step, 0, finding, 0)
                 new.append(replace(finding, step=self._window.step, steps=1))
             firing.finding, firing.last, firing.steps = finding, self._window.steps, firing.steps + 1
-        return new
+        return [with_precursor(f, self.findings) if BEFORE in f.explanation else f for f in new]
 
     @property
     def findings(self) -> list[Finding]:
@@ -158,7 +202,7 @@ class Watcher:
         return self._report({f.rule: f for f in whole} if self.context.overall else {})
 
     def _report(self, whole: Mapping[str, Finding]) -> list[Finding]:
-        """What fired at some step or for the whole run, but for what is explained better."""
+        """Findings of all steps and of the whole run, without those that another finding explains better."""
         findings, now = [], self._window.steps
         for name, rule in self.rules.rules.items():
             firing = self._firings.get(name)
@@ -171,20 +215,19 @@ class Watcher:
                     findings.append(replace(whole.get(name, firing.finding), step=None, steps=0))
             else:
                 finding = replace(whole.get(name, firing.finding), step=firing.first, steps=firing.steps)
-                passing = firing.last < now and 50 * firing.steps < now
+                passing = firing.last < now and firing.steps < self._limits["passing"] * now
                 if passing and not rule.transient and name not in whole and finding.severity != "info":
                     finding = replace(finding, severity="watch")
                 findings.append(finding)
-        # What can wait stands behind what cannot; within both, the order of repair.
-        urgent_first = sorted(findings, key=lambda f: f.severity in ("watch", "info"))
-        return causes_first(urgent_first, self.rules)
+        ordered = in_order(findings, self.rules)
+        return [with_precursor(f, ordered) for f in ordered]
 
     def _stands(self, name: str, whole: Mapping[str, Finding]) -> bool:
         """Whether a rule fired, and often enough where it is about what does not come and go."""
         firing = self._firings.get(name)
         if firing is None or name in whole:
             return name in whole
-        passed = bool(self.context.overall) and 2 * firing.steps < self._window.steps
+        passed = bool(self.context.overall) and firing.steps < self._limits["lasting"] * self._window.steps
         return not (self.rules.rules[name].lasting and passed)
 
     def _explained(self, rule: Rule, firing: _Firing | None, whole: Mapping[str, Finding]) -> bool:

@@ -243,7 +243,7 @@ ROWS: dict[str, Method] = {
         mechanism="bound on the binary TV, pull on every token",
         target="asynchronous rollouts, engines that differ",
         fails=TOKEN_BIAS,
-        reference="prime-rl",
+        reference="prime-rl until 0.8.0; its default until August 2026 (removed by #3418)",
         status="implementation",
     ),
     "prime_rl_ipo": row(
@@ -253,7 +253,8 @@ ROWS: dict[str, Method] = {
         mechanism="band on the binary TV, pull on every token",
         target="asynchronous rollouts, engines that differ",
         fails=TOKEN_BIAS,
-        reference="prime-rl, ipo variant",
+        reference="prime-rl's IPO with eps 0.1 and kl_tau 0.001; since September 2026 its default is eps 0.3, kl_tau 0 "
+        "(gate.low=-0.3, gate.high=0.3, objective.pull=0)",
         status="implementation",
     ),
     "logit_fusion": row(

@@ -1,4 +1,4 @@
-"""What a method does, read off its parts (nothing is typed in by hand for any row); look-ups over methods and systems.
+"""Facts of a method, read off its parts (nothing is typed in by hand for any row); look-ups over methods and systems.
 
 `facts` holds all of it, for the terminal, for JSON and for docs/methods.md: over what ratios are taken (`units`),
 which are read (`ratios`), what has to be recorded (`evidence`), whether both signs of the advantage are treated alike
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -20,6 +21,7 @@ import torch
 
 from offdrift.advantages import ADVANTAGES
 from offdrift.methods import probe
+from offdrift.methods.load import IN_CODE, code_source, load_method
 from offdrift.methods.method import PLAIN, SINGLE, Method
 from offdrift.methods.table import FAMILIES, METHODS, SYSTEM_FAMILIES, SYSTEMS, System
 from offdrift.ratios import RatioName
@@ -134,7 +136,7 @@ def units(row: Method) -> frozenset[str]:
 
 
 def ratios(row: Method) -> frozenset[str]:
-    """Which of full, mismatch and staleness are read; empty for none.
+    """Ratios that are read, among full, mismatch and staleness; empty for none.
 
     Example:
         >>> from offdrift.methods import method
@@ -147,7 +149,7 @@ def ratios(row: Method) -> frozenset[str]:
 
 
 def evidence(row: Method) -> frozenset[str]:
-    """What has to be recorded of the rollout: see `EVIDENCE`.
+    """Evidence that has to be recorded of the rollout: see `EVIDENCE`.
 
     Example:
         >>> from offdrift.methods import method
@@ -165,7 +167,7 @@ def evidence(row: Method) -> frozenset[str]:
 
 @cache
 def sign(row: Method) -> str:
-    """Whether both signs of the advantage, and answers of either outcome, are treated alike.
+    """Say whether both signs of the advantage, and answers of either outcome, are treated alike.
 
     Symmetric means, on a small drifted batch: gates and weights are the same for A and -A, and the
     gradient g of the objective obeys g(A) - g(0) = g(0) - g(-A).
@@ -187,7 +189,7 @@ def sign(row: Method) -> str:
 
 
 def stop_gradient(row: Method) -> str:
-    """Whether ratios are constants to the gradient: see `STOPPED`."""
+    """Say whether ratios are constants to the gradient: see `STOPPED`."""
     if not ratios(row):
         return "n/a"
     default = "score" if row.objective.on is None else "unit"
@@ -247,11 +249,11 @@ def raises(aggregate: str, advantage: str) -> dict[str, Any]:
 
 def raised_by(row: Method, advantage: str) -> dict[str, Any]:
     """`raises` of a method with an advantage estimator; of one that reads no advantages, what its objective says."""
-    own: str | None = getattr(row.objective, "raises", None)
-    if own is None:
+    name: str | None = getattr(row.objective, "raises", None)
+    if name is None:
         return raises(row.aggregate, advantage)
-    words = f"{own}, not J = E[R]: it can rise while J falls"
-    return {"return": own, "is_j": False, "advantage": advantage, "provided": "", "for_j": [], "words": words}
+    words = f"{name}, not J = E[R]: it can rise while J falls"
+    return {"return": name, "is_j": False, "advantage": advantage, "provided": "", "for_j": [], "words": words}
 
 
 REWARDS, BASELINES = (0.0, 0.5, 1.0), (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -276,7 +278,7 @@ def certifies(row: Method) -> str:
         >>> [certifies(method(n)) for n in ("token_is", "ppo_clip", "dual_clip", "trm_max", "gspo")]
         ['any mismatch', 'no mismatch', 'no baseline', 'region', 'none known']
     """
-    if units(row) != {"token"} or row.looks_ahead:
+    if units(row) != {"token"} or row.needs_whole_step:
         gates = row.correction.gates
         exact = gates and all(getattr(g, "exact", False) and getattr(g, "unit", "") == "seq_max" for g in gates)
         return "region" if exact else "none known"
@@ -292,17 +294,26 @@ def certifies(row: Method) -> str:
 
 
 def _stays_below(row: Method, reward: float, baseline: float, mismatch: float) -> bool:
-    """Whether the inequality of `certifies` holds on the grid, up to the integral's error where the push jumps."""
-    log_s = torch.linspace(-probe.WIDEST, probe.WIDEST, 2 * probe.STEPS + 1, dtype=torch.float64)
-    advantage, w = reward - baseline, mismatch * log_s.exp()
+    """Whether the inequality of `certifies` holds on the grid, up to what the integral may be off by.
+
+    Where both sides are 0 at s = 1 (a right answer, or no mismatch), it holds beside it only if the slopes allow.
+    """
+    if reward == 1 or mismatch == 1:
+        slope = (reward - baseline) * mismatch
+        below, above = probe.token_push(
+            row, reward - baseline, mismatch, correct=reward > 0, log_s=probe.BESIDE
+        ).tolist()
+        if above > slope + probe.NO_SLOPE or below < slope - probe.NO_SLOPE:
+            return False
+    advantage, w = reward - baseline, mismatch * probe.GRID.exp()
     limit = advantage * (w - mismatch) + (1 - reward) * (w - 1 - w.log())
-    allowed = probe.WIDEST / probe.STEPS * abs(advantage) * mismatch * log_s.abs().clamp(max=2).exp() * 2
+    push = probe.token_push(row, advantage, mismatch, correct=reward > 0)
     phi = probe.integrated_push(row, advantage, mismatch, correct=reward > 0)
-    return bool((phi <= limit + allowed).all())
+    return bool((phi <= limit + probe.integral_error(push, abs(advantage) * max(mismatch, 1.0))).all())
 
 
 def is_treatment(row: Method) -> str:
-    """How importance sampling enters, in words.
+    """Describe how importance sampling enters, in words.
 
     Example:
         >>> from offdrift.methods import method
@@ -320,8 +331,8 @@ def is_treatment(row: Method) -> str:
 
 
 def command(name: str) -> str:
-    """What trains with a method."""
-    return f"offdrift train recipes/tiny.toml --set method={name}"
+    """Command that trains with a method."""
+    return shlex.join(["offdrift", "train", "recipes/tiny.toml", "--set", f"method={name}"])
 
 
 def facts(name: str, row: Method) -> dict[str, Any]:
@@ -329,7 +340,7 @@ def facts(name: str, row: Method) -> dict[str, Any]:
     return {
         "name": name,
         "kind": "method",
-        "family": next(title for title, rows in FAMILIES.items() if name in rows),
+        "family": next((title for title, rows in FAMILIES.items() if name in rows), IN_CODE),
         "summary": row.summary,
         "unit": _listed(units(row), UNITS),
         "ratio": _listed(ratios(row), get_args(RatioName)),
@@ -351,12 +362,18 @@ def facts(name: str, row: Method) -> dict[str, Any]:
         "needs_old": row.needs_old,
         "needs_reference": row.needs_reference,
         "needs_divergences": row.needs_divergences,
+        "divergences": sorted(row.divergences),
         "advantage": row.advantage,
         "formula": row.describe(),
         "parts": parts(row),
         "settings": settings(row),
         "command": command(name),
     }
+
+
+def code_facts(name: str) -> dict[str, Any]:
+    """Facts of a method in code, which is run, and its file, name and hash as `code`. Raises: `MethodError`."""
+    return {**facts(name, load_method(name)), "code": code_source(name).as_dict()}
 
 
 SYSTEM_FACTS = (
@@ -381,11 +398,11 @@ def system_facts(name: str, row: System) -> dict[str, Any]:
 def _units_of(part: Any) -> set[str]:
     """The units of one part: what it says, what it observes, and what is `UNSAID`."""
     units = set(UNSAID.get(type(part).__name__, ()))
-    own: str | None = getattr(part, "unit", None)
-    if own is not None:
+    unit: str | None = getattr(part, "unit", None)
+    if unit is not None:
         names = {"seq_max": "worst"}
         names |= OF_RATIO if getattr(part, "statistic", None) == "ratio" else {}
-        units.add(names.get(own, own))
+        units.add(names.get(unit, unit))
     elif getattr(part, "on", None) is not None and not units:
         units.add("token")
     if hasattr(part, "observe") and getattr(part, "observes", True):
@@ -458,6 +475,7 @@ def settings(row: Method) -> dict[str, Any]:
         0.05
     """
     values = {name: getattr(row, name) for name in PLAIN}
+    values |= {} if row.made_by is None else {name: plain(x) for name, x in row.made_by.settings.items()}
     for path, part in by_path(row).items():
         for field in fields(part):
             value = getattr(part, field.name)
@@ -503,7 +521,7 @@ WORDS = {
 
 
 def catalog() -> Rows:
-    """What is known of every method and every system, by name.
+    """Facts of every method and every system, by name.
 
     Example:
         >>> catalog()["trm_max"]["evidence"]

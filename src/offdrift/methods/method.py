@@ -11,17 +11,18 @@ itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from operator import and_
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from offdrift.advantages import ADVANTAGES
 from offdrift.aggregate import AggregateName, NormalizerName, accepted_counts
-from offdrift.batch_info import BatchInfo, Observed, Seen, of_scored
+from offdrift.batch_info import BatchInfo, Observed, StepSums, without_unscored
 from offdrift.correction import Correction
 from offdrift.correction.compose import GateLike, WeightLike, factors
 from offdrift.errors import MethodError, check_choice
@@ -29,6 +30,7 @@ from offdrift.logprobs import LogProbs
 from offdrift.methods.schedules import EssScale
 from offdrift.objectives import Objective
 from offdrift.penalty import KLPenalty
+from offdrift.setting import typed_fields
 
 AtZeroLag = Literal["current", "behaviour"]
 
@@ -94,7 +96,7 @@ class Interpolated:
         )
 
     def __call__(self, logprobs: LogProbs, batch_info: BatchInfo) -> LogProbs:
-        """The same batch with the interpolated policy as its old one. Gradient: none through it.
+        """Replace the batch's old policy by the interpolated one. Gradient: none through it.
 
         Raises: `EvidenceError` if the batch carries no version lag.
         """
@@ -123,7 +125,7 @@ class RolloutAsOld:
         return "log pi_old = log mu"
 
     def __call__(self, logprobs: LogProbs, batch_info: BatchInfo) -> LogProbs:
-        """The same batch with the rollout policy as its old one. Gradient: none through it."""
+        """Replace the batch's old policy by the rollout policy. Gradient: none through it."""
         return replace(logprobs, logp_old=logprobs.logp_rollout)
 
 
@@ -140,6 +142,15 @@ the drift."""
 Status = Literal["stated", "implementation", "secondary", "unverified"]
 """Where the formula is from: a primary source, an official implementation, a secondary description,
 or our best reading where no equation could be found (experimental)."""
+
+
+@runtime_checkable
+class MethodMaker(Protocol):
+    """Protocol of functions that make a method from settings of their own."""
+
+    @property
+    def settings(self) -> dict[str, Any]: ...
+    def changed(self, current: Method, changes: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,11 +197,15 @@ class Method:
     """Of the expected gradient; asserted by enumeration."""
     reference: str = ""
     status: Status = "stated"
+    made_by: MethodMaker | None = field(default=None, compare=False, repr=False)
+    """The function of the user's that made it, and its settings (`offdrift.methods.load`)."""
 
     def __post_init__(self) -> None:
         check_choice("aggregate", self.aggregate, get_args(AggregateName))
         check_choice("normalizer", self.normalizer, get_args(NormalizerName))
         check_choice("gate_scope", self.gate_scope, ("policy", "all"))
+        if self.advantage is not None:
+            check_choice("advantage", self.advantage, tuple(ADVANTAGES))
         for weight in self.correction.weights:
             if factors(weight.on) & factors(self.objective.on):
                 raise MethodError(
@@ -251,9 +266,9 @@ class Method:
         return tuple(p for p in self.parts if hasattr(p, "observe") and getattr(p, "observes", True))
 
     def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo) -> Observed:
-        """What this method's parts see of one piece of a step; merge over pieces and ranks."""
-        scored = of_scored(logprobs, advantages, batch_info)
-        statistics: dict[Any, Seen] = {p: p.observe(*scored) for p in self.observers}
+        """Observations of this method's parts on one piece of a step; merge them over pieces and ranks."""
+        scored = without_unscored(logprobs, advantages, batch_info)
+        statistics: dict[Any, StepSums] = {p: p.observe(*scored) for p in self.observers}
         if self.lr_scale is not None and self.correction.gates:
             statistics[self.lr_scale] = self.lr_scale.observe(*scored, self.correction(*scored).keep)
         if self.normalizer != "sampled":
@@ -262,7 +277,7 @@ class Method:
         return Observed({part: s for part, s in statistics.items() if s})
 
     @property
-    def looks_ahead(self) -> bool:
+    def needs_whole_step(self) -> bool:
         """Whether a step of several pieces must be observed whole before any piece is pushed."""
         return bool(self.observers) or self.normalizer != "sampled"
 
@@ -311,9 +326,10 @@ def override(row: Method, changes: Mapping[str, Any]) -> Method:
 
     Paths: `aggregate`, `normalizer`, `advantage`, `gate_scope`, `objective.FIELD`, `penalty.FIELD`,
     `anchor.FIELD`, `lr_scale.FIELD`, and `weight.FIELD` or `gate.FIELD` (if there is one; else
-    `gate.0.FIELD`, `gate.1.FIELD`, ...). Nested mappings are paths, too.
+    `gate.0.FIELD`, `gate.1.FIELD`, ...). Nested mappings are paths, too. Each value has the type of its field
+    (`offdrift.setting.typed`). Of a method that a function of the user's makes, arguments of that are settings, too.
 
-    Raises: `MethodError` naming the path and the fields there are.
+    Raises: `MethodError` naming the path, the value, and the fields or values there are.
 
     Example:
         >>> from offdrift.methods import method
@@ -321,7 +337,10 @@ def override(row: Method, changes: Mapping[str, Any]) -> Method:
         0.1
     """
     by_part: dict[str, dict[str, Any]] = {}
-    for path, value in flattened(changes):  # all changes of a part at once: they may need each other
+    plain = dict(flattened(changes))
+    if row.made_by is not None:
+        row, plain = row.made_by.changed(row, plain)
+    for path, value in plain.items():  # all changes of a part at once: they may need each other
         part, _, name = path.rpartition(".")
         by_part.setdefault(part, {})[name] = value
     several = {"gates": list(row.correction.gates), "weights": list(row.correction.weights)}
@@ -350,32 +369,21 @@ def _changed(row: Method, part: str, values: Mapping[str, Any], several: dict[st
     """The row with fields of one part changed; a gate or weight is changed in `several` instead."""
     path = ".".join(x for x in (part, next(iter(values))) if x)
     if not part and set(values) <= set(PLAIN):
-        return replace(row, **values)
+        return replace(row, **typed_fields(row, values, ""))
     if part in SINGLE and getattr(row, part) is not None:
-        return replace(row, **{part: _with_fields(getattr(row, part), values, path)})
+        return replace(row, **{part: replace(getattr(row, part), **typed_fields(getattr(row, part), values, part))})
     head, _, index = part.partition(".")
     if parts := several.get(f"{head}s"):
         count, name = len(parts), path.rpartition(".")[2]
         if index == "" and count > 1:
             raise MethodError(f"{path!r}: this method has {count} {head}s, say which: {head}.0.{name}, ...")
-        i = int(index or 0) if (index or "0").isdigit() else count
+        i = int(index or 0) if (index or "0").isdecimal() else count
         if i >= count:
             raise MethodError(f"{path!r}: {head}s are numbered 0 to {count - 1}")
-        parts[i] = _with_fields(parts[i], values, path)
+        parts[i] = replace(parts[i], **typed_fields(parts[i], values, part))
         return row
+    settings = [] if row.made_by is None else list(row.made_by.settings)
+    paths = ["aggregate", "objective.FIELD", "weight.FIELD", "gate.FIELD", "gate.0.FIELD", "penalty.FIELD"]
     raise MethodError(
-        f"{path!r} is not a part of this method ({row.describe()}); paths are "
-        "aggregate, objective.FIELD, weight.FIELD, gate.FIELD, gate.0.FIELD, penalty.FIELD"
+        f"{path!r} is not a part of this method ({row.describe()}); paths are {', '.join(settings + paths)}"
     )
-
-
-def _with_fields(part: Any, values: Mapping[str, Any], path: str) -> Any:
-    assert is_dataclass(part)
-    types = {f.name: str(f.type) for f in fields(part) if f.init}
-    changes = dict(values)
-    for name, value in values.items():
-        if name not in types:
-            raise MethodError(f"{path!r}: {type(part).__name__} has no {name!r}, only {[*types]}")
-        if isinstance(value, int) and not isinstance(value, bool) and "float" in types[name]:
-            changes[name] = float(value)  # a number without a decimal point where a float is meant
-    return replace(part, **changes)  # type: ignore[type-var]

@@ -19,7 +19,7 @@ from offdrift.segments import Segments
 
 
 @dataclass(frozen=True)
-class Batch:
+class ProbeBatch:
     """Log-probs under three policies, advantages and `BatchInfo`, float64."""
 
     logprobs: LogProbs
@@ -28,7 +28,7 @@ class Batch:
 
 
 @cache
-def batch() -> Batch:
+def batch() -> ProbeBatch:
     """Eight sequences of four prompts and up to three turns, under calm and under wild drift.
 
     Example:
@@ -55,10 +55,10 @@ def batch() -> Batch:
         version_lag=(segments.seq_ids % 4).double(),
     )
     logprobs = LogProbs(rollout, segments, rollout + drift.sum(0), rollout + drift[0], rollout)
-    return Batch(logprobs, segments.spread(signs), batch_info)
+    return ProbeBatch(logprobs, segments.spread(signs), batch_info)
 
 
-def moved(token: int, by: float | int) -> Batch:
+def moved(token: int, by: float | int) -> ProbeBatch:
     """The batch with one token less likely under old and current policy, `by` nats each.
 
     Its divergences are those of the larger drift.
@@ -70,26 +70,26 @@ def moved(token: int, by: float | int) -> Batch:
     assert lp.logp_old is not None
     far = {name: Divergence.exact(name, d.lo + step.square()) for name, d in calm.batch_info.divergences.items()}
     logprobs = LogProbs(lp.logp_rollout, lp.segments, lp.logp - 2 * step, lp.logp_old - step, lp.logp_ref)
-    return Batch(logprobs, calm.advantages, replace(calm.batch_info, divergences=far))
+    return ProbeBatch(logprobs, calm.advantages, replace(calm.batch_info, divergences=far))
 
 
-def token_losses(row: Method, given: Batch) -> Float[Tensor, " n"]:
+def token_losses(row: Method, given: ProbeBatch) -> Float[Tensor, " n"]:
     """Loss of every token before it is aggregated, regularizer included."""
     lp, batch_info = given.logprobs, given.batch_info
     lp = lp if row.anchor is None else row.anchor(lp, batch_info)
     corrected = row.correction(lp, given.advantages, batch_info)
-    pushed = row.objective(lp, given.advantages, batch_info)
-    loss = (corrected.weight * pushed.loss).where(corrected.keep, 0.0)
-    return loss if pushed.regularizer is None else loss + pushed.regularizer
+    token_losses = row.objective(lp, given.advantages, batch_info)
+    loss = (corrected.weight * token_losses.loss).where(corrected.keep, 0.0)
+    return loss if token_losses.regularizer is None else loss + token_losses.regularizer
 
 
 def push(objective: Objective, *, scale: float | int) -> Float[Tensor, " n"]:
     """Gradient of the batch's summed loss to every log pi, advantages times `scale`."""
-    drawn = batch()
-    logp = drawn.logprobs.current.clone().requires_grad_()
-    logprobs = replace(drawn.logprobs, logp=logp)
-    pushed = objective(logprobs, scale * drawn.advantages, differentiable(drawn.batch_info, logprobs))
-    return torch.autograd.grad(pushed.loss.sum(), logp)[0]
+    sample = batch()
+    logp = sample.logprobs.current.clone().requires_grad_()
+    logprobs = replace(sample.logprobs, logp=logp)
+    token_losses = objective(logprobs, scale * sample.advantages, differentiable(sample.batch_info, logprobs))
+    return torch.autograd.grad(token_losses.loss.sum(), logp)[0]
 
 
 def differentiable(batch_info: BatchInfo, logprobs: LogProbs) -> BatchInfo:
@@ -103,8 +103,8 @@ def differentiable(batch_info: BatchInfo, logprobs: LogProbs) -> BatchInfo:
 
 def corrected(correction: Correction, *, scale: float | int) -> Float[Tensor, " n"]:
     """Weight of every token of the batch, 0 where a gate rejects; advantages times `scale`."""
-    drawn = batch()
-    decided = correction(drawn.logprobs, scale * drawn.advantages, drawn.batch_info)
+    sample = batch()
+    decided = correction(sample.logprobs, scale * sample.advantages, sample.batch_info)
     return decided.weight.where(decided.keep, 0.0)
 
 
@@ -112,8 +112,16 @@ STEPS, WIDEST = 1200, 4.0
 """Grid points on each side of s = 1, and the largest |log s|, nats."""
 
 
+GRID = torch.linspace(-WIDEST, WIDEST, 2 * STEPS + 1, dtype=torch.float64)
+"""log s, nats."""
+BESIDE, NO_SLOPE = torch.tensor([-1e-9, 1e-9], dtype=torch.float64), 1e-7
+"""log s just below and above 1, and what slopes there are off by."""
+ROUNDING = 1e-12
+"""What sums of a few thousand float64 numbers are off by, relative to the largest."""
+
+
 def integrated_push(row: Method, advantage: float, mismatch: float, *, correct: bool) -> Float[Tensor, " s"]:
-    """What a method maximizes, for a response of one token, on the grid of log s.
+    """Return what a method maximizes, for a response of one token, on the grid of log s.
 
         Phi(A, m, s) = integral from 1 to s of g(A, m, u) d log u
 
@@ -123,7 +131,40 @@ def integrated_push(row: Method, advantage: float, mismatch: float, *, correct: 
     Args:
         correct: reward of the response, 1 or 0, for methods that look at it.
     """
-    log_s = torch.linspace(-WIDEST, WIDEST, 2 * STEPS + 1, dtype=torch.float64)
+    return _from_1(_trapezoids(token_push(row, advantage, mismatch, correct=correct)))
+
+
+def integral_error(push: Float[Tensor, " s"], steepest: float) -> Float[Tensor, " s"]:
+    """Return a limit of what the trapezoids of `integrated_push` are off by.
+
+    Of second order in the step where the push is smooth, so that a wrong slope at s = 1 cannot hide in it, and half a
+    cell where it jumps, as at a clip: from that cell on, not before.
+
+    Args:
+        push: at the points of the grid.
+        steepest: the largest slope of a smooth push against log s, in units of max(1, s).
+    """
+    step, rise = WIDEST / STEPS, push.diff().abs()
+    smooth = steepest * step * GRID.exp().clamp(min=1)
+    jumps = rise > torch.maximum(smooth[1:], smooth[:-1])
+    curved = step**2 * torch.maximum(smooth[1:], smooth[:-1])
+    return _from_1(torch.where(jumps, step * rise / 2, curved)).abs() + ROUNDING * (1 + push.abs())
+
+
+def _trapezoids(push: Float[Tensor, " s"]) -> Float[Tensor, " cells"]:
+    return (push[1:] + push[:-1]) / 2 * (WIDEST / STEPS)
+
+
+def _from_1(cells: Float[Tensor, " cells"]) -> Float[Tensor, " s"]:
+    """The sum of a grid's cells from s = 1 on, negative to the left of it."""
+    total = torch.cat([torch.zeros(1, dtype=torch.float64), cells.cumsum(0)])
+    return total - total[STEPS]
+
+
+def token_push(
+    row: Method, advantage: float, mismatch: float, *, correct: bool, log_s: Float[Tensor, " s"] = GRID
+) -> Float[Tensor, " s"]:
+    """Return the push on log pi, g of `integrated_push`, at values of log s."""
     n = len(log_s)
     old = torch.full((n,), -9.0, dtype=torch.float64)
     logp = (old + log_s).requires_grad_()
@@ -140,8 +181,5 @@ def integrated_push(row: Method, advantage: float, mismatch: float, *, correct: 
         version_lag=torch.zeros(n, dtype=torch.float64),
     )
     advantages = torch.full((n,), advantage, dtype=torch.float64)
-    batch = Batch(logprobs, advantages, batch_info)
-    push = -torch.autograd.grad(token_losses(row, batch).sum(), logp)[0]
-    steps = (push[1:] + push[:-1]) / 2 * (log_s[1] - log_s[0])
-    total = torch.cat([torch.zeros(1, dtype=torch.float64), steps.cumsum(0)])
-    return total - total[STEPS]
+    batch = ProbeBatch(logprobs, advantages, batch_info)
+    return -torch.autograd.grad(token_losses(row, batch).sum(), logp)[0]

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from offdrift.batch_info import BatchInfo, Seen
+from offdrift.batch_info import BatchInfo, StepSums
 from offdrift.correction.weight import WHOLE_SEQUENCE, Weight
 from offdrift.errors import EngineError, MethodError, ShapeError, check_choice, check_number
 from offdrift.logprobs import LogProbs
@@ -74,7 +74,7 @@ class EssScale:
         advantages: Float[Tensor, " n"] | None,
         batch_info: BatchInfo,
         keep: Bool[Tensor, " n"] | None = None,
-    ) -> Seen:
+    ) -> StepSums:
         """Logs of the sums over sequences of w and w^2, and their number; rejected tokens (not `keep`) have weight 0.
 
         Gradient: none.
@@ -87,7 +87,7 @@ class EssScale:
         count = filled.sum().double()
         return {"log_weight": log_weight, "log_square": log_square, "count": count}
 
-    def scale(self, seen: Seen) -> Float[Tensor, ""]:
+    def scale(self, seen: StepSums) -> Float[Tensor, ""]:
         """The scale for what all pieces of a step saw: 1 for one sequence, 0 if no weight is left."""
         square = seen["log_square"]
         ess = (2 * seen["log_weight"] - square - seen["count"].log()).exp()
@@ -95,7 +95,7 @@ class EssScale:
 
 
 class SurgeState(NamedTuple):
-    """What `LengthSurge` remembers. Plain numbers, for the checkpoint."""
+    """State of `LengthSurge`. Plain numbers, for the checkpoint."""
 
     step: int = 0
     """Steps seen; the first is 1."""
@@ -237,7 +237,7 @@ def gac_coefficient(
     threshold: float = 0.3,
     strength: float = 1.0,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """How much of the last gradient `gac_projection` subtracts, and the cosine, from <g,p>, |g|^2, |p|^2.
+    """Coefficient of the last gradient that `gac_projection` subtracts, and the cosine, from <g,p>, |g|^2, |p|^2.
 
     Example:
         >>> gac_coefficient(torch.tensor(0.8), torch.tensor(1.0), torch.tensor(1.0))
@@ -313,7 +313,7 @@ def fused_logits(
 
 @dataclass(frozen=True)
 class LossScale:
-    """What a float16 loss is multiplied by before its gradient is taken, so that small gradients are not lost.
+    """Factor of a float16 loss before its gradient is taken, so that small gradients are not lost.
 
         s <- s / 2   where the gradient overflowed: its step is skipped
         s <- 2 s     after `interval` steps without an overflow

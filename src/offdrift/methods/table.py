@@ -279,14 +279,20 @@ METHODS: dict[str, Method] = {n: row for rows in FAMILIES.values() for n, row in
 
 
 def method(name: str) -> Method:
-    """The row of that name.
+    """The row of that name, or the method of a user's code, "file.py:name" or "package.module:name".
 
-    Raises: `MethodError` naming rows that are called alike.
+    Code is run (`offdrift.methods.load.load_method`): never pass on a name that a log or a record of a run holds.
+
+    Raises: `MethodError` naming rows that are called alike, or what is wrong with the code.
 
     Example:
         >>> method("trm_max").describe()
         'L = -A ratio(full); keep if seq_max kl(full) <= 0.05; seq_mean_token_sum'
     """
+    if ":" in name:
+        from offdrift.methods.load import load_method
+
+        return load_method(name)
     if name not in METHODS:
         near = difflib.get_close_matches(name, METHODS, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}? " if near else ""

@@ -1,4 +1,4 @@
-"""What every objective is: a per-token loss to be minimized, the only thing gradient flows through.
+"""Protocol of objectives: a per-token loss to be minimized, the only thing gradient flows through.
 
 `StepPrompts` is for those that compare the answers to a prompt, which may lie in different micro-batches and on
 different ranks: prompt ids and numbers per sequence that are observed, joined over the step, give every piece the
@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from offdrift.batch_info import BatchInfo, Observer, Seen
+from offdrift.batch_info import BatchInfo, Observer, StepSums
 from offdrift.errors import EvidenceError
 from offdrift.logprobs import LogProbs
 from offdrift.ratios import RatioName
@@ -25,7 +25,7 @@ PerToken = Float[Tensor, " n"]
 
 
 class TokenLoss(NamedTuple):
-    """What an objective says about each token."""
+    """Loss of each token, where a clip changed it, and its regularizer."""
 
     loss: Float[Tensor, " n"]
     """To be minimized; weights multiply it, gates remove it."""
@@ -34,10 +34,12 @@ class TokenLoss(NamedTuple):
     regularizer: Float[Tensor, " n"] | None = None
     """A term that neither gates nor weights touch: it keeps acting on what drifted."""
 
-    def placed(self, logprobs: LogProbs) -> TokenLoss:
-        """The losses of the scored tokens of a batch, as losses of all of them: 0 at the others."""
-        clipped, regularizer = (None if x is None else logprobs.of_all(x) for x in (self.clipped, self.regularizer))
-        return TokenLoss(logprobs.of_all(self.loss), clipped, regularizer)
+    def scatter_to_all(self, logprobs: LogProbs) -> TokenLoss:
+        """Scatter losses of the scored tokens of a batch to all of its tokens: 0 at the others."""
+        clipped, regularizer = (
+            None if x is None else logprobs.scatter_to_all(x) for x in (self.clipped, self.regularizer)
+        )
+        return TokenLoss(logprobs.scatter_to_all(self.loss), clipped, regularizer)
 
 
 def larger(plain: PerToken, limited: PerToken) -> TokenLoss:
@@ -49,11 +51,11 @@ def larger(plain: PerToken, limited: PerToken) -> TokenLoss:
     return TokenLoss(limited.where(clipped, plain), clipped.detach())
 
 
-def capped(pushed: TokenLoss, advantages: PerToken, ceiling: PerToken) -> TokenLoss:
-    """The same, where a negative advantage costs at most `ceiling` (dual clip)."""
-    assert pushed.clipped is not None
-    over = (advantages < 0) & (pushed.loss > ceiling)
-    return TokenLoss(ceiling.where(over, pushed.loss), pushed.clipped | over.detach())
+def capped(token_losses: TokenLoss, advantages: PerToken, ceiling: PerToken) -> TokenLoss:
+    """Cap the loss of tokens of negative advantage at `ceiling` (dual clip)."""
+    assert token_losses.clipped is not None
+    over = (advantages < 0) & (token_losses.loss > ceiling)
+    return TokenLoss(ceiling.where(over, token_losses.loss), token_losses.clipped | over.detach())
 
 
 @runtime_checkable
@@ -121,7 +123,7 @@ class StepPrompts:
         )
 
     @staticmethod
-    def seen(part: Observer, logprobs: LogProbs, batch_info: BatchInfo) -> tuple[StepPrompts, Seen]:
+    def seen(part: Observer, logprobs: LogProbs, batch_info: BatchInfo) -> tuple[StepPrompts, StepSums]:
         """The prompts that an observing part saw in the step under "prompt", and all that it saw, on one device."""
         ids = prompt_ids(logprobs.segments)
         observed = {k: x.to(ids.device) for k, x in batch_info.seen_by(part, logprobs, None).items()}

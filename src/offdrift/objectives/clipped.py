@@ -69,8 +69,8 @@ def ppo_clip(
     clipped = limited > plain
     if negatives == "both":
         clipped = clipped | ((advantages < 0) & (limited < plain))
-    pushed = TokenLoss(limited.where(clipped, plain), clipped.detach())
-    return pushed if dual_clip is None else capped(pushed, advantages, -advantages * dual_clip)
+    token_losses = TokenLoss(limited.where(clipped, plain), clipped.detach())
+    return token_losses if dual_clip is None else capped(token_losses, advantages, -advantages * dual_clip)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from offdrift.batch_info import NO_INFO, BatchInfo, Seen
+from offdrift.batch_info import NO_INFO, BatchInfo, StepSums
 from offdrift.correction.statistics import divergence_of
 from offdrift.errors import EvidenceError, MethodError, check_choice, check_number, check_range
 from offdrift.logprobs import LogProbs
@@ -33,7 +33,7 @@ TIE = 1e-12
 """How much a key may move a covariance: ties break by chance, and nothing else changes its place."""
 
 
-def covariance(advantages: Float[Tensor, " n"], logp: Float[Tensor, " n"], seen: Seen) -> Float[Tensor, " n"]:
+def covariance(advantages: Float[Tensor, " n"], logp: Float[Tensor, " n"], seen: StepSums) -> Float[Tensor, " n"]:
     """Each token's share of the covariance over a step, (A_t - mean A)(log pi_t - mean log pi).
 
     Args:
@@ -69,11 +69,11 @@ def token_keys(logprobs: LogProbs, *, seed: int = 0) -> Float[Tensor, " n"]:
     """
     segments = logprobs.segments
     bits = logprobs.logp_rollout.double().view(torch.int64)
-    own = (bits ^ (segments.position + 1) * _signed(GOLDEN)) * _signed(0xD1342543DE82EF95)
+    token_hash = (bits ^ (segments.position + 1) * _signed(GOLDEN)) * _signed(0xD1342543DE82EF95)
     # Integers wrap around, so a difference of running sums is exact however long the stream.
-    running = torch.cat([own.new_zeros(1), own.cumsum(0)])
-    whole = _mixed(running[segments.cu_seqlens].diff() + _signed((seed + 1) * GOLDEN))
-    mixed = [_shifted(_mixed(x ^ w), 11) for x, w in blocks(own, segments.spread(whole))]
+    running = torch.cat([token_hash.new_zeros(1), token_hash.cumsum(0)])
+    sequence_hash = _mixed(running[segments.cu_seqlens].diff() + _signed((seed + 1) * GOLDEN))
+    mixed = [_shifted(_mixed(x ^ w), 11) for x, w in blocks(token_hash, segments.spread(sequence_hash))]
     return torch.cat(mixed).double() * 2.0**-53
 
 
@@ -132,19 +132,19 @@ class CovClipped:
         step = self._between(covariance(observed["advantages"], observed["logp"], observed))
         keys = observed["key"].where(step, torch.inf)
         last = -_smallest_chosen(-keys, self.fraction)
-        own = self._between(covariance(advantages, logprobs.current, observed)) & ~clipped
-        chosen = own & (token_keys(logprobs, seed=self.seed) <= last)
+        inside = self._between(covariance(advantages, logprobs.current, observed)) & ~clipped
+        chosen = inside & (token_keys(logprobs, seed=self.seed) <= last)
         return TokenLoss(loss.where(~chosen, 0.0), clipped | (chosen & (advantages != 0)))
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> StepSums:
         """Advantages, log-probs and keys; a token that PPO clips has an infinite key."""
         observed = _observed(logprobs, advantages, self.seed)
         _, clipped, _ = self._ppo(stopped_log_ratio(logprobs, on=self.on), observed["advantages"])
         assert clipped is not None
         return {**observed, "key": observed["key"].where(~clipped, torch.inf)}
 
-    def next(self, seen: Seen) -> CovClipped:
-        """The same with another seed, for the next step."""
+    def next(self, seen: StepSums) -> CovClipped:
+        """Return the objective with another seed, for the next step."""
         return replace(self, seed=self.seed + 1)
 
     def _ppo(self, x: Float[Tensor, " n"], advantages: Float[Tensor, " n"]) -> TokenLoss:
@@ -226,11 +226,11 @@ class CovPenalized:
         x = log_ratio(logprobs, on=self.on)
         step = covariance(observed["advantages"], observed["logp"], observed) - TIE * observed["key"]
         last = _smallest_chosen(step, self.fraction)
-        own = covariance(advantages, logprobs.current, observed) - TIE * token_keys(logprobs)
+        score = covariance(advantages, logprobs.current, observed) - TIE * token_keys(logprobs)
         penalty = self.coef * self._penalty(x, batch_info)
-        return TokenLoss(importance_sampled(x, advantages) + penalty.where(own >= last, 0.0))
+        return TokenLoss(importance_sampled(x, advantages) + penalty.where(score >= last, 0.0))
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> StepSums:
         """Advantages, log-probs and keys of all tokens. Gradient: none."""
         return _observed(logprobs, advantages, 0)
 
@@ -249,7 +249,7 @@ class CovPenalized:
         return x.square() / 2 if self.penalty == "k2" else ratio(x) - 1 - x
 
 
-def _observed(logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, seed: int) -> Seen:
+def _observed(logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, seed: int) -> StepSums:
     if advantages is None:
         raise MethodError("the covariance of log-probs and advantages needs advantages; give them")
     return {

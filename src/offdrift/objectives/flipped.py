@@ -66,7 +66,7 @@ def aspo(
 
 
 def above_quantile(x: Float[Tensor, " n"], segments: Segments, *, quantile: float) -> Bool[Tensor, " n"]:
-    """Which tokens lie strictly above the given quantile of their own sequence. Gradient: none.
+    """Mark tokens that lie strictly above the given quantile of their own sequence. Gradient: none.
 
     The quantile interpolates linearly between the two nearest values of the sequence, as
     `torch.quantile` does.

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from offdrift.batch_info import NO_INFO, BatchInfo, Seen
+from offdrift.batch_info import NO_INFO, BatchInfo, StepSums
 from offdrift.errors import check_positive
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.base import PerToken, StepPrompts, TokenLoss, prompt_ids
@@ -47,7 +47,7 @@ def dpo(better: Float[Tensor, "*pairs"], worse: Float[Tensor, "*pairs"], *, beta
 def extremes(
     rewards: Float[Tensor, " s"], trains: Bool[Tensor, " s"], prompts: StepPrompts
 ) -> tuple[Bool[Tensor, " s"], Bool[Tensor, " s"]]:
-    """Which answers earn most and which earn least among those to their prompt; none where all earn alike.
+    """Mark the answers that earn most and least among those to their prompt; none where all earn alike.
 
     Args:
         rewards: one per sequence of the step.
@@ -125,7 +125,7 @@ class Preference:
     def formula(self) -> str:
         return f"L = -log sigmoid({self.beta:g} (s(best) - s(worst))) over the prompt, s = sum log(pi / pi_ref)"
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> StepSums:
         """Prompt id, reward and s of each sequence, and whether it has a token. Gradient: none."""
         segments = logprobs.segments
         return {
@@ -139,8 +139,8 @@ class Preference:
         pairs = self.pairs(logprobs, batch_info)
         losses = dpo(pairs.margin, torch.zeros_like(pairs.margin), beta=self.beta)
         # Half of the value, as the partner carries the other half, and all of the gradient, which is of one's own s.
-        own = pairs.siblings * (pairs.share * (losses - losses.detach() / 2)).sum(1)
-        return TokenLoss(logprobs.segments.spread(own.to(logprobs.current.dtype)))
+        per_sequence = pairs.siblings * (pairs.share * (losses - losses.detach() / 2)).sum(1)
+        return TokenLoss(logprobs.segments.spread(per_sequence.to(logprobs.current.dtype)))
 
     def pairs(self, logprobs: LogProbs, batch_info: BatchInfo) -> Pairs:
         """The pairs of this piece's sequences, float64. Gradient: to `logprobs.logp`."""
@@ -150,10 +150,10 @@ class Preference:
         best, worst = extremes(rewards, trains, prompts)
         count = prompts.here(prompts.sum(best.double()) * prompts.sum(worst.double()))
         siblings = prompts.here(prompts.sum(trains.double()))
-        own = batch_info.required("rewards").double()
+        rewards_here = batch_info.required("rewards").double()
         trained = segments.lengths > 0
         is_best, is_worst = (
-            trained & (own == prompts.here(prompts.max(rewards.where(x, -torch.inf)))) for x in (best, worst)
+            trained & (rewards_here == prompts.here(prompts.max(rewards.where(x, -torch.inf)))) for x in (best, worst)
         )
         alike = prompts.mine[:, None] == prompts.index
         pair = alike & (is_best[:, None] & worst | is_worst[:, None] & best)
@@ -163,7 +163,7 @@ class Preference:
         return Pairs(margin.where(pair, 0.0), share, is_best, siblings)
 
     def sums(self, logprobs: LogProbs, batch_info: BatchInfo) -> dict[str, Tensor]:
-        """What the metrics `preference/...` are made of; adds over pieces. Gradient: none."""
+        """Sums behind the metrics `preference/...`; they add over pieces. Gradient: none."""
         with torch.no_grad():
             margin, share, best, siblings = self.pairs(logprobs, batch_info)
             share = share * best[:, None]

@@ -57,8 +57,10 @@ def prefix_clip(
     c = log_prefix.clamp(max=PREFIX_LIMIT)
     plain = -advantages * ratio(c)
     limited = -advantages * ratio(c.clamp(-eps_low * widths, eps_high * widths))
-    pushed = larger(plain, limited)
-    return pushed if dual_clip is None else capped(pushed, advantages, -advantages * ratio(dual_clip * widths))
+    token_losses = larger(plain, limited)
+    return (
+        token_losses if dual_clip is None else capped(token_losses, advantages, -advantages * ratio(dual_clip * widths))
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.batch_info import NO_INFO, BatchInfo, Seen
+from offdrift.batch_info import NO_INFO, BatchInfo, StepSums
 from offdrift.errors import MethodError, check_choice, check_number, check_positive
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import clamped
@@ -176,7 +176,7 @@ class PromptDual:
             f"{chosen if self.multiplier is None else fixed}"
         )
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> StepSums:
         """Prompt id and reward of each sequence; nothing if the multiplier is given."""
         if self.multiplier is not None:
             return {}

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.batch_info import NO_INFO, BatchInfo, Seen
+from offdrift.batch_info import NO_INFO, BatchInfo, StepSums
 from offdrift.errors import check_choice, check_positive
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.base import PerToken, StepPrompts, TokenLoss, prompt_ids
@@ -163,7 +163,7 @@ class Regression:
             f"V = {b:g} log mean exp(R / {b:g}) over the prompt"
         )
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> StepSums:
         """Prompt id and reward of each sequence. Gradient: none."""
         return {"prompt": prompt_ids(logprobs.segments), "reward": batch_info.required("rewards").detach().double()}
 

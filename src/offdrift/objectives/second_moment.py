@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.batch_info import NO_INFO, BatchInfo, Seen
+from offdrift.batch_info import NO_INFO, BatchInfo, StepSums
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import ratio
@@ -192,7 +192,7 @@ class SecondMomentClipped:
         low, high = second_moment_bounds(tau, floor_low=self.floor_low, floor_high=self.floor_high)
         return larger(plain, -advantages * u.clamp(low, high))
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> StepSums:
         """Squared log-ratio of every token, 0 where it is out of scope. Gradient: none."""
         x = stopped_log_ratio(logprobs, on=self.on)
         squares = x.double().square()
@@ -264,12 +264,12 @@ class VariancePenalized:
         moves = f"{p} moves by {self.step:g} (mean (r - 1)^2 - {self.target:g}) per step"
         return f"L = -(A r - {p} (r - 1)^2), r = ratio({self.on})" + (f", {moves}" if self.step else "")
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> StepSums:
         """Sum of (r - 1)^2 and number of tokens. Gradient: none."""
         variance = ratio_variance(stopped_log_ratio(logprobs, on=self.on)).double()
         return {"variance": variance.sum(), "count": logprobs.segments.cu_seqlens[-1].double()}
 
-    def next(self, seen: Seen) -> VariancePenalized:
+    def next(self, seen: StepSums) -> VariancePenalized:
         """The objective of the next step: its penalty follows the violation (host transfer)."""
         mean = float(seen["variance"]) / max(float(seen["count"]), 1.0)
         return replace(self, penalty=max(0.0, self.penalty + self.step * (mean - self.target)))
@@ -322,7 +322,7 @@ class GroupClipped:
             f"e = {self.eps:g} clip(sqrt({self.reference:g} / Var r of the prompt), 1/2, 2)"
         )
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> StepSums:
         """Prompt id, and sums of r - 1, its square and 1, of each sequence. Gradient: none."""
         segments = logprobs.segments
         # One ratio at the guard of e^20 already takes the range to its narrowest: more changes nothing.

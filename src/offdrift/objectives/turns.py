@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from offdrift.batch_info import NO_INFO, BatchInfo, Seen
+from offdrift.batch_info import NO_INFO, BatchInfo, StepSums
 from offdrift.errors import MethodError, check_choice, check_positive
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import clamped, log_sums, ratio
@@ -131,7 +131,7 @@ class TurnNormalized:
         log_norm = observed["log_squares"] / 2 - observed["sequences"].clamp(min=1).log()
         return TokenLoss(loss / log_norm.clamp(min=0).exp().to(loss.dtype), clipped)
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> StepSums:
         """Log of the squared size of what was clipped, and the number of sequences; nothing for "renorm".
 
         Gradient: none. Raises: `MethodError` without advantages.

@@ -29,7 +29,8 @@ from offdrift.certificate.inverse import (
     vacuous_horizon,
 )
 from offdrift.errors import BadValueError
-from offdrift.show.charts import Chart, Series, write_chart
+from offdrift.show.charts import Chart, Series
+from offdrift.show.figures import write_chart
 from offdrift.show.numbers import short
 
 CONSTANTS = {"sharp": "sharp constants", "paper": "the paper's constants"}
@@ -57,10 +58,10 @@ def title(limits: Premises, arguments: Mapping[str, Any], reward_range: float) -
 
     token = [value("delta", "max KL δ", " nats"), value("eps", "max TV ε")]
     sequence = [value("kl_seq", "KL_seq", " nats"), value("tv_seq", "TV_seq")]
-    shown = [name for name in BEYOND if getattr(limits, name) is not None]
+    names = [name for name in BEYOND if getattr(limits, name) is not None]
     if limits.chi2 is None:
-        shown.remove("reward_sd")
-    further = [value(name, *BEYOND[name]) for name in shown]
+        names.remove("reward_sd")
+    further = [value(name, *BEYOND[name]) for name in names]
     lines = [
         f"\n{' ' * 15 if i else 'beyond these   '}{'   '.join(further[i : i + 2])}" for i in range(0, len(further), 2)
     ]
@@ -131,15 +132,15 @@ def _verdict(rows: Sequence[dict[str, Any]], reward_range: float, constants: Seq
     else:
         meaning = f"Not below the reward's range, {reward_range:g}: of use only for a surrogate gain larger still."
         color = "yellow"
-    shown = Text.assemble((f"B* = {value:.4g}", f"bold {color}"), f" with {CONSTANTS[best]}")
-    shown.append(f" ({_by(rows, best)})")
+    sentence = Text.assemble((f"B* = {value:.4g}", f"bold {color}"), f" with {CONSTANTS[best]}")
+    sentence.append(f" ({_by(rows, best)})")
     if len(constants) > 1:
         other = next(c for c in constants if c != best)
-        shown.append(f", {rows[-1][other]:.4g} with {OTHERS[other]} ({_by(rows, other)})")
+        sentence.append(f", {rows[-1][other]:.4g} with {OTHERS[other]} ({_by(rows, other)})")
     below = [row for row in rows if row["below"] is not None and row["below"] < value and "sharp" in constants]
     if below:
         meaning += f"\nFrom below alone: J(π) − J(μ) ≥ L′ − {below[0]['below']:.4g} ({LABELS[below[0]['bound']]})."
-    return shown.append(f".\n{meaning}")
+    return sentence.append(f".\n{meaning}")
 
 
 def _by(rows: Sequence[dict[str, Any]], constants: str) -> str:
@@ -292,10 +293,10 @@ def bound_table(
     smallest = rows[-1]["paper"]
     needed = 3 - math.floor(math.log10(smallest)) if smallest else 3
     decimals = max(1, needed) if needed <= 6 else None
-    shown = [row for row in rows if any(row[c] is not None for c in constants)]
-    for i, row in enumerate(shown):
+    visible_rows = [row for row in rows if any(row[c] is not None for c in constants)]
+    for i, row in enumerate(visible_rows):
         cells = (_cell(row, column, decimals, reward_range) for column in (*left, *right))
-        table.add_row(*cells, end_section=i == len(shown) - 2)
+        table.add_row(*cells, end_section=i == len(visible_rows) - 2)
     return table
 
 
@@ -340,7 +341,7 @@ def write_bound_chart(
 
     Returns: the path.
 
-    Raises: as in `offdrift.show.charts.write_chart` and `all_bounds`.
+    Raises: as in `offdrift.show.figures.write_chart` and `all_bounds`.
     """
     arguments = {"reward_range": 1.0, **divergences}
     chart = bound_chart(horizon=horizon, **arguments, constants=constants)
@@ -388,14 +389,14 @@ def bound_chart(*, horizon: int, reward_range: float | int, constants: Sequence[
     main = "sharp" if "sharp" in constants else "paper"
     lines: dict[str, list[float]] = {"unified": []}
     for tokens in horizons:
-        given = {**limits, "horizon": tokens, "reward_range": reward_range}
-        given["kl_seq"] = kl_of_sequences(tokens, total, rate)
-        bounds = all_bounds(**given, constants=main)
+        premises = {**limits, "horizon": tokens, "reward_range": reward_range}
+        premises["kl_seq"] = kl_of_sequences(tokens, total, rate)
+        bounds = all_bounds(**premises, constants=main)
         for bound in bounds:
             lines.setdefault(bound.name, []).append(bound.value)
         lines["unified"].append(tightest(bounds).value)
         if main != constants[0]:
-            lines.setdefault("paper", []).append(tightest(all_bounds(**given, constants="paper")).value)
+            lines.setdefault("paper", []).append(tightest(all_bounds(**premises, constants="paper")).value)
     at = horizons.index(horizon)
     smallest, best = min((y for line in lines.values() for y in line if y > 0), default=1.0), lines["unified"][at]
     low = max(smallest, 1e-4 * min(reward_range, best or reward_range))

@@ -21,18 +21,19 @@ from torch import Tensor, nn
 
 from offdrift.certificate import Certificate, TrustRegion
 from offdrift.certificate.batch import BatchEvidence
+from offdrift.certificate.prompts import PromptDesign, two_readings
 from offdrift.divergence.evidence import Divergence
 from offdrift.engines.score import chunks, divergences, old_divergences, score
 from offdrift.errors import RecordError
 from offdrift.logprobs import LogProbs
 from offdrift.records.provenance import Provenance
 from offdrift.records.rollouts import Rollouts
-from offdrift.records.store import read, read_drawn_by
+from offdrift.records.store import read, read_drawn_by, read_prompts
 from offdrift.stats import Alphas, DriftStats, summarize
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedBatches:
     """Counts of what was read, and its evidence."""
 
     files: int
@@ -110,8 +111,9 @@ def judge(
     tail_log_ratio_cap: float | None = None,
     arriving: bool = False,
     old: nn.Module | None = None,
-    watch: Callable[[Path, Judged], None] = lambda path, so_far: None,
-) -> Judged:
+    prompts: PromptDesign = "listed",
+    watch: Callable[[Path, JudgedBatches], None] = lambda path, so_far: None,
+) -> JudgedBatches:
     """The evidence about a policy in stored rollouts, sequences in the order of the files and in theirs.
 
     Args:
@@ -125,8 +127,9 @@ def judge(
         old: the trainer at the weights that drew the rollouts: what the drift is split by, see `Judged.alphas`.
         watch: called after each file, once there are sequences.
 
-    Prompts are identified by their tokens: one that recurs, in a file or in several, is one independent
-    draw, whatever its group ids. So are prompts with the same group id in a file.
+        prompts: what is one independent draw. "listed": a prompt, known by its tokens; one that recurs, in a file or
+            in several, is one draw, whatever its group ids. "drawn": a group of a file, whatever its prompt, so that
+            nothing is left out where more files arrive. Either way sequences with one group id in a file are one draw.
 
     Raises: `RecordError` for a file that is none of ours, files without any sequence, log-probs that
         are not those of the policy that was sampled, or more than one rollout policy;
@@ -138,7 +141,7 @@ def judge(
     drift: list[DriftStats] = []
     so_far: list[BatchEvidence] = []
     answered = torch.zeros(0, dtype=torch.int64)
-    tokens = repeated = 0
+    tokens = repeated = groups = 0
     before: tuple[Provenance, list[int]] | None = None
     for i, file in enumerate(files):
         rollouts = read(file)
@@ -162,12 +165,12 @@ def judge(
                     "policies, so give rollouts that one policy drew with one sampling"
                 )
             before = provenance, versions
-        # Each group's id is the least key of its prompts: the same number in every file.
-        keys = rollouts.prompt_keys()
-        groups, group = rollouts.group_ids.unique(return_inverse=True)
-        least = keys.new_zeros(len(groups)).scatter_reduce(0, group, keys, "amin", include_self=False)
-        rollouts = rollouts.with_(group_ids=least[group])
-        if arriving:
+        if prompts == "drawn":
+            ids, groups = _numbered(rollouts.group_ids, groups)
+        else:
+            ids = _least_keys(rollouts.prompt_keys(), rollouts.group_ids)
+        rollouts = rollouts.with_(group_ids=ids)
+        if arriving and prompts == "listed":
             new = ~torch.isin(rollouts.group_ids, answered)
             answered = torch.cat([answered, rollouts.group_ids.unique()])
             repeated += int((~new).sum())
@@ -198,10 +201,33 @@ def judge(
             judged = replace(judged, columns=judged.columns[order], group_ids=judged.group_ids[order])
             so_far = [BatchEvidence.merge_all([*so_far, judged])]
         if so_far:
-            watch(file, Judged(i + 1, tokens, so_far[0], repeated, next(iter(drift), None)))
+            watch(file, JudgedBatches(i + 1, tokens, so_far[0], repeated, next(iter(drift), None)))
     if not so_far:
         raise RecordError("there are no rollouts in what was given; there is nothing to certify")
-    return Judged(len(files), tokens, so_far[0], repeated, next(iter(drift), None))
+    return JudgedBatches(len(files), tokens, so_far[0], repeated, next(iter(drift), None))
+
+
+def check_design(files: Sequence[Path]) -> None:
+    """Raise `RecordError`, with both readings, if groups of answers in the files share a prompt."""
+    draws, keys = 0, torch.zeros(0, dtype=torch.int64)
+    for file in files:
+        prompts, ids = read_prompts(file)
+        _, draws = _numbered(ids, draws)
+        keys = torch.cat([keys, _least_keys(prompts, ids)]).unique()
+    if draws > len(keys):
+        raise RecordError(two_readings(draws, len(keys)))
+
+
+def _least_keys(keys: Tensor, group_ids: Tensor) -> Tensor:
+    """The least key of the prompts of each sequence's group: the same number in every file."""
+    groups, group = group_ids.unique(return_inverse=True)
+    return keys.new_zeros(len(groups)).scatter_reduce(0, group, keys, "amin", include_self=False)[group]
+
+
+def _numbered(group_ids: Tensor, before: int) -> tuple[Tensor, int]:
+    """A file's groups, numbered on from those of the files before, and how many there are now."""
+    groups, group = group_ids.unique(return_inverse=True)
+    return group + before, before + len(groups)
 
 
 def _three_policies(
@@ -253,6 +279,7 @@ def certificate_view(proof: Certificate, *, width: int = 100, alphas: Alphas | N
     return Group(
         Panel(Text(proof.verdict), title="certificate", border_style=color, width=min(width, 110)),
         Text(summary, style="bold"),
+        Text(proof.averages_over, style="bold"),
         premises_table(proof),
         estimates_table(proof),
         *([guarantees_table(proof)] if proof.guarantees else []),

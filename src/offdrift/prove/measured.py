@@ -19,7 +19,7 @@ from offdrift.texts import read_json
 
 @dataclass(frozen=True)
 class MeasuredDrift:
-    """What a run, an audit or a check measured of two policies, as premises of the bounds."""
+    """Drift of two policies as a run, an audit or a check measured it: premises of the bounds."""
 
     premises: dict[str, float]
     """Those of horizon, delta, eps, kl_rate and mean_tv that were measured; horizon in tokens, KL in nats."""
@@ -85,9 +85,11 @@ def _measurements(path: Path) -> tuple[list[dict[str, Any]], int | None]:
             f"{path} holds no measured drift ({e}); give a run's folder, an arm's, or an audit.json or check.json"
         ) from e
     if head.get("kind") == "check":
-        own = mapping(head.get("baseline"))
-        row = {f"divergence/{key.format('rollout_old')}": own.get(key.replace("_{}", "")) for key in MEASURED.values()}
-        return [own | row], _longest(head.get("sampling"))
+        baseline = mapping(head.get("baseline"))
+        row = {
+            f"divergence/{key.format('rollout_old')}": baseline.get(key.replace("_{}", "")) for key in MEASURED.values()
+        }
+        return [baseline | row], _longest(head.get("sampling"))
     if head.get("kind") == "audit":
         overall = mapping(head.get("overall"))
         longest = number(overall.get("response/length_max"))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from offdrift.errors import RecordError
+from offdrift.texts import plain as plain
 
 
 def write_atomically(path: Path, write_to: Callable[[str], object]) -> None:
@@ -57,14 +57,3 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replace a JSON file whole. Raises: `RecordError` if it cannot be written."""
     text = json.dumps(plain(content), indent=1, allow_nan=False)
     write_atomically(path, lambda tmp: Path(tmp).write_text(text, encoding="utf-8"))
-
-
-def plain(value: Any) -> Any:
-    """The value with NaN and infinity as None, tuples as lists: what JSON can say."""
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

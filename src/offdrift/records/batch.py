@@ -22,6 +22,23 @@ from offdrift.records.rollouts import Rollouts, cumulative
 from offdrift.records.schema import ARGUMENTS, FIELDS, MASK, LogValues
 from offdrift.segments import Segments
 
+Files = str | tuple[str, ...]
+"""The file of a batch, or those of which it was put together."""
+ROW_BITS = 40
+"""Bits of a row's number; above them stands the place of its file, in a batch of several."""
+
+
+def origin(files: Files, row: int) -> tuple[str, int]:
+    """The file of a row, and its number there.
+
+    Example:
+        >>> origin(("a", "b"), (1 << ROW_BITS) + 7), origin("a", 7)
+        (('b', 7), ('a', 7))
+    """
+    if isinstance(files, str):
+        return files, row
+    return files[row >> ROW_BITS], row & (1 << ROW_BITS) - 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Logged(LogValues):
@@ -88,7 +105,7 @@ class Logged(LogValues):
 
     @cached_property
     def segments(self) -> Segments:
-        """Which token belongs to which sequence, turn and prompt group."""
+        """Sequence, turn and prompt group of each token."""
         segments = Segments(self.cu_seqlens, group_ids=self.group_ids)
         return segments if self.turn_ids is None else segments.with_turns(self.turn_ids)
 
@@ -248,7 +265,7 @@ class Unpacked(_Values):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of every token tensor."""
+        """Shape of every token tensor."""
         return tuple(getattr(self, self._first).shape)
 
     @property

@@ -14,7 +14,7 @@ STRICT = {"extra": "forbid"}
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. The defaults sample the model's own distribution, unfiltered."""
+    """Sampling parameters. The defaults sample the model's own distribution, unfiltered."""
 
     __pydantic_config__ = STRICT
 
@@ -36,13 +36,14 @@ class Sampling:
 
     @property
     def unfiltered(self) -> Sampling:
-        """The same without top-k, top-p and min-p."""
+        """Return these parameters without top-k, top-p and min-p."""
         return replace(self, top_k=0, top_p=1.0, min_p=0.0)
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """Which keys a compressed KV cache of a rollout engine keeps, in every layer and key-value head by itself.
+    """Rule by which a compressed KV cache of the rollout engine drops keys, in each layer and key-value head
+    separately.
 
     Prompts are read whole and then cut to the budget; from there on, every token that is read takes the place of one.
     """
@@ -63,7 +64,7 @@ class Eviction:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a batch of rollouts comes from: what is needed to say how far off-policy it is."""
+    """Origin of a batch of rollouts: engine, model, precision and sampling, as needed to tell how off-policy it is."""
 
     __pydantic_config__ = STRICT
 
@@ -136,7 +137,7 @@ class Provenance:
 
     @staticmethod
     def from_text(text: str) -> Provenance:
-        """What `as_text` wrote, here or by an earlier version, which knew fewer fields.
+        """Parse the JSON that `as_text` wrote, in this version or an earlier one with fewer fields.
 
         Raises: `BadValueError` naming the field, if the text is no JSON object of these fields and types.
         """

@@ -34,6 +34,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from offdrift.errors import BadValueError, RecordError, ShapeError, check_choice
+from offdrift.numerics import tensor_of
 from offdrift.records.atomic import write_atomically
 from offdrift.records.batch import Logged, Unpacked
 from offdrift.records.outbox import LOG, OnError, Outbox, WhenFull
@@ -116,7 +117,7 @@ def _array(values: Tensor, kind: pa.DataType) -> pa.Array:
 
 
 def _leaf(field: pa.Field) -> str:
-    """Where Parquet keeps a column's values."""
+    """Path under which Parquet stores a column's values."""
     return f"{field.name}.list.element" if pa.types.is_large_list(field.type) else field.name
 
 
@@ -526,8 +527,8 @@ def record(
                 + f"There are {', '.join(arguments)}"
             )
     batch = Unpacked(
-        cu_seqlens=None if cu_seqlens is None else torch.as_tensor(cu_seqlens),
-        divergences={name: torch.as_tensor(x) for name, x in (divergences or {}).items()},
+        cu_seqlens=None if cu_seqlens is None else tensor_of("cu_seqlens", cu_seqlens),
+        divergences={name: tensor_of(name, x) for name, x in (divergences or {}).items()},
         **{name: _value(arguments[name], x) for name, x in {"step": step, **fields}.items()},
     )
     if not isinstance(folder, Recorder):
@@ -552,12 +553,12 @@ record.__doc__ = (record.__doc__ or "").replace(
 
 
 def _value(f: LogField, x: Any) -> Tensor | tuple[str, ...] | None:
-    """What a loop gave for a field, as texts or as a tensor."""
+    """Convert the value given for a field to a tensor, or to a tuple of texts."""
     if x is None:
         return None
     texts = isinstance(x, Sequence) and any(isinstance(t, str) for t in x)
     if not f.is_text and not (f.text_ids and texts):
-        return torch.as_tensor(x)
+        return tensor_of(f.name, x)
     for i, text in enumerate(x):
         if not isinstance(text, str):
             raise BadValueError(

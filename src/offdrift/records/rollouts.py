@@ -58,7 +58,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """What the engine's output head consumed at every response token. Grade: exact.
+    """Input of the engine's output head at every response token, `[n, d]`. Grade: exact.
 
     `d` numbers per token stand for the whole vocabulary: log mu is the log-softmax of the head's logits over the
     sampling temperature, on the tokens of `Rollouts.support` where the sampler filtered.
@@ -100,14 +100,14 @@ class Support:
 
     @staticmethod
     def joined(parts: Sequence[Support | None]) -> Support | None:
-        """Of the tokens of all parts; None unless every part has one."""
+        """Concatenate the supports of several parts; None unless every part has one."""
         whole = [p for p in parts if p is not None]
         if not whole or len(whole) < len(parts):
             return None
         return Support(torch.cat([p.ids for p in whole]), cumulative(torch.cat([p.cu_seqlens.diff() for p in whole])))
 
     def select(self, rows: Int[Tensor, " r"]) -> Support:
-        """Of some of the tokens."""
+        """Return the support of the tokens at `rows`."""
         segments = Segments(self.cu_seqlens)
         return Support(self.ids[segments.rows(rows)], cumulative(segments.lengths[rows]))
 
@@ -116,7 +116,7 @@ class Support:
         return Support(self.ids.cpu(), self.cu_seqlens.cpu())
 
     def left_out(self, rows: slice, vocab_size: int, *, device: torch.device | str = "cpu") -> Bool[Tensor, "r v"]:
-        """Which tokens of the vocabulary the sampler could not draw, at consecutive response tokens.
+        """Return a mask of the vocabulary entries that the sampler could not draw, at consecutive response tokens.
 
         Raises: `EvidenceError` if a recorded token is not in the vocabulary.
         """
@@ -260,13 +260,14 @@ class Retention:
 
 
 def place_dtype(positions: int) -> torch.dtype:
-    """What a place in a sequence of so many positions is stored as."""
+    """Smallest integer dtype that holds positions in a sequence of this length."""
     return torch.int16 if positions <= torch.iinfo(torch.int16).max else torch.int32
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """How each response token came about where a drafter proposed and the engine's own policy, the target, verified.
+    """Origin of each response token under speculative decoding: a drafter proposes, the target (the engine's policy)
+    verifies.
 
     The tokens are draws from the target all the same, and log-probs and evidence beside them are its own.
 
@@ -283,7 +284,9 @@ class Speculation:
     """Version of the weights whose rollouts the drafter had last learned from, optimizer steps."""
 
     def begins(self, cu_seqlens: Int[Tensor, " cuts"]) -> Bool[Tensor, " n"]:
-        """Whether a token is the first of its pass: a response's first, and each behind one that is not `ACCEPTED`."""
+        """Mask of tokens that start a forward pass of the target: a response's first, and each after a token that is
+        not `ACCEPTED`.
+        """
         begins = torch.ones(len(self.origin), dtype=torch.bool)
         begins[1:] = self.origin[:-1] != ACCEPTED
         begins[cu_seqlens[:-1][cu_seqlens.diff() > 0]] = True
@@ -304,18 +307,18 @@ class Speculation:
         return {f"speculative/{name}": torch.as_tensor(float(x), dtype=torch.float64) for name, x in sums.items()}
 
     def select(self, rows: Int[Tensor, " k"]) -> Speculation:
-        """Of some of the tokens."""
+        """Return the record of the tokens at `rows`."""
         return Speculation(self.origin[rows], self.overlap[rows], self.drafter_version[rows])
 
     @staticmethod
     def joined(parts: Sequence[Speculation]) -> Speculation:
-        """Of the tokens of all parts."""
+        """Concatenate the records of several parts."""
         names = ("origin", "overlap", "drafter_version")
         return Speculation(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
 def expert_dtype(experts: int) -> torch.dtype:
-    """What a choice among so many experts is stored as. (Torch cannot index with, or by, its uint16.)"""
+    """Smallest integer dtype that holds the index of one of `experts`. (Torch cannot index with, or by, its uint16.)"""
     return torch.uint8 if experts <= 256 else torch.int16
 
 
@@ -376,7 +379,7 @@ class Rollouts:
 
     @property
     def segments(self) -> Segments:
-        """Which token belongs to which sequence, turn and prompt group."""
+        """Sequence, turn and prompt group of each token."""
         segments = Segments(self.cu_seqlens, group_ids=self.group_ids)
         return segments if self.turns is None else segments.with_turns(self.turns.ids)
 
@@ -395,16 +398,15 @@ class Rollouts:
 
         64 bits of BLAKE2b; a million different prompts share one with probability 3e-8.
         """
-        tokens, cuts = self.prompt_tokens.long().numpy(), self.prompt_cu_seqlens.tolist()
-        return torch.tensor([text_id(tokens[a:b].tobytes()) for a, b in pairwise(cuts)], dtype=torch.int64)
+        return keys_of(self.prompt_tokens, self.prompt_cu_seqlens)
 
     def with_(self, **changes: object) -> Rollouts:
-        """The same rollouts with some fields replaced (rewards, group ids, texts, ...)."""
+        """Return the rollouts with some fields replaced (rewards, group ids, texts, ...)."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
     @property
     def recorded(self) -> tuple[str, ...]:
-        """Of `REPLAYABLE`, what these rollouts hold."""
+        """Names in `REPLAYABLE` that these rollouts recorded."""
         return tuple(name for name in REPLAYABLE if getattr(self, name) is not None)
 
     def select(self, sequences: Int[Tensor, " s"]) -> Rollouts:
@@ -514,7 +516,7 @@ def evidence_at(evidence: Evidence, rows: Int[Tensor, " k"]) -> Evidence:
 
 
 def _per_token(evidence: Evidence) -> dict[str, Tensor]:
-    """What the evidence holds for every token."""
+    """Tensors of the evidence that have one row per token."""
     values = {f.name: getattr(evidence, f.name) for f in fields(evidence)}
     return {name: x for name, x in values.items() if isinstance(x, Tensor)}
 
@@ -537,6 +539,12 @@ def cumulative(lengths: Shaped[Tensor, " b"]) -> Int[Tensor, " cuts"]:
     cuts = lengths.new_zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, dtype=torch.int64, out=cuts[1:])
     return cuts
+
+
+def keys_of(tokens: Int[Tensor, " m"], cu_seqlens: Int[Tensor, " cuts"]) -> Int[Tensor, " b"]:
+    """Return a hash of each prompt's tokens, as `Rollouts.prompt_keys`."""
+    ids, cuts = tokens.long().numpy(), cu_seqlens.tolist()
+    return torch.tensor([text_id(ids[a:b].tobytes()) for a, b in pairwise(cuts)], dtype=torch.int64)
 
 
 def text_id(text: str | bytes) -> int:

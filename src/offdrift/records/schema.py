@@ -44,6 +44,8 @@ class LogField:
     """Words that a log may hold in place of the numbers."""
     other_word: int = 0
     """The number for any other word."""
+    least: int | None = None
+    """The smallest integer that can be; None: any."""
     text_ids: bool = False
     """A log may hold texts in place of the numbers: only which are equal counts."""
     one_for_all: bool = False
@@ -60,6 +62,12 @@ class LogField:
     @property
     def is_whole(self) -> bool:
         return self.dtype.startswith("int")
+
+    @property
+    def most(self) -> int:
+        """The largest integer that can be: of lengths and places as many as a list may have, of counters what a double
+        holds exactly."""
+        return 2**31 - 1 if self.dtype == "int32" or self.column == "response_length" else 2**53
 
     @property
     def by_token(self) -> bool:
@@ -81,6 +89,7 @@ class LogValues:
         "sequence",
         "int64",
         "optimizer step, or another counter that the log goes by",
+        least=0,
         default="`step_N` in the file's path, or 0",
         one_for_all=True,
         repeats=True,
@@ -98,6 +107,7 @@ class LogValues:
         "sequence",
         "int64",
         "tokens of the whole response, those that are masked or left out included",
+        least=0,
         default="from the first to the last token that trains",
         column="response_length",
         spellings=("response_lengths",),
@@ -149,12 +159,21 @@ class LogValues:
         text_ids=True,
     )
     rollout_version: Int[Tensor, " n"] | None = _row(
-        "token or sequence", "int32", "version of the weights that drew the token", repeats=True
+        "token or sequence", "int32", "version of the weights that drew the token", least=-1, repeats=True
+    )
+    newest_version: Int[Tensor, " b"] | None = _row(
+        "sequence",
+        "int64",
+        "newest version of the weights that drew a part of the response, where the log does not say which tokens; "
+        "`rollout_version` is then the oldest",
+        default="`rollout_version` says all",
+        repeats=True,
     )
     version: Int[Tensor, " b"] | None = _row(
         "sequence",
         "int64",
         "version of the weights being trained: optimizer steps taken so far",
+        least=-1,
         one_for_all=True,
         repeats=True,
     )
@@ -162,6 +181,7 @@ class LogValues:
         "sequence",
         "int64",
         "optimizer steps on the sequence's batch before this one (earlier minibatches)",
+        least=0,
         default="unknown: the version lag counts them",
         one_for_all=True,
         repeats=True,
@@ -170,6 +190,7 @@ class LogValues:
         "token",
         "int32",
         "place of the token in its response, from 0",
+        least=0,
         default="the lists leave no token out",
         argument=False,
     )
@@ -215,6 +236,24 @@ class LogValues:
         "name of the rollout worker that drew the last token of the response",
         default="one worker drew all",
         column="worker",
+        repeats=True,
+    )
+    ranks: tuple[str, ...] | None = _row(
+        "sequence",
+        "string",
+        "rank of the trainer that scored the response",
+        default="`rank_N` in the file's path, or one rank scored all",
+        column="rank",
+        spellings=("dp_rank", "trainer_rank"),
+        repeats=True,
+    )
+    environments: tuple[str, ...] | None = _row(
+        "sequence",
+        "string",
+        "name of the environment, task or data set that the prompt is from",
+        default="all prompts are of one kind",
+        column="environment",
+        spellings=("env_name", "data_source"),
         repeats=True,
     )
     queue_seconds: Float[Tensor, " b"] | None = _row(

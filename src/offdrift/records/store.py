@@ -30,6 +30,8 @@ from torch import Tensor
 from offdrift.divergence.head import Head
 from offdrift.errors import RecordError
 from offdrift.records.atomic import write_atomically
+from offdrift.records.pages import decoded, row_groups
+from offdrift.records.plausible import implausible
 from offdrift.records.provenance import Provenance
 from offdrift.records.rollouts import (
     Evidence,
@@ -43,6 +45,7 @@ from offdrift.records.rollouts import (
     TopK,
     Turns,
     cumulative,
+    keys_of,
 )
 from offdrift.records.schema import ROLLOUTS_KEY
 from offdrift.texts import LARGEST_DATA, check_file, parse_json, read_bytes
@@ -209,9 +212,15 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
             "mix_kl": _stream(table, "mix_kl")[0] if "mix_kl" in known else None,
             **{name: tuple(table.column(column).to_pylist()) for name, column in TEXTS.items() if column in known},
         }
+        evidence, logp = _evidence(table, header["evidence"], path), _stream(table, "logp_rollout")[0]
+        if (found := implausible(evidence, tokens, logp)) is not None:
+            raise RecordError(
+                f"{path}: token {found[0]}: {found[1]}; the recorded evidence is not that of one distribution. Draw "
+                "the batch again"
+            )
         return Rollouts(
             tokens=tokens,
-            logp_rollout=_stream(table, "logp_rollout")[0],
+            logp_rollout=logp,
             cu_seqlens=cu_seqlens,
             rollout_version=_stream(table, "rollout_version")[0],
             prompt_tokens=prompt_tokens,
@@ -219,7 +228,7 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
             group_ids=_tensor(table.column("group_id").chunk(0)) if len(table) else torch.zeros(0).long(),
             finish=tuple(table.column("finish").to_pylist()),
             provenance=Provenance.from_text(json.dumps(header["provenance"])),
-            evidence=_evidence(table, header["evidence"], path),
+            evidence=evidence,
             support=support,
             components={n: _tensor(table.column(column).chunk(0)) for n, column in components.items()} or None,
             turns=turns,
@@ -231,7 +240,7 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
 
 
 def read_drawn_by(path: str | os.PathLike[str]) -> tuple[Provenance, list[int]]:
-    """How a batch was drawn, and the versions of the weights that drew it; little else is read.
+    """Read a batch's provenance and the versions of the weights that sampled it, and little else.
 
     Raises: `RecordError` naming the file if it is missing, corrupt, or not one of ours.
     """
@@ -241,8 +250,20 @@ def read_drawn_by(path: str | os.PathLike[str]) -> tuple[Provenance, list[int]]:
         return Provenance.from_text(json.dumps(header["provenance"])), sorted(versions)
 
 
-LARGEST, RATIO = 4 << 30, 64
-"""Bytes that a row group may decode to, or how many times what it takes on disk, if that is more."""
+def read_prompts(path: str | os.PathLike[str]) -> tuple[Tensor, Tensor]:
+    """Return the key of each sequence's prompt (`Rollouts.prompt_keys`) and its group id; little else is read.
+
+    Raises: `RecordError` naming the file if it is missing, corrupt, or not one of ours.
+    """
+    with _table(Path(path), ["prompt_tokens", "group_id"]) as (table, _):
+        if not len(table):
+            return torch.zeros(0).long(), torch.zeros(0).long()
+        table = table.combine_chunks()
+        return keys_of(*_stream(table, "prompt_tokens")), _tensor(table.column("group_id").chunk(0))
+
+
+LARGEST, RATIO = 4 << 30, 128
+"""Bytes that a file may decode to, or how many times what it takes on disk, if that is more."""
 
 Malformed = (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError, MemoryError)
 """What a header or columns raise that are not what this library writes."""
@@ -253,13 +274,14 @@ def _table(path: Path, columns: list[str] | None = None) -> Iterator[tuple[pa.Ta
     """A file's columns and header; a `RecordError` where the file or what is made of it is wrong."""
     try:
         check_file(path)
-        metadata = pq.read_metadata(path)
-        for group in map(metadata.row_group, range(metadata.num_row_groups)):
-            _check_decoded(group, path)
-        whole = pq.read_schema(path)
+        with open(path, "rb") as file, pq.ParquetFile(path) as source:
+            _check_decoded(source, file, path)
+            whole = source.schema_arrow
         wanted = columns if columns and set(columns) <= set(whole.names) else None
         table = pq.read_table(path, memory_map=True, columns=wanted, page_checksum_verification=True)
-    except (OSError, pa.ArrowException) as e:
+    except RecordError:
+        raise
+    except (OSError, *Malformed, pa.ArrowException) as e:
         raise RecordError(
             f"cannot read {path}: {e}; the file is corrupt or incomplete. Delete it and draw the "
             "batch again, or restore it from a copy"
@@ -281,13 +303,14 @@ def _table(path: Path, columns: list[str] | None = None) -> Iterator[tuple[pa.Ta
         raise RecordError(f"{path} does not hold what its header says: {repr(e)[:300]}") from e
 
 
-def _check_decoded(group: Any, path: Path) -> None:
-    """Raise `RecordError` where a row group decodes to far more than it takes: runs of equal values, by the billion."""
-    columns = [group.column(i) for i in range(group.num_columns)]
-    decoded = sum(max(c.total_uncompressed_size, 8 * c.num_values) for c in columns)
-    if decoded > max(LARGEST, RATIO * sum(c.total_compressed_size for c in columns)):
+def _check_decoded(source: pq.ParquetFile, file: Any, path: Path) -> None:
+    """Raise `RecordError` where a file decodes to far more than it takes: runs of equal values, by the billion."""
+    groups = row_groups(file, source.metadata.num_columns)
+    pages = [decoded(file, c, source.schema.column(i)) for group in groups for i, c in enumerate(group.columns)]
+    size = sum(p.bytes for p in pages)
+    if size > max(LARGEST, RATIO * sum(p.stored for p in pages)):
         raise RecordError(
-            f"{path} decodes to {decoded / 2**20:,.0f} MiB, more than {RATIO} times what it takes on disk, "
+            f"{path} decodes to {size / 2**20:,.0f} MiB, more than {RATIO} times what it takes on disk, "
             "which no batch that was drawn does; delete it and draw the batch again"
         )
 

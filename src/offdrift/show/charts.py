@@ -1,8 +1,8 @@
-"""The chart model of every page and picture: series of numbers, the axes that they share, and figures as files.
+"""The chart model of every page and picture: series of numbers, and the axes that they share.
 
 A page stores the columns of its charts once each, long ones packed, and draws them by `assets/charts.js`: of a long
 line the lowest and the highest value of every stretch, of the part that a reader looks at closer every value.
-`write_figure` also draws charts as a PNG. A point that is not a finite number, or not above 0 on a logarithmic axis,
+A point that is not a finite number, or not above 0 on a logarithmic axis,
 is a gap. A color is a name of `page.css`, so that a series looks the same in every picture and page, in the light and
 the dark theme.
 """
@@ -13,12 +13,11 @@ import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from offdrift.errors import BadValueError, OffdriftError, ShapeError, check_choice
+from offdrift.errors import BadValueError, ShapeError, check_choice
 from offdrift.show.json_access import visible
 from offdrift.show.numbers import short
 from offdrift.show.packed import pack
@@ -137,13 +136,13 @@ class Chart:
             for value, label in references:
                 if not math.isfinite(value) or (log and value <= 0):
                     raise BadValueError(f"chart {self.title!r}: {label!r} has no place at {value}")
-        drawn = [(s, points(self, s)) for s in self.series]
-        kept = tuple(s for s, p in drawn if any(v is not None for v in p["y"] or p["low"]))
-        object.__setattr__(self, "series", kept)
+        with_points = [(s, points(self, s)) for s in self.series]
+        series = tuple(s for s, p in with_points if any(v is not None for v in p["y"] or p["low"]))
+        object.__setattr__(self, "series", series)
 
     @property
     def if_empty(self) -> str:
-        """What stands in place of a chart without series."""
+        """Text in place of a chart without series."""
         return "No value above 0 was recorded." if self.log else "Not recorded."
 
     @property
@@ -170,13 +169,13 @@ class Chart:
         """The texts along x, in order; empty where x is numeric."""
         return list(dict.fromkeys(v for s in self.series for v in s.x if isinstance(v, str)))
 
-    def as_dict(self, columns: Columns) -> dict[str, Any]:
+    def as_dict(self, columns: PageColumns) -> dict[str, Any]:
         """For the script; what stands in the page's text is not repeated."""
-        drawn = []
+        entries = []
         for series in sorted(self.series, key=lambda s: not s.strong):  # behind the others first
             fields = {k: v for k, v in vars(series).items() if k not in COLUMNS}
             stored = {**points(self, series), "texts": series.texts, "labels": series.labels}
-            drawn.append(
+            entries.append(
                 {k: v for k, v in fields.items() if v not in ("", False)}
                 | {"name": _escaped(series.name)}
                 | columns.series(stored)
@@ -192,11 +191,11 @@ class Chart:
             "x_ticks": [[place, _escaped(label)] for place, label in self.x_ticks],
             "lines": [[place, _escaped(label)] for place, label in self.lines],
             "upright": [[place, _escaped(label)] for place, label in self.upright],
-            "series": drawn,
+            "series": entries,
         }
 
 
-class Columns:
+class PageColumns:
     """The columns of numbers and texts on a page, each stored once: long ones of numbers packed, see `pack`.
 
     Args:
@@ -204,7 +203,7 @@ class Columns:
             stretch stay.
 
     Example:
-        >>> columns = Columns()
+        >>> columns = PageColumns()
         >>> columns.add([0.123456789, None]), columns.add(["a"]), columns.add([0.123456789, None]), columns.stored
         (0, 1, 0, [[0.12346, None], ['a']])
     """
@@ -234,8 +233,8 @@ class Columns:
         rows = None if limit is None else extreme_rows(list(values), limit)
         if rows is None:
             return {name: self.add(column) for name, column in columns.items()}
-        kept = {name: self.add([column[i] for i in rows]) for name, column in columns.items()}
-        return {**kept, "of": len(values)}
+        ids = {name: self.add([column[i] for i in rows]) for name, column in columns.items()}
+        return {**ids, "of": len(values)}
 
     @property
     def longest(self) -> int:
@@ -251,15 +250,15 @@ class Columns:
         ]
 
 
-def chart_data(charts: Iterable[Chart], columns: Columns | None = None) -> dict[str, Any]:
-    """What a page's script needs to draw charts; those without series are left out.
+def chart_data(charts: Iterable[Chart], columns: PageColumns | None = None) -> dict[str, Any]:
+    """Data from which a page's script draws charts; those without series are left out.
 
     Args:
         columns: those of the page, which may hold something already, for other parts of it.
     """
-    columns = Columns() if columns is None else columns
-    drawn = [chart.as_dict(columns) for chart in charts if chart.series]
-    return {"charts": drawn, "columns": columns.stored}
+    columns = PageColumns() if columns is None else columns
+    entries = [chart.as_dict(columns) for chart in charts if chart.series]
+    return {"charts": entries, "columns": columns.stored}
 
 
 def styled(charts: Sequence[Chart]) -> list[Chart]:
@@ -295,12 +294,12 @@ def points(chart: Chart, series: Series) -> dict[str, list[Any]]:
         smallest = min((v for v in [*low, *y] if v is not None and v > 0), default=None)
         low = [smallest if v is not None and v <= 0 else v for v in low]
         high = [v if v is not None and v > 0 else None for v in high]
-    whole = [None not in row for row in zip(x, low, high, y or x)]
+    complete = [None not in row for row in zip(x, low, high, y or x)]
     return {
         "x": x,
         "y": y,
-        "low": [v if w else None for v, w in zip(low, whole)],
-        "high": [v if w else None for v, w in zip(high, whole)],
+        "low": [v if w else None for v, w in zip(low, complete)],
+        "high": [v if w else None for v, w in zip(high, complete)],
     }
 
 
@@ -369,84 +368,3 @@ def extreme_rows(values: Sequence[Any], limit: int = MAX_POINTS) -> list[int] | 
     lowest = {int(rows[int(np.argmin([low[i] for i in rows]))]) for rows in stretches}
     highest = {int(rows[int(np.argmax([high[i] for i in rows]))]) for rows in stretches}
     return sorted(lowest | highest | {0, len(values) - 1})
-
-
-def thinned(values: list[Any], limit: int = MAX_POINTS) -> list[Any]:
-    """At most `limit` values, evenly chosen, the first and the last among them.
-
-    Example:
-        >>> thinned(list(range(9)), 3)
-        [0, 4, 8]
-    """
-    if len(values) <= limit:
-        return values
-    return [values[round(i * (len(values) - 1) / (limit - 1))] for i in range(limit)]
-
-
-# -- figures --------------------------------------------------------------------------------------
-
-
-def write_figure(stem: Path, charts: Sequence[Chart], *, title: str, caption: str = "") -> tuple[Path, Path]:
-    """Write `stem.png` and `stem.html`, as `write_chart` does, and say where they are.
-
-    Example:
-        >>> import tempfile
-        >>> squares = Series("T²", x=[1, 2, 4], y=[1.0, 4.0, 16.0])
-        >>> chart = Chart("Growth", "bound", [squares], x_title="T (tokens)", log_x=True, log=True)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     files = write_figure(Path(folder) / "growth", [chart], title="Two words")
-        >>> [f.name for f in files]
-        ['growth.png', 'growth.html']
-    """
-    picture, page = (stem.with_name(stem.name + ending) for ending in (".png", ".html"))
-    drawn, text = (_drawn(charts, kind, title=title, caption=caption) for kind in ("png", "html"))
-    return _write(picture, drawn), _write(page, text)
-
-
-def write_chart(path: Path, charts: Sequence[Chart], *, title: str, caption: str = "") -> Path:
-    """Write a page (.html) or a picture (.svg, .png), whole or not at all, and say where it is.
-
-    A page needs nothing but itself and follows the reader's light or dark theme.
-
-    Args:
-        path: its ending decides what is written; folders are made, an earlier file is replaced.
-        charts: one or more; series of one name have one color in all of them.
-        caption: what the reader should see in it, and where the numbers are from.
-
-    Raises: `BadValueError` for another ending, or without charts; `RecordError` if the file cannot be
-        written; `OffdriftError` if matplotlib or jinja2 is not installed.
-    """
-    kind = path.suffix.lower().removeprefix(".")
-    if kind not in ("html", "svg", "png"):
-        raise BadValueError(f"{path} ends in {path.suffix or 'nothing'!r}; a chart is a .html, .svg or .png file")
-    return _write(path, _drawn(charts, kind, title=title, caption=caption))
-
-
-def _drawn(charts: Sequence[Chart], kind: str, *, title: str, caption: str) -> bytes:
-    if not charts:
-        raise BadValueError("a figure without charts; give at least one")
-    try:
-        if kind == "html":
-            return figure_page(charts, title=title, caption=caption).encode()
-        from offdrift.show.png import picture_of
-    except ModuleNotFoundError as e:
-        raise OffdriftError(f"figures need {e.name}, which is not installed; pip install 'offdrift[train]'") from e
-    return picture_of(charts, kind=kind, title=title, caption=caption)
-
-
-def _write(path: Path, content: bytes) -> Path:
-    from offdrift.records.atomic import write_atomically
-
-    write_atomically(path, lambda partial: Path(partial).write_bytes(content))
-    return path
-
-
-def figure_page(charts: Sequence[Chart], *, title: str, caption: str = "") -> str:
-    """The page as text, the same for the same charts."""
-    from offdrift.show.html import render_document
-
-    charts = styled(charts)
-    legend = {s.name: s for chart in reversed(charts) for s in reversed(chart.series)}
-    order = dict.fromkeys(s.name for chart in charts for s in chart.series)
-    context = {"title": title, "caption": caption, "charts": charts, "legend": [legend[name] for name in order]}
-    return render_document("figure.html.j2", context, data=lambda columns: chart_data(charts, columns))

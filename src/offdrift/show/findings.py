@@ -6,6 +6,8 @@ as a snippet for the framework that wrote the log, the others behind it.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +18,23 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from offdrift.judge.findings import HALF
+from offdrift.judge.verdict import deciding_measurement
 from offdrift.show.anchors import Anchors, anchor
-from offdrift.show.json_access import Fields, mapping, number, rows, text, visible
-from offdrift.show.numbers import short
+from offdrift.show.json_access import Fields, items, mapping, number, rows, text, visible
+from offdrift.show.numbers import percent, short
 
 OWN = "offdrift"
+SHELL = "shell"
+"""Key of a snippet that is a command for any framework."""
+PYTHON = "python"
+"""Key of a snippet that is code for any framework."""
+PLACE_OF_METHOD = "# above the first [table]; where an arm has a method of its own, in its table [arms.NAME]"
+"""What stands above a recipe's `method`, which below a table would be a setting of that table."""
+SAID_BY = {"temperature_off": "--temperature 0.7", "experts": "--moe or --dense"}
+"""Options that say what a log does not, by the reading that lacks it."""
+NOTHING = "Nothing:"
+"""Start of `refuted_by` where no result speaks against a finding: nothing to show."""
 LEVELS = ("stop", "act", "watch", "info", "ok")
 """Severities, the most urgent first; "ok" is a verdict only."""
 
@@ -30,6 +44,7 @@ WORDS = {
     "watch": ("◆", "Watch", "bold cyan"),
     "info": ("●", "Note", "dim"),
     "ok": ("✓", "OK", "bold green"),
+    "interrupted": ("◌", "Interrupted", "bold yellow"),
     "": ("○", "No verdict", "dim"),
 }
 """Sign, word and terminal style of each level: told by more than color."""
@@ -39,16 +54,36 @@ SEVERITY_STYLE = {level: WORDS[level][2] for level in ("info", "watch", "act", "
 
 CAUSES = {
     "precision": "numerical precision of the engines",
-    "raw_logprobs": "log-probs taken before temperature or top-p",
+    "record": "recorded log-probs that are not of the sampled tokens",
+    "not_repeating": "a trainer whose log-probs differ when repeated",
+    "end_of_response": "the end of responses",
+    "inputs_differ": "different inputs in engine and trainer",
+    "long_context": "long contexts",
+    "turns": "turns of an episode",
+    "sampling_penalty": "a sampling penalty on one side",
+    "prefix_cache": "the prefix cache",
+    "cache_after_update": "a key-value cache that outlives an update",
+    "one_rank": "one rank of the trainer",
+    "environment": "one environment",
+    "two_kinds": "two kinds of responses",
+    "tempered_trainer": "a temperature that only the trainer uses",
+    "unexplained": "a cause that this log cannot show",
+    "outliers": "single tokens far off",
+    "support": "tokens that the trainer cannot draw",
+    "raw_logprobs": "a temperature or filter that differs between engine and trainer",
     "misaligned": "log-probs off by one token",
-    "one_sided_filter": "a filter that only one side applies",
-    "one_sided_cache": "a compressed cache on one side alone",
+    "one_sided_filter": "a sampling filter that only one side applies",
+    "one_sided_cache": "a compressed key-value cache on only one side",
     "router_flips": "experts routed differently",
     "teacher_mixed": "a teacher whose logits are mixed in, on purpose",
     "wrong_weights": "the engine does not hold the weights it claims",
+    "weights_or_configuration": "weights or configuration that differ",
     "stale_engine": "a stale rollout policy",
     "old_policy_stale": "old log-probs taken at newer weights",
-    "token_drift": "moderate drift of tokens",
+    "systematic_gap": "a systematic gap between the engines' log-probs",
+    "weight_bias": "importance weights whose mean is not 1",
+    "critic": "a critic that explains nothing",
+    "token_drift": "moderate token drift",
     "weight_variance": "variance of the importance weights",
     "clip_saturation": "clipping is saturated",
     "optimizer_amplification": "the optimizer amplifies the drift",
@@ -56,13 +91,29 @@ CAUSES = {
     "beyond_correction": "more than a correction can repair",
     "length_trap": "the length trap",
     "gate_too_tight": "a gate that is too tight",
-    "not_finite": "numbers that are not finite",
-    "not_live": "the training does not move",
+    "not_finite": "NaN or infinite numbers",
+    "not_live": "training that does not change the policy",
     "rollout_workers": "rollout workers that are lost or idle",
-    "not_logged": "something that is not logged",
-    "missing_data": "data that is missing",
+    "not_logged": "fields that are not logged",
+    "missing_data": "missing data",
 }
 """What a person calls each cause; one that is not here is shown by its identifier."""
+SIDES = {
+    "raw_logprobs": "log-probs recorded before temperature or top-p",
+    "raw_stated": "log-probs recorded before temperature or top-p",
+    "broken_record": "log-probs recorded before temperature or top-p",
+    "worker_record": "one worker's record that is not of what it drew",
+    "untempered_trainer": "a trainer that ignores the sampling temperature",
+}
+"""What a person calls the cause of a rule that knows on which side it is."""
+SURVEY = (
+    'survey: "Off-policy drift in LLM RL", 2026, with its decision tree, escalation and anti-patterns; what each '
+    "rule and limit rests on: docs/rules.md"
+)
+"""Footnote below findings that cite it."""
+LEARNING_RATE = re.compile(r"\b(lr|learning_rate)(\s*[=:]\s*|\s+)[1-9][\d.]*e-\d+")
+YOUR_HALF = "<half of your current value>"
+"""Stands in a shown snippet in place of a learning rate, so that nobody pastes that of another run."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +122,17 @@ class Shown:
 
     level: str
     cause: str
-    letter: str
     symptom: str
     explanation: str
     fix: str
     refuted_by: str
+    decides: str
     confidence: str
     source: str
     when: str
     method: str
     evidence: tuple[tuple[str, str, str, str], ...]
-    """Metric, value, threshold, source of the threshold."""
+    """What was measured, value, threshold, source of the threshold."""
     snippets: tuple[tuple[str, str], ...]
     """Framework and configuration, the detected framework's first."""
     anchor: str = ""
@@ -94,35 +145,67 @@ def shown(finding: Fields, framework: str = OWN, place: str = "") -> Shown:
     """One finding, read without trust in its shape.
 
     Args:
-        framework: whose snippet comes first; `offdrift`'s where there is none for it.
+        framework: whose snippet comes first; without one, a shell command or Python, which anybody can run, else
+            `offdrift`'s.
         place: name of its place on the page; absent, by its rule.
 
     Example:
-        >>> s = shown({"cause": "stale_engine", "letter": "B", "severity": "act", "step": 40,
+        >>> s = shown({"cause": "stale_engine", "severity": "act", "step": 40,
         ...            "steps": 12, "snippets": {"trl": "a", "verl": "b"}}, "verl")
         >>> s.cause, s.when, s.snippets
-        ('a stale rollout policy', 'first at step 40, at 12 steps', (('verl', 'b'), ('trl', 'a')))
+        ('a stale rollout policy', 'first at step 40, seen in 12 steps', (('verl', 'b'), ('trl', 'a')))
     """
     severity, cause = text(finding.get("severity")), text(finding.get("cause"))
     plain = {
         key: text(finding.get(key))
-        for key in ("letter", "symptom", "explanation", "fix", "refuted_by", "confidence", "source", "method", "page")
+        for key in (
+            "symptom",
+            "explanation",
+            "fix",
+            "refuted_by",
+            "decides",
+            "confidence",
+            "source",
+            "method",
+            "page",
+        )
     }
     step, count = number(finding.get("step")), number(finding.get("steps"))
     when = [] if step is None else [f"first at step {step:.0f}"]
-    when += [f"at {count:.0f} step{'' if count == 1 else 's'}"] if count else []
+    when += [f"seen in {count:.0f} step{'' if count == 1 else 's'}"] if count else []
     stored = mapping(finding.get("snippets")).items()
-    code = {name: v.strip("\n") for name, v in stored if isinstance(v, str) and v.strip()}
-    first = [name for name in (framework, OWN) if name in code][:1]
+    code = {name: to_paste(v.strip("\n")) for name, v in stored if isinstance(v, str) and v.strip()}
+    if code.get(OWN, "").startswith("method ="):
+        code[OWN] = f"{PLACE_OF_METHOD}\n{code[OWN]}"
+    first = [name for name in (framework, SHELL, PYTHON, OWN) if name in code][:1]
+    plain["decides"] = deciding_measurement(plain["fix"], plain["decides"])
+    if plain["refuted_by"].startswith(NOTHING):
+        plain["refuted_by"] = ""
     return Shown(
         level=severity if severity in LEVELS else "info",
-        cause=CAUSES.get(cause, cause.replace("_", " ")),
+        cause=SIDES.get(text(finding.get("rule"))) or CAUSES.get(cause, cause.replace("_", " ")),
         when="over the whole log" if step is None and count == 0 else ", ".join(when),
         evidence=tuple(map(_evidence, rows(finding.get("evidence")))),
         snippets=tuple((name, code[name]) for name in dict.fromkeys([*first, *code])),
         anchor=place or anchor("finding", text(finding.get("rule"))),
         **plain,
     )
+
+
+def to_paste(snippet: str) -> str:
+    """A snippet as it is shown: half of the reader's own learning rate is left to the reader.
+
+    Example:
+        >>> to_paste("GRPOConfig(num_iterations=1, learning_rate=5e-7)  # half of yours")
+        'GRPOConfig(num_iterations=1, learning_rate=<half of your current value>)'
+    """
+    return re.sub(rf"\s*# {HALF}", "", LEARNING_RATE.sub(rf"\1\2{YOUR_HALF}", snippet))
+
+
+def footnote(findings: Iterable[Shown]) -> str:
+    """The citation that these findings need; "" if none of them cites the survey."""
+    sources = (source for f in findings for source in (f.source, *(row[-1] for row in f.evidence)))
+    return SURVEY if any("survey" in source for source in sources) else ""
 
 
 def in_order(
@@ -150,16 +233,15 @@ def finding_view(finding: Fields, framework: str = OWN, width: int = 100) -> Ren
     return shown_view(shown(finding, framework), width=width)
 
 
-def shown_view(s: Shown, *, width: int = 100, brief: bool = False) -> RenderableType:
+def shown_view(s: Shown, *, width: int = 100, brief: bool = False, folder: str = "") -> RenderableType:
     """`finding_view` of a finding that was read already.
 
     Args:
         brief: without explanation, snippet and small print.
+        folder: where the page of the finding is, as a reader of the terminal would call it.
     """
     sign, word, style = WORDS[s.level]
     title = Text.assemble((f"{sign} {word}", style), "  ", (safe(s.cause), "bold"))
-    if s.letter:
-        title.append(f"  cause {safe(s.letter)}", style="dim")
     parts: list[RenderableType] = [Text(safe(s.symptom))] if s.symptom else []
     if s.evidence:
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
@@ -182,9 +264,10 @@ def shown_view(s: Shown, *, width: int = 100, brief: bool = False) -> Renderable
         parts.append(panel)
     if not brief:
         facts = [f"confidence {s.confidence}" if s.confidence else "", s.when, s.source]
-        small = [f"Refuted by: {s.refuted_by}"] if s.refuted_by else []
+        small = [f"To confirm: {s.decides}"] if s.decides else []
+        small += [f"This finding is wrong if: {s.refuted_by}"] if s.refuted_by and not s.decides else []
         small += [" · ".join(f for f in facts if f)] if any(facts) else []
-        small += [f"On the page: {s.page}"] if s.page else []
+        small += [f"Details: {f'{folder}/' if folder else ''}{s.page}"] if s.page else []
         parts += [Text(safe(line), style="dim") for line in small]
     return Group(title, *(Padding(part, (0, 0, 0, 2)) for part in parts))
 
@@ -193,12 +276,15 @@ def verdict_view(verdict: object, *, width: int = 100) -> RenderableType:
     """The verdict in the terminal, framed.
 
     Args:
-        verdict: mapping of `level` and `text`.
+        verdict: mapping of `level`, `text` and `steps`.
     """
     level, words = verdict_of(verdict)
+    steps = [safe(text(step)) for step in items(mapping(verdict).get("steps"))]
+    if len(steps) > 1:
+        steps = [f"{i}. {step}" for i, step in enumerate(steps, 1)]
     sign, word, style = WORDS[level]
     return Panel(
-        Text(safe(words)),
+        Text("\n".join([safe(words), *steps])),
         title=Text(f"{sign} {word}", style=style),
         title_align="left",
         border_style=style.removeprefix("bold "),
@@ -215,7 +301,7 @@ def verdict_of(verdict: object) -> tuple[str, str]:
     """
     fields = mapping(verdict)
     level, words = text(fields.get("level")), text(fields.get("text"))
-    return (level if level in LEVELS else ""), words or "No verdict was recorded."
+    return (level if level in (*LEVELS, "interrupted") else ""), words or "No verdict was recorded."
 
 
 def safe(words: str) -> str:
@@ -224,10 +310,24 @@ def safe(words: str) -> str:
 
 
 def _evidence(row: Fields) -> tuple[str, str, str, str]:
-    unit, value = text(row.get("unit")), number(row.get("value"))
+    """The quantity, its value, what it is compared with, and where the limit is from."""
+    unit, value, scale = text(row.get("unit")), number(row.get("value")), text(row.get("scale"))
     unit = f" {unit}" if unit not in ("", "1") else ""
     threshold, relation = number(row.get("threshold")), text(row.get("relation"))
-    limit = "" if threshold is None else f"{relation} {short(threshold)}{unit}"
+    what, source = text(row.get("what")) or text(row.get("metric")), text(row.get("source"))
+    if scale == "yes" and value is not None:
+        return what, "yes" if value else "no", "", source
+    # A threshold is as somebody chose it: without the digits that a measured number has.
+    limit = ""
+    if threshold is not None:
+        chosen = _figure(f"{threshold:g}", f"{100 * threshold:g} %", scale).replace("-", "−")
+        limit = f"{relation} {chosen}{unit}"
     if value is None:
-        return text(row.get("metric")), "not logged", limit, text(row.get("source"))
-    return text(row.get("metric")), f"{short(value)}{unit}", limit, text(row.get("source"))
+        option = SAID_BY.get(text(row.get("metric")))
+        return what, f"not known: {option} says it" if option else "not logged", limit, source
+    return what, f"{_figure(short(value), percent(value), scale)}{unit}", limit, source
+
+
+def _figure(number: str, share: str, scale: str) -> str:
+    """A number as its scale has it: plain, in percent, or as a multiple."""
+    return share if scale == "share" else f"{number} ×" if scale == "times" else number

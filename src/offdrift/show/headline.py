@@ -1,4 +1,4 @@
-"""What the views of an audit and of a check have in common; first the three numbers that matter, by what the log holds.
+"""Parts that the views of an audit and of a check share; first the three numbers that matter, by what the log holds.
 
 With log-probs: how far apart the policies are (KL), how much of the batch an importance weight could
 use (ESS, which a few tokens ruin), and whether the engines agree on probabilities (Pearson); of the
@@ -13,26 +13,25 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
+from statistics import median
 from typing import Any
 
 from offdrift.judge import load_rules
 from offdrift.judge.kl_choice import EXACT, kl_metrics
-from offdrift.show.charts import thinned
-from offdrift.show.findings import WORDS, in_order, verdict_of
+from offdrift.notebook import spark_path
+from offdrift.show.findings import WORDS, footnote, in_order, verdict_of
 from offdrift.show.json_access import Fields, at, clipped, column, items, mapping, number, rows, text
-from offdrift.show.numbers import percent, short
+from offdrift.show.numbers import never_negative, percent, short
 from offdrift.stats.metrics import METRICS
 
 PAIRS = ("mismatch", "full", "staleness")
 PAIR_WORDS = {
-    "mismatch": "old vs rollout: the engines",
-    "full": "current vs rollout: everything",
-    "staleness": "current vs old: the lag",
+    "mismatch": "old vs rollout policy: engine mismatch",
+    "full": "current vs rollout policy: mismatch and staleness",
+    "staleness": "current vs old policy: staleness",
 }
 LENGTH_UNITS = {"character": "character", "mixed": "character or token"}
 """What lengths are counted in where it is not tokens: a log of texts alone has no tokens."""
-
-SPARK_POINTS = 120
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,20 @@ class Judged:
     """What is written below the first limit, between the two, and beyond the second."""
 
     def of(self, value: float) -> tuple[str, str]:
-        """Level and comparison of a value. A KL estimate below 0 is a bias of that size."""
-        value = abs(value) if self.above else value
-        beyond = [(value > limit) if self.above else (value < limit) for limit in (self.watch, self.act)]
+        """Level and comparison of a value. An estimate below 0 of what cannot be is wrong by its size at least."""
+        size = abs(value) if self.above else value
+        beyond = [(size > limit) if self.above else (size < limit) for limit in (self.watch, self.act)]
         i = 2 if beyond[1] else 1 if beyond[0] else 0
+        if self.above and value < 0:
+            return ("ok", "watch", "act")[i], NEGATIVE[i > 0]
         return ("ok", "watch", "act")[i], self.comparisons[i]
+
+
+NEGATIVE = (
+    "estimate below 0: equal to 0 within its error",
+    "estimate below 0, which KL cannot be: too few tokens, or wrong log-probs in the log",
+)
+"""What stands beside an estimate below 0: near it, and far from it."""
 
 
 def thresholds(audit: Fields) -> dict[str, float]:
@@ -82,7 +90,7 @@ def judged(limits: Mapping[str, Any]) -> dict[str, Judged]:
             True,
             (
                 f"below {clean:g}: no meaningful drift",
-                f"between {clean:g} and {large:g}: keep an eye on it",
+                f"between {clean:g} and {large:g}: watch it",
                 f"above {large:g}: find the cause",
             ),
         ),
@@ -90,7 +98,11 @@ def judged(limits: Mapping[str, Any]) -> dict[str, Judged]:
             half,
             half,
             False,
-            (f"{half:g} or more: weights are usable", "", f"below {half:g}: filter before reweighting"),
+            (
+                f"{100 * half:g} % or more: no weight is too noisy",
+                "",
+                f"below {100 * half:g} %: filter before reweighting",
+            ),
         ),
         "pearson": Judged(
             agree,
@@ -98,7 +110,7 @@ def judged(limits: Mapping[str, Any]) -> dict[str, Judged]:
             False,
             (
                 f"{agree:g} or more: the engines agree",
-                f"between {broken:g} and {agree:g}: keep an eye on it",
+                f"between {broken:g} and {agree:g}: watch it",
                 f"below {broken:g}: not the same policy",
             ),
         ),
@@ -125,18 +137,7 @@ class Headline:
     @property
     def path(self) -> str:
         """The series as the path of an SVG of 100 by 24, from its smallest value to its largest."""
-        values = thinned(list(self.series), SPARK_POINTS)
-        numbers = [v for v in values if v is not None]
-        if len(numbers) < 2:
-            return ""
-        low, span = min(numbers), max(numbers) - min(numbers) or 1.0
-        strokes, pen = [], "M"
-        for i, v in enumerate(values):
-            if v is not None:
-                x, y = 100 * i / (len(values) - 1), 22 - 20 * (v - low) / span
-                strokes.append(f"{pen}{x:.1f} {y:.1f}")
-            pen = "M" if v is None else "L"
-        return "".join(strokes)
+        return spark_path(self.series)
 
 
 def headlines(audit: Fields) -> list[Headline]:
@@ -149,31 +150,53 @@ def headlines(audit: Fields) -> list[Headline]:
     overall, steps = mapping(audit.get("overall")), rows(audit.get("steps"))
     pair, length = main_pair(audit), length_unit(audit)
     judge = judged(mapping(audit.get("limits")))
-    wanted = [*(_drift(pair, overall, thresholds(audit)) if pair else ()), *_WITHOUT_DRIFT]
+    entries = [*(_drift(pair, overall, thresholds(audit)) if pair else ()), *_WITHOUT_DRIFT]
     # Before every number stands what it does not know of.
     metric, title, about = max(MISSING, key=lambda row: number(overall.get(row[0])) or 0.0)
     if judge["missing"].of(number(overall.get(metric)) or 0.0)[0] != "ok":
-        wanted.insert(0, ("missing", title, metric, about, percent))
+        entries.insert(0, ("missing", title, metric, about, percent))
     chosen: dict[str, Headline] = {}
-    for slot, title, metric, about, write in wanted:
+    for slot, title, metric, about, write in entries:
         value = number(overall.get(metric))
         if value is None or slot in chosen:
             continue
+        series = tuple(column(steps, metric))
         level, comparison = judge[slot].of(value) if slot in judge else ("", "")
+        if slot in judge and (now := recent(series)) is not None:
+            later, words = judge[slot].of(now)
+            if WORSE.index(later) > WORSE.index(level):  # an average hides what has only begun
+                level, comparison = later, LATELY.format(write(now), words)
         unit = unit_of(metric, length)
         unit = unit if unit != "task" and write is short else ""
         chosen[slot] = Headline(
             metric,
             title,
             write(value),
-            unit,
-            about,
-            level,
-            comparison,
-            meaning_of(metric, length),
-            tuple(column(steps, metric)),
+            unit=unit,
+            about=about,
+            level=level,
+            comparison=comparison,
+            meaning=meaning_of(metric, length),
+            series=series,
         )
     return list(chosen.values())[:3]
+
+
+WORSE = ("ok", "watch", "act")
+RECENT, LONG = 5, 10
+"""Steps whose median is what a number is lately, and from how many steps on that is said."""
+LATELY = "but {} in the last 5 steps, {}"
+
+
+def recent(series: tuple[float | None, ...]) -> float | None:
+    """The median of the last five values of a series of ten or more.
+
+    Example:
+        >>> recent(tuple(map(float, range(10)))), recent((1.0, 2.0))
+        (7.0, None)
+    """
+    values = [v for v in series if v is not None]
+    return median(values[-RECENT:]) if len(values) >= LONG else None
 
 
 def main_pair(audit: Fields) -> str:
@@ -204,8 +227,13 @@ def best_numbers(table: list[dict[str, Any]]) -> list[str]:
     return [name for name in names if name in present]
 
 
+def writer_of(metric: str) -> Callable[[float | None], str]:
+    """Write a metric: an estimated chi2 below 0 as noise, all else as a number."""
+    return never_negative if metric.rpartition("/")[2].startswith("chi2") else short
+
+
 def length_unit(audit: Fields) -> str:
-    """What the lengths of an audit's responses are counted in."""
+    """Unit in which the lengths of an audit's responses are counted."""
     return LENGTH_UNITS.get(text(at(audit, "counts", "length_unit")), "token")
 
 
@@ -241,9 +269,9 @@ def _drift(pair: str, overall: Fields, limits: Mapping[str, float]) -> list[_Wan
     grade = "exact" if kl == EXACT[pair] else f"sampled, {kl.rpartition('/')[2]}"
     return [
         ("kl", "KL per token", kl, f"{about} ({grade})", short),
-        ("ess", "Effective sample size", f"{pair}/ess_frac", about, percent),
+        ("ess", "Effective sample size", f"{pair}/ess_frac", f"{about}; the whole log as one batch", percent),
         ("pearson", "Correlation of probabilities", f"{pair}/pearson", about, correlation),
-        ("chi2", "χ² of token weights", f"{pair}/chi2_token", about, short),
+        ("chi2", "χ² of token weights", f"{pair}/chi2_token", about, never_negative),
         ("worst", "Worst token, |log ratio|", f"{pair}/abs_log_ratio_max", about, short),
     ]
 
@@ -266,7 +294,7 @@ _WITHOUT_DRIFT: list[_Wanted] = [
 
 
 def count_words(audit: Fields) -> list[str]:
-    """How much was read, in words: sequences, tokens, steps, files."""
+    """Amounts that were read, in words: sequences, tokens, steps, files."""
     counts = mapping(audit.get("counts"))
     totals = [(key, number(counts.get(key))) for key in ("sequences", "tokens", "steps")]
     words = [f"{n:,.0f} {key if n != 1 else key[:-1]}" for key, n in totals if n is not None]
@@ -275,14 +303,17 @@ def count_words(audit: Fields) -> list[str]:
 
 
 def common_context(fields: Fields) -> dict[str, Any]:
-    """What the pages of an audit and of a check show alike."""
+    """Context that the pages of an audit and of a check share."""
     framework = text(at(fields, "source", "framework"))
     level, words = verdict_of(fields.get("verdict"))
+    findings = in_order(fields.get("findings"), framework)
     return {
         "verdict": words,
         "level": level,
+        "judged_by": text(fields.get("judged_by")),
         "words": WORDS,
-        "findings": in_order(fields.get("findings"), framework),
+        "findings": findings,
+        "footnote": footnote(findings),
         "counts": count_words(fields),
         "created": text(fields.get("created")),
         "version": text(fields.get("offdrift")),
@@ -293,7 +324,7 @@ def common_context(fields: Fields) -> dict[str, Any]:
 
 
 def title_of(audit: Fields) -> str:
-    """What the log is called: its file, or the folder that all of its files are in.
+    """Name of the log: its file, or the folder that all of its files are in.
 
     Example:
         >>> title_of({"source": {"paths": ["runs/a/log/0.parquet", "runs/a/log/1.parquet"]}})
@@ -317,7 +348,7 @@ def all_numbers(overall: Fields, length: str = "token") -> list[dict[str, str]]:
         table.append(
             {
                 "name": name,
-                "value": short(value),
+                "value": writer_of(name)(value),
                 "sort": "" if value is None else repr(value),
                 "unit": unit_of(name, length),
                 "formula": row.formula if row else "",

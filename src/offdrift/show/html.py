@@ -21,7 +21,7 @@ from markupsafe import Markup, escape
 
 from offdrift.records.atomic import write_atomically
 from offdrift.show.anchors import Anchors
-from offdrift.show.charts import FEWEST_POINTS, Columns
+from offdrift.show.charts import FEWEST_POINTS, PageColumns
 from offdrift.show.json_access import visible, visible_token
 from offdrift.show.numbers import duration, fixed, percent, short
 from offdrift.show.packed import compressed
@@ -46,7 +46,7 @@ def render_document(
     template: str,
     context: Mapping[str, Any],
     *,
-    data: Callable[[Columns], Mapping[str, Any]],
+    data: Callable[[PageColumns], Mapping[str, Any]],
     styles: Sequence[str] = STYLES,
     limit: float | int = PAGE_BYTES,
 ) -> str:
@@ -77,11 +77,11 @@ def render_document(
     return page.replace(_DATA, _fitting(data, limit - len(page.encode("utf-8", "surrogatepass"))))
 
 
-def _fitting(data: Callable[[Columns], Mapping[str, Any]], room: float | int) -> str:
+def _fitting(data: Callable[[PageColumns], Mapping[str, Any]], room: float | int) -> str:
     """The data as JSON, its series thinned until they fit into so many bytes, or nothing is left to leave out."""
     points: int | None = None
     while True:
-        columns = Columns(points)
+        columns = PageColumns(points)
         made = data(columns)
         block = str(htmlsafe_json_dumps(made))  # ASCII alone
         longest = columns.longest

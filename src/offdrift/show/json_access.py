@@ -1,4 +1,4 @@
-"""What a JSON file holds, read without trusting its shape or its texts.
+"""Access to a JSON file that trusts neither its shape nor its texts.
 
 An audit may come from an older version, another machine or a log with almost nothing in it: what is absent or of
 another kind is empty, and a view leaves it out. Escaping keeps a text from being markup; `visible` keeps it from
@@ -8,12 +8,12 @@ deceiving: control characters, marks that reorder their neighbors, and half surr
 from __future__ import annotations
 
 import math
-import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from offdrift.texts import LARGEST_DATA, parse_json, read_bytes
+from offdrift.texts import visible as visible
 
 Fields = Mapping[str, Any]
 
@@ -59,7 +59,7 @@ def column(table: list[dict[str, Any]], key: str) -> list[float | None]:
 
 
 def at(fields: Fields, *path: str) -> Any:
-    """What stands at a path of keys; None if the path leads nowhere.
+    """Value at a path of keys; None if the path leads nowhere.
 
     Example:
         >>> at({"a": {"b": 3}}, "a", "b"), at({"a": None}, "a", "b")
@@ -114,23 +114,6 @@ def number(value: object) -> float | None:
     except OverflowError:  # an integer of more than 308 digits
         return None
     return as_float if math.isfinite(as_float) else None
-
-
-HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Unicode categories without a look: control, format, surrogate, line and paragraph separator."""
-
-KEPT = frozenset("\n\t\u200c\u200d")
-"""Of those, what layout, scripts and emoji need."""
-
-
-def visible(text: str) -> str:
-    """The text with characters that have no look, or reorder others, written as their code.
-
-    Example:
-        >>> visible("a\\u202eb")
-        'a\\\\u202eb'
-    """
-    return "".join(f"\\u{ord(c):04x}" if unicodedata.category(c) in HIDDEN and c not in KEPT else c for c in text)
 
 
 def visible_token(text: str) -> str:

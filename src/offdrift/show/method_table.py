@@ -186,15 +186,15 @@ def method_list(rows: Mapping[str, Row], *, width: int) -> RenderableType:
         axes[-1] = min(axes[-1], NARROW_BIAS)
     left = width - names - sum(axes) - 2 * (len(axes) + 1)
     widths = [names, min(left, max(12, *(len(c[0]) for c in cells.values()))), *axes]
-    shown: list[RenderableType] = []
+    parts: list[RenderableType] = []
     if width >= WIDE:
         heads = [Text(title, style="dim") for title in ("method", "what it does", *AXES)]
-        shown += [_grid([heads], widths), Text("─" * (sum(widths) + 2 * len(widths) - 2), style="dim")]
+        parts += [_grid([heads], widths), Text("─" * (sum(widths) + 2 * len(widths) - 2), style="dim")]
     for title in dict.fromkeys(row["family"] for row in rows.values()):
         family = {name: cells[name] for name, row in rows.items() if row["family"] == title}
         heading = Text.assemble((title, "bold cyan"), (f"  {ABOUT.get(title, '')}", "cyan"))
-        shown += [heading, *_family(family, widths, width), Text()]
-    return Group(*shown, _legend(rows))
+        parts += [heading, *_family(family, widths, width), Text()]
+    return Group(*parts, _legend(rows))
 
 
 def _family(cells: Mapping[str, list[Text]], widths: list[int], width: int) -> list[RenderableType]:
@@ -217,7 +217,7 @@ def _family(cells: Mapping[str, list[Text]], widths: list[int], width: int) -> l
 
 
 def _cells(row: Row, joiner: str) -> list[Text]:
-    """What a row does, and its axes in as few words as they have."""
+    """Cells of a row: what it does, and its axes in as few words as they have."""
     what = Text(row["summary"])
     if row["experimental"]:
         what.append(" (experimental)", style="yellow")
@@ -246,14 +246,18 @@ def _legend(rows: Mapping[str, Row]) -> Text:
     words = Text.assemble((", ".join(counts), "bold"), ".  ")
     if methods:
         words.append(
-            "unit: over what policies are compared (worst: the worst token). ratio: full is current "
+            "unit: span over which policies are compared (worst: the worst token). ratio: full is current "
             "to rollout policy, mismatch old to rollout, staleness current to old. evidence: what a "
             "rollout must record. bias: of the expected gradient, by enumeration. experimental: no "
-            "equation could be found.",
+            "equation was published.",
             style="dim",
         )
     words.append("\noffdrift methods NAME", style="bold").append(" explains one; ")
     return words.append("--help", style="bold").append(" shows how to choose.")
+
+
+NEEDED = "log-probs of rollout and current policy, advantages"
+"""What every method needs."""
 
 
 # -- one row --------------------------------------------------------------------------------------
@@ -261,15 +265,14 @@ def _legend(rows: Mapping[str, Row]) -> Text:
 
 def method_page(row: Row) -> RenderableType:
     """Everything that is known of one row."""
-    status = ("status", _explained("status", [row["status"]]))
-    why = [("against", row["target"]), ("mechanism", row["mechanism"]), ("fails", row["fails"]), status]
+    why = _why(row)
     title = Text(row["name"], style="bold")
     if row["kind"] == "system":
         runs = row["command"]
         title.append(f"  a system, not a method{'' if runs else ': nothing here runs it'}", style="yellow")
         title.append(f"\n{row['title']}: {row['summary']}", style="not bold default")
         models = {"both": "dense and MoE"}.get(row["model_class"], row["model_class"])
-        about = [("importance", row["is_treatment"]), ("models", models), *why, ("reference", row["reference"])]
+        about = [("importance", row["is_treatment"]), ("models", models), *why]
         level = [] if row["aggregate"] == "n/a" else [("works on", row["aggregate"])]
         place = [
             ("where", row["where"]),
@@ -291,7 +294,12 @@ def method_page(row: Row) -> RenderableType:
         formulas.append(("advantage", f"{row['advantage']}, as published"))
     settings = [(f"override.{path}", shown(value)) for path, value in row["settings"].items()]
     bias = row["bias"]
-    needs = [*row["needs"], *["logp_old"] * row["needs_old"], *["logp_ref"] * row["needs_reference"]]
+    needs = [
+        *row["needs"],
+        *row["divergences"],
+        *["logp_old"] * row["needs_old"],
+        *["logp_ref"] * row["needs_reference"],
+    ]
     axes = [
         ("unit", _explained("unit", row["unit"])),
         ("ratio", "\n".join(f"{ratio}: {RATIOS[ratio]}" for ratio in row["ratio"]) or "none"),
@@ -300,34 +308,61 @@ def method_page(row: Row) -> RenderableType:
         ("sign", _explained("sign", [row["sign"]])),
         ("stop-gradient", _explained("stop_gradient", [row["stop_gradient"]])),
         ("certifies", _explained("certifies", [row["certifies"]])),
-        ("raises", _raised(row)),
+        ("optimizes", _raised(row)),
         ("bias", "not known" if bias is None else _explained("bias", [bias])),
-        ("needs", ", ".join(sorted(needs)) or "log-probs of rollout and current policy, advantages"),
+        ("needs", ", ".join([NEEDED, *sorted(needs)])),
     ]
-    # A number of the first part that has one shows how to change a value.
-    order = ["gate", "weight", "objective"]
-    numbers = [p for p, v in row["settings"].items() if isinstance(v, float) and v and "." in p]
-    numbers.sort(key=lambda p: [*order, p.partition(".")[0]].index(p.partition(".")[0]))
-    path = numbers[0] if numbers else "aggregate"
-    change = f"--set override.{path}={shown(row['settings'][path])}"
+    change = _change(row)
     return Group(
         title,
         section("Formulas", formulas),
         section("What it is", axes),
-        section("Why, and why not", [*why, ("reference", row["reference"])]),
-        section("Values, and what --set calls them", settings),
+        section("Why, and why not", why),
+        section("Settings, by their names for --set", settings),
         Text.assemble(
-            ("\nRun it\n", "bold"), (f"  {row['command']}\n", "green"), "  and, to change a value, ", (change, "green")
+            ("\nRun it\n", "bold"), (f"  {row['command']}\n", "green"), "  to change a value, add ", (change, "green")
         ),
     )
 
 
+def _why(row: Row) -> list[tuple[str, str]]:
+    """Lines on what a row is for and where it is from; of a user's code those that its author wrote, and the file."""
+    why = [("meant for", row["target"]), ("mechanism", row["mechanism"]), ("weakness", row["fails"])]
+    if code := row.get("code"):
+        why.append(("code", f"{code['file']}, SHA-256 {code['sha256'][:12]}"))
+        return [line for line in [*why, ("reference", row["reference"])] if line[1]]
+    return [*why, ("status", _explained("status", [row["status"]])), ("reference", row["reference"])]
+
+
+def _change(row: Row) -> str:
+    """An override of the method, which changes a number of the first part that has one."""
+    order = ["gate", "weight", "objective"]
+    numbers = [p for p, v in row["settings"].items() if isinstance(v, float) and v and "." in p]
+    numbers.sort(key=lambda p: [*order, p.partition(".")[0]].index(p.partition(".")[0]))
+    path = numbers[0] if numbers else "aggregate"
+    return f"--set override.{path}={shown(another(row['settings'][path]))}"
+
+
 def _raised(row: Row) -> str:
-    """Which return a step raises, under which advantage, and how it would be J."""
+    """Return that a step raises, under which advantage, and how it would be J."""
     about = row["raises"]
     by = "as published" if row["advantage"] else "the trainer's default"
     words = f"{about['words']}. (Aggregate {row['aggregate']}, advantage {about['advantage']}, {by}.)"
-    return words + (f"\nJ itself: --set {' --set '.join(about['for_j'])}" if about["for_j"] else "")
+    return words + (f"\nTo optimize J itself: --set {' --set '.join(about['for_j'])}" if about["for_j"] else "")
+
+
+def another(value: Any) -> float | str:
+    """A value unlike the default, to show how one is changed: further from 1 if it is near, else half as much again.
+
+    Example:
+        >>> another(0.2), another(0.99), another(1.0), another("token_mean")
+        (0.3, 0.98, 2.0, 'seq_mean_token_mean')
+    """
+    if not isinstance(value, float):
+        return "seq_mean_token_mean" if value == "token_mean" else "token_mean"
+    if value == 1:
+        return 2.0
+    return round(2 * value - 1 if abs(value - 1) < 0.3 else 1.5 * value, 9)
 
 
 def shown(value: Any) -> str:

@@ -26,6 +26,16 @@ def short(value: float | None) -> str:
     return text.replace("-", "−")
 
 
+def never_negative(value: float | None) -> str:
+    """The estimate of a size that cannot be below 0: one that is says how large its noise is.
+
+    Example:
+        >>> never_negative(0.25), never_negative(-0.981)
+        ('0.250', '≈ 0 (noise: −0.981)')
+    """
+    return f"≈ 0 (noise: {short(value)})" if value is not None and value < 0 else short(value)
+
+
 def fixed(value: float | None) -> str:
     """A reward: three decimals, so that a column of them can be compared.
 
@@ -57,14 +67,37 @@ def duration(seconds: float | None) -> str:
     """
     if seconds is None:
         return "–"
-    whole = round(seconds)
+    total = round(seconds)
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60} s"
+    return f"{total // 3600} h {total % 3600 // 60} min"
+
+
+def size_in_words(count: int) -> str:
+    """A number of bytes in the largest unit of which there is one.
+
+    Example:
+        >>> size_in_words(300), size_in_words(1536), size_in_words(5 * 2**30)
+        ('300 bytes', '1.5 KiB', '5.0 GiB')
+    """
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count} bytes"
+
+
+def counted(count: int, thing: str) -> str:
+    """A count with its noun.
+
+    Example:
+        >>> counted(1, "file"), counted(2400, "piece")
+        ('1 file', '2,400 pieces')
+    """
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 KL_EDGES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -72,7 +105,7 @@ KL_EDGES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 
 
 def kl_labels() -> list[str]:
-    """Where the color of a token changes, as text."""
+    """Values at which the color of a token changes, as text."""
     return [f"{edge:.0e}".replace("e-0", "e−") for edge in KL_EDGES]
 
 

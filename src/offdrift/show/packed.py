@@ -38,12 +38,12 @@ def pack(values: Sequence[float | int | None]) -> dict[str, Any]:
         (True, True)
     """
     numbers = np.array([np.nan if v is None else v for v in values], dtype=np.float64)
-    whole = numbers == np.round(numbers)
-    sums = bool(whole.all()) and len(numbers) > 0
+    is_integer = numbers == np.round(numbers)
+    sums = bool(is_integer.all()) and len(numbers) > 0
     if sums:
         numbers = np.diff(numbers, prepend=0.0)
     else:
-        numbers = np.where(whole | np.isnan(numbers), numbers, _rounded(numbers))
+        numbers = np.where(is_integer | np.isnan(numbers), numbers, _rounded(numbers))
     planes = numbers.astype("<f8").view(np.uint8).reshape(len(numbers), 8).T.tobytes()
     return {"points": len(numbers), "sums": sums, "packed": compressed(planes)}
 

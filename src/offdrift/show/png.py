@@ -108,9 +108,9 @@ def _draw(axes: Axes, chart: Chart, colors: dict[str, str]) -> list[Annotation]:
         axes.text(0.5, 0.5, chart.if_empty, transform=axes.transAxes, ha="center", color=colors["soft"])
         axes.set(xticks=[], yticks=[])
         return []
-    shown = [_arrays(chart, s) for s in chart.series]
-    for number, (series, p) in enumerate(zip(chart.series, shown)):
-        _series(axes, series, p, number, len(shown), colors)
+    arrays = [_arrays(chart, s) for s in chart.series]
+    for number, (series, p) in enumerate(zip(chart.series, arrays)):
+        _series(axes, series, p, number=number, count=len(arrays), colors=colors)
     for value, _ in chart.lines:
         axes.axhline(value, color=colors["soft"], linewidth=1.1, linestyle=(0, (3, 2)), zorder=1.5)
     for value, label in chart.upright:
@@ -133,9 +133,9 @@ def _draw(axes: Axes, chart: Chart, colors: dict[str, str]) -> list[Annotation]:
     elif chart.share:
         axes.set_ylim(0, max(1.04, axes.get_ylim()[1]))
     axes.margins(x=0 if all(s.kind == "line" for s in chart.series) else 0.02)
-    if _ends_at_the_right(chart, shown):
+    if _ends_at_the_right(chart, arrays):
         labels = [_label(axes, None, value, label, colors["soft"]) for value, label in chart.lines]
-        for series, p in zip(chart.series, shown):
+        for series, p in zip(chart.series, arrays):
             last = np.flatnonzero(~np.isnan(p["y"]))[-1]
             labels.append(_label(axes, p["x"][last].item(), p["y"][last].item(), series.name, colors[series.color]))
         return labels
@@ -156,7 +156,7 @@ def _draw(axes: Axes, chart: Chart, colors: dict[str, str]) -> list[Annotation]:
         fontsize=8.5,
         labelcolor=colors["ink"],
         handlelength=2.4,
-        labelspacing=0.5 * min(1.0, MOST_LABELS / len(shown)),
+        labelspacing=0.5 * min(1.0, MOST_LABELS / len(arrays)),
     )
     for text in legend.get_texts():
         text.set_parse_math(False)
@@ -164,7 +164,7 @@ def _draw(axes: Axes, chart: Chart, colors: dict[str, str]) -> list[Annotation]:
 
 
 def _note(colors: dict[str, str]) -> dict[str, Any]:
-    """How a reference line is labeled inside the axes: readable where curves pass."""
+    """Style of a reference line's label inside the axes: readable where curves pass."""
     back = {"facecolor": colors["card"], "edgecolor": "none", "pad": 1}
     return {"color": colors["soft"], "fontsize": 8.5, "parse_math": False, "zorder": 4, "bbox": back}
 

@@ -107,7 +107,7 @@ class Alpha:
 
 @dataclass(frozen=True)
 class Alphas:
-    """Both distances, as far as they are known; make them with `Alphas.of`."""
+    """Distances of mismatch and staleness, as far as they are known; make them with `Alphas.of`."""
 
     mismatch: Alpha | None
     staleness: Alpha | None
@@ -150,7 +150,7 @@ class Alphas:
 
     @property
     def basis(self) -> Literal["largest", "mean"] | None:
-        """What the two are compared by: the largest, as in the bound, or the mean where that can only be sampled."""
+        """Statistic that compares the two: the largest, as in the bound, or the mean where that can only be sampled."""
         if self.mismatch is None or self.staleness is None:
             return None
         return "mean" if None in (self.mismatch.high, self.staleness.high) else "largest"
@@ -177,16 +177,16 @@ class Alphas:
 
     @property
     def sentence(self) -> str:
-        """Where to invest, and on what evidence; or what is missing to say so."""
+        """Sentence on where to invest, and on what evidence; or on what is missing to say so."""
         if self.mismatch is None or self.staleness is None:
             measured = next((f" {_size(a, None)}." for a in (self.mismatch, self.staleness) if a is not None), "")
-            return f"Where to invest, in mismatch or in staleness, cannot be said without {self.missing}.{measured}"
+            return f"Which is larger, mismatch or staleness, cannot be said without {self.missing}.{measured}"
         basis, invest = self.basis, self.invest
         sizes = f"{_size(self.mismatch, basis)}, {_size(self.staleness, basis)}"
         about = {
             "mismatch": "mismatch (make the engines agree) is the larger part of the bound",
             "staleness": "staleness (fewer or smaller updates on the same data) is the larger part of the bound",
-            "either": "mismatch and staleness are of one size; lower whichever is cheaper",
+            "either": "mismatch and staleness are equally large; lower whichever is cheaper",
             "neither": "neither; the three policies do not differ",
             None: "the intervals of mismatch and staleness overlap; record whole distributions to tell them apart",
         }[invest]
@@ -205,9 +205,9 @@ class Alphas:
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
         each: dict[str, Alpha | None] = {"mismatch": self.mismatch, "staleness": self.staleness}
-        own = {name: None if a is None else asdict(a) for name, a in each.items()}
+        distances = {name: None if a is None else asdict(a) for name, a in each.items()}
         about = {"basis": self.basis, "invest": self.invest, "missing": self.missing or None}
-        return {**own, **about, "sentence": self.sentence}
+        return {**distances, **about, "sentence": self.sentence}
 
 
 def _alpha(which: Which, row: Mapping[str, Any], exact: str, sampled: str, grade: str) -> Alpha | None:
@@ -216,22 +216,24 @@ def _alpha(which: Which, row: Mapping[str, Any], exact: str, sampled: str, grade
     if largest is not None and grade != "sampled":
         mean_tv, p95 = _known(row, f"{key}_mean"), _known(row, f"{key}_p95")
         if high is None:
-            return Alpha(which, "exact", mean_tv or 0.0, p95, largest, largest)
+            return Alpha(which, "exact", mean_tv or 0.0, p95=p95, low=largest, high=largest)
         named = grade if grade in ("interval", "capped interval") else "interval"
-        return Alpha(which, named, mean_tv or 0.0, p95, largest, max(high, largest))
+        return Alpha(which, named, mean_tv or 0.0, p95=p95, low=largest, high=max(high, largest))
     estimate = _known(row, sampled)
     if estimate is None:
         return None
-    return Alpha(which, "sampled", estimate, None, _known(row, f"{which}/prob_diff_max") or 0.0, None)
+    return Alpha(which, "sampled", estimate, p95=None, low=_known(row, f"{which}/prob_diff_max") or 0.0, high=None)
 
 
 def _size(alpha: Alpha, basis: str | None) -> str:
     """The number that is compared, and how it is known."""
     at_most = "" if alpha.high in (None, alpha.low) else f" to {alpha.high:.2g}"
     largest = f"{alpha.low:.2g}{at_most}" if alpha.high is not None else f"at least {alpha.low:.2g}"
+    if alpha.mean == alpha.low == 0 and alpha.high in (None, 0):
+        return f"{SYMBOLS[alpha.which]} is 0 at every token that was met ({alpha.grade})"
     if basis == "largest":
-        return f"{SYMBOLS[alpha.which]} is {largest} at its largest and {alpha.mean:.2g} on average ({alpha.grade})"
-    return f"{SYMBOLS[alpha.which]} is {alpha.mean:.2g} on average, {largest} at its largest ({alpha.grade})"
+        return f"{SYMBOLS[alpha.which]} has a largest value of {largest} and a mean of {alpha.mean:.2g} ({alpha.grade})"
+    return f"{SYMBOLS[alpha.which]} has a mean of {alpha.mean:.2g} and a largest value of {largest} ({alpha.grade})"
 
 
 def _known(row: Mapping[str, Any], name: str) -> float | None:

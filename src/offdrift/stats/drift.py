@@ -12,6 +12,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
@@ -21,11 +22,13 @@ from offdrift.correction import Corrected
 from offdrift.divergence.evidence import Divergence, Grade
 from offdrift.errors import BadValueError
 from offdrift.logprobs import LogProbs
+from offdrift.notebook import box, brief, chart, columns_of, frame, paragraph, table
 from offdrift.numerics import (
     LOG_RATIO_LIMIT,
     NEAR,
     blocks,
     clamped,
+    concrete,
     largest_of,
     log_sums,
     totals,
@@ -35,6 +38,8 @@ from offdrift.numerics import (
 from offdrift.ratios import stopped_log_ratio
 from offdrift.segments import Segments
 from offdrift.stats.alphas import PAIRS, reweighted_tv, tv_bins
+from offdrift.stats.metrics import metric_rows, metrics_html, summarize
+from offdrift.texts import as_json
 
 SHARE = 100
 """One in so many tokens is in the tail, and at least one."""
@@ -72,7 +77,7 @@ class Tails:
             >>> off[[3, 7]] = -2.0
             >>> tails = Tails()
             >>> tails.add(LogProbs.pack(zero, off, segments=Segments.from_lengths([200])))
-            >>> sums = tails.sums(lambda own: [own])
+            >>> sums = tails.sums(lambda part: [part])
             >>> bool(sums["full/k3_top"] == sums["full/k3_binned"])
             True
         """
@@ -82,8 +87,8 @@ class Tails:
         for on in (name for name in SECOND if name in available):
             k3 = torch.cat(self.k3[on]).double() if on in self.k3 else torch.zeros(0).double()
             worst = -(-sum(gather(len(k3))) // SHARE)
-            own = k3.topk(min(worst, len(k3))).values
-            tops, totals = zip(*gather((own.cpu(), k3.sum().cpu())), strict=True)
+            largest = k3.topk(min(worst, len(k3))).values
+            tops, totals = zip(*gather((largest.cpu(), k3.sum().cpu())), strict=True)
             tails[f"{on}/k3_top"] = torch.cat(tops).topk(worst).values.sum()
             tails[f"{on}/k3_binned"] = torch.stack(totals).sum()
         return tails
@@ -98,9 +103,11 @@ SECOND = {"mismatch": "old", "full": "current"}
 """The policy that each ratio compares the rollout policy with."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DriftStats:
     """Mergeable sufficient statistics of any number of batches.
+
+    A notebook shows their metrics, and how a divergence goes along responses.
 
     `sums`, `maxima` and `logs` follow `sum_names`, `max_names` and `log_names`; `logs` are logarithms
     of sums. `by_position` holds, per response position, the summed divergence of each exact or
@@ -147,7 +154,7 @@ class DriftStats:
         """
         unscored = logprobs.unscored
         if unscored is not None:
-            of = logprobs.at_scored
+            of = logprobs.select_scored
             divergences = {k: d.map(of) for k, d in (divergences or {}).items()}
             corrected = None if corrected is None else corrected.map(of)
             clipped = None if clipped is None else of(clipped)
@@ -181,11 +188,11 @@ class DriftStats:
             tuple(sums),
             vector_of(sums.values(), logprobs.logp_rollout),
             tuple(maxima),
-            vector_of(maxima.values(), logprobs.logp_rollout),
-            tuple(logs),
-            vector_of(logs.values(), logprobs.logp_rollout),
-            by_position,
-            str(Grade.weakest(grades)) if grades else "sampled",
+            maxima=vector_of(maxima.values(), logprobs.logp_rollout),
+            log_names=tuple(logs),
+            logs=vector_of(logs.values(), logprobs.logp_rollout),
+            by_position=by_position,
+            grade=str(Grade.weakest(grades)) if grades else "sampled",
         )
 
     def merge(self, other: DriftStats) -> DriftStats:
@@ -198,7 +205,16 @@ class DriftStats:
             short, long = sorted((x, positions.get(name, x[:0])), key=len)
             positions[name] = long + torch.cat([short, short.new_zeros(len(long) - len(short))])
         grade = str(Grade.weakest([self.grade, other.grade]))
-        return DriftStats(sum_names, sums, max_names, maxima, log_names, logs, positions, grade)
+        return DriftStats(
+            sum_names,
+            sums,
+            max_names,
+            maxima=maxima,
+            log_names=log_names,
+            logs=logs,
+            by_position=positions,
+            grade=grade,
+        )
 
     @staticmethod
     def merge_all(stats: Iterable[DriftStats]) -> DriftStats:
@@ -208,7 +224,7 @@ class DriftStats:
     def plus(
         self, sums: Mapping[str, Tensor | float], maxima: Mapping[str, Tensor | float] | None = None
     ) -> DriftStats:
-        """The same with more sums and maxima, under names of their own.
+        """Add sums and maxima, under names of their own.
 
         A sum whose count is not the batch's brings it along: `x/n` beside `x`.
         """
@@ -234,15 +250,49 @@ class DriftStats:
         )
 
     def with_sum(self, name: str, value: Shaped[Tensor, ""]) -> DriftStats:
-        """The same with one more sum, under a name of its own."""
+        """Add one sum, under a name of its own."""
         return self.plus({name: value})
 
     def with_max(self, name: str, value: Shaped[Tensor, ""]) -> DriftStats:
-        """The same with one more maximum, under a name of its own."""
+        """Add one maximum, under a name of its own."""
         return self.plus({}, {name: value})
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Every metric that these statistics allow, by name: `summarize`, with one transfer to the host."""
+        return summarize(self)
+
+    def to_frame(self) -> Any:
+        """The metrics as a frame of pandas or polars, a row for each: value, unit, direction and formula.
+
+        Raises: `OffdriftError` if neither is installed.
+        """
+        return frame(columns_of(metric_rows(self.metrics)))
+
+    def to_json(self, indent: int | None = None) -> str:
+        """The metrics as JSON, with the `grade` of the evidence; null for what is not known."""
+        return as_json({"grade": self.grade, "metrics": self.metrics}, indent)
+
+    def __repr__(self) -> str:
+        """Tokens, sequences, and the KL of the first two ratios; of an accelerator, which is not waited for, names."""
+        if not concrete(self.sums).is_cpu:
+            return f"DriftStats: {len(self.sum_names)} sums on {self.sums.device}, {self.grade} evidence"
+        sums = dict(zip(self.sum_names, concrete(self.sums).tolist(), strict=True))
+        counts = f"{sums.get('n', 0):,.0f} tokens in {sums.get('b', 0):,.0f} sequences"
+        pairs = [name.removesuffix("/k3") for name in sums if name.endswith("/k3")]
+        sizes = [(on, sums[f"{on}/k3"] / sums[f"{on}/n"]) for on in pairs if sums.get(f"{on}/n")]
+        drifts = [f"  {on}: KL {k3:.3g} nat per token (k3)" for on, k3 in sizes]
+        return brief(f"DriftStats: {counts}, {self.grade} evidence", *drifts)
+
+    def _repr_html_(self) -> str:
+        charts = []
+        for name in sorted(self.by_position.keys() - {"n"}):
+            title, means = f"mean {name} by position", self.by_position[name] / self.by_position["n"].clamp(min=1)
+            charts.append((title, chart(means.tolist(), name=title)))
+        return box(paragraph(f"{self.grade} evidence", strong="DriftStats"), metrics_html(self.metrics), table(charts))
+
     def cpu(self) -> DriftStats:
-        """The same on the CPU, to be sent to another process."""
+        """Return the statistics on the CPU, to be sent to another process."""
         positions = {name: x.cpu() for name, x in self.by_position.items()}
         vectors = {"sums": self.sums.cpu(), "maxima": self.maxima.cpu(), "logs": self.logs.cpu()}
         return replace(self, **vectors, by_position=positions)
@@ -356,10 +406,10 @@ def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Na
     # count_nonzero: the sum of a bool tensor would first copy it to int64.
     sums["gate/kept_tokens"] = corrected.keep.count_nonzero()
     if corrected.rejected_by:
-        kept = segments.sum(corrected.keep.to(weight.dtype)) > 0
+        accepted = segments.sum(corrected.keep.to(weight.dtype)) > 0
     else:
-        kept = segments.lengths > 0
-    sums["gate/kept_sequences"] = kept.sum()
+        accepted = segments.lengths > 0
+    sums["gate/kept_sequences"] = accepted.sum()
     for i, (gate, rejected) in enumerate(corrected.rejected_by.items()):
         sums[f"gate/{i}/rejected_tokens"] = rejected.count_nonzero()
         kind = (gate.on, getattr(gate, "unit", None), getattr(gate, "statistic", None))

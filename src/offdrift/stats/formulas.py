@@ -108,7 +108,7 @@ def margin_quantile(share: float) -> Formula:
 
 
 def octave_counts(x: Float[Tensor, " m"], *, low: int, bins: int) -> Int[Tensor, " bins"]:
-    """How many numbers lie in each bin of a factor of two, from 2^low on; smaller and larger ones in the end bins."""
+    """Count the numbers in each bin of a factor of two, from 2^low on; smaller and larger ones in the end bins."""
     octave = x.float().clamp(min=2.0**low, max=2.0 ** (low + bins - 1)).log2().floor().long() - low
     return torch.zeros(bins, dtype=torch.int64, device=x.device).index_add(0, octave, torch.ones_like(octave))
 

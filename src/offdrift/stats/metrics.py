@@ -7,16 +7,17 @@ ratios of all sampled tokens: they do not change with the correction that was ch
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.errors import ShapeError
+from offdrift.notebook import table
 from offdrift.segments import Segments
 from offdrift.stats.alphas import ROWS as ALPHAS
-from offdrift.stats.drift import DriftStats
 from offdrift.stats.formulas import (
     NO_VARIANCE,
     Formula,
@@ -98,7 +99,8 @@ def shape(on: str, second: str) -> list[Metric]:
                "standard errors",
                "neither", lambda s: s[f"{on}/excess"] / math.sqrt(s[f"{on}/excess2"])),
         Metric(f"{on}/slope", "1",
-               f"slope of the regression of log {second} on log mu: 1 / T where temperature T was left out",
+               f"slope of the regression of log {second} on log mu: about T where the trainer ignores "
+               "the engine's temperature T, about 1 / T where the engine recorded log-probs before it applied T",
                "neither", _slope(on)),
         Metric(f"{on}/slope_r2", "1", f"squared correlation of log {second} and log mu", "better",
                lambda s: _same_token(on, s) ** 2),
@@ -172,7 +174,7 @@ def _slope(on: str) -> Formula:
 def _same_token(on: str, s: Numbers) -> float:
     x, xx, xl = s[f"{on}/x"], s[f"{on}/x2"], s[f"{on}/xl"]
     y, yy = x + s[f"{on}/l_limited"], xx + 2 * xl + s[f"{on}/l2"]
-    return correlation(s[f"{on}/n"], x, xx, y, yy, xx + xl)
+    return correlation(s[f"{on}/n"], x, xx, y=y, yy=yy, xy=xx + xl)
 
 
 def _shifted(on: str, where: str) -> Formula:
@@ -271,13 +273,23 @@ MAX_GATES = 8
 """Gates of one method that are counted apart; all of them count together in `gate/drop_frac_*`."""
 
 
-def summarize(stats: DriftStats) -> dict[str, float]:
+@runtime_checkable
+class Sums(Protocol):
+    """`DriftStats`, of which only the numbers are read."""
+
+    def to_host(self) -> dict[str, float]:
+        """All sums, extremes and logs of sums by name."""
+        ...
+
+
+def summarize(stats: Sums) -> dict[str, float]:
     """Every metric of the table that these statistics allow, by name.
 
     Example:
         >>> import torch
         >>> from offdrift.logprobs import LogProbs
         >>> from offdrift.segments import Segments
+        >>> from offdrift.stats.drift import DriftStats
         >>> lp = LogProbs.pack(torch.tensor([-1.0, -2.0]), torch.tensor([-1.1, -1.9]),
         ...                    segments=Segments.from_lengths([2]))
         >>> round(summarize(DriftStats.of(lp))["full/k3"], 5)
@@ -295,6 +307,41 @@ def summarize(stats: DriftStats) -> dict[str, float]:
         except (ZeroDivisionError, ValueError, OverflowError):
             metrics[metric.name] = math.nan
     return metrics
+
+
+def metric_rows(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Metrics as rows of a table: name, value, unit, which direction is better, formula.
+
+    Example:
+        >>> metric_rows({"full/k2": 0.5})[0]["formula"]
+        'mean(l^2) / 2'
+    """
+    better = {"worse": "lower is better", "better": "higher is better", "neither": ""}
+    rows = []
+    for name, value in metrics.items():
+        metric = METRICS[name]
+        row = {"metric": name, "value": value, "unit": metric.unit}
+        rows.append({**row, "direction": better[metric.larger_is], "formula": metric.formula})
+    return rows
+
+
+TELLING = tuple(
+    f"{on}/{name}"
+    for on in ("mismatch", "full", "staleness")
+    for name in ("k3", "ess_frac", "chi2_token", "pearson", "abs_log_ratio_max")
+)
+"""Metrics that a short view of some statistics shows."""
+
+
+def metrics_html(metrics: Mapping[str, float]) -> str:
+    """The telling metrics as a table of HTML, with all others folded away below it."""
+    rows = [row for row in metric_rows(metrics) if math.isfinite(row["value"])]
+    lines = {row["metric"]: (row["metric"], f"{row['value']:.4g}", row["unit"], row["direction"]) for row in rows}
+    first = [lines[name] for name in TELLING if name in lines]
+    rest = [line for name, line in lines.items() if name not in TELLING]
+    return table(first) + (
+        f"<details><summary>{len(rest)} more metrics</summary>{table(rest)}</details>" if rest else ""
+    )
 
 
 def _policy(name: str, count: str) -> list[Metric]:
@@ -315,12 +362,12 @@ def _divergence(name: str, unit: str) -> list[Metric]:
 
 
 def _mean_length(s: Numbers) -> float:
-    """Of whole responses where a log says how long they were; of what was scored elsewhere."""
+    """Mean length of whole responses where a log says how long they were, else of what was scored."""
     return s["length"] / s["length/n"] if "length" in s else s["n"] / s["b"]
 
 
 def _tokens(s: Numbers) -> float:
-    """Of the step: those that the engine scored, which everything else is about, and the others."""
+    """Tokens of the step: those that the engine scored, which everything else is about, and the others."""
     return s["n"] + s.get("unscored", 0.0)
 
 
@@ -423,8 +470,8 @@ _ROWS = [
            mean("turns")),
     Metric("response/truncated_frac", "1", "share of responses that the length limit cut off", "neither",
            lambda s: s["truncated"] / s["truncated/n"]),
-    Metric("version_lag/mean", "step", "mean over tokens of updates since its weights", "worse", mean("version_lag")),
-    Metric("version_lag/max", "step", "most updates since a token's weights", "worse",
+    Metric("version_lag/mean", "update", "mean over tokens of updates since its weights", "worse", mean("version_lag")),
+    Metric("version_lag/max", "update", "most updates since a token's weights", "worse",
            lambda s: s["version_lag_max"]),
     Metric("version_lag/mixed_frac", "1", "share of responses whose tokens several versions of the weights drew",
            "neither", mean("mixed", "mixed/n")),
@@ -467,7 +514,7 @@ _ROWS = [
            "neither", mean("old/approximated")),
     Metric("old/missing_frac", "1", "share of tokens whose old log-prob is the rollout policy's own (bypass)",
            "neither", mean("old/missing")),
-    Metric("old/version_lag", "step",
+    Metric("old/version_lag", "update",
            "most updates between a token's weights and those that scored it as the old policy", "worse",
            lambda s: s["old/version_lag"]),
     Metric("batch/tokens", "token", "response tokens of the step, over all processes", "neither", _tokens),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -34,6 +34,20 @@ class Mean:
     p: float
     """Of the two-sided test that the expectation is 0; 1 where the seeds do not tell."""
 
+    def within(self, lowest: float, highest: float) -> Mean:
+        """Return the mean with its interval's ends inside a range that the expectation cannot leave.
+
+        Ends at infinity, where the seeds tell nothing, and a mean outside of the range stay as they are.
+
+        Example:
+            >>> m = over_seeds([0.2, 0.8]).within(0.0, 1.0)
+            >>> m.low, m.high
+            (0.0, 1.0)
+        """
+        if not (lowest <= self.mean <= highest and math.isfinite(self.low) and math.isfinite(self.high)):
+            return self
+        return replace(self, low=max(self.low, lowest), high=min(self.high, highest))
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -44,7 +58,8 @@ class Comparison:
     there is a verdict."""
     p_adjusted: float
     """Smallest error rate, of all comparisons together, at which Holm's procedure finds a difference."""
-    verdict: Literal["better", "worse", "undecided"]
+    verdict: Literal["better", "worse", "undecided", "no data"]
+    """"no data" where no seed has both numbers."""
 
 
 def student_p(t: float, dof: int) -> float:
@@ -110,15 +125,15 @@ def over_seeds(values: Sequence[float], *, confidence: float = 0.95) -> Mean:
         raise BadValueError(f"values = {list(values)} over seeds are not all finite; leave out runs without a number")
     n, mean = len(x), float(x.mean()) if len(x) else math.nan
     if n < 2:
-        return Mean(mean, -math.inf, math.inf, n, confidence, 1.0)
+        return Mean(mean, -math.inf, math.inf, n=n, confidence=confidence, p=1.0)
     spread = float(x.std(ddof=1))
     if spread <= NO_SPREAD * abs(mean) or spread == 0:
         p = 2.0 ** (1 - n)
         low, high = (mean, mean) if p <= 1 - confidence else (-math.inf, math.inf)
-        return Mean(mean, low, high, n, confidence, p if mean else 1.0)
+        return Mean(mean, low, high, n=n, confidence=confidence, p=p if mean else 1.0)
     error = spread / math.sqrt(n)
     half = student_t(1 - confidence, n - 1) * error
-    return Mean(mean, mean - half, mean + half, n, confidence, student_p(mean / error, n - 1))
+    return Mean(mean, mean - half, mean + half, n=n, confidence=confidence, p=student_p(mean / error, n - 1))
 
 
 def paired(values: Mapping[int, float], baseline: Mapping[int, float], *, confidence: float = 0.95) -> Mean:
@@ -168,5 +183,6 @@ def compare_all(
         difference = paired(*pairs[i], confidence=1 - level)
         better = (difference.mean > 0) == (larger == "better")
         verdict = "undecided" if stopped else "better" if better else "worse"
+        verdict = verdict if difference.n else "no data"
         decided[i] = Comparison(difference, adjusted, verdict)
     return [decided[i] for i in range(len(pairs))]

@@ -34,7 +34,7 @@ Named = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class PerSequence:
-    """What one ratio adds up to in each sequence; 0 in a sequence without tokens."""
+    """Sums of one ratio in each sequence; 0 in a sequence without tokens."""
 
     lengths: Int[Tensor, " b"]
     total: Float[Tensor, " b"]
@@ -55,7 +55,7 @@ class PerSequence:
     def sums(
         segments: Segments, raw: Float[Tensor, " n"], excess: Float[Tensor, " n"], size: Float[Tensor, " n"]
     ) -> PerSequence:
-        """The same from l, e^l - 1 and |l| of every token."""
+        """Sum l, e^l - 1 and |l| of every token in each sequence."""
         return PerSequence(segments.lengths, segments.total(raw), segments.total(excess), segments.largest(size))
 
     def select(self, first: int, last: int) -> PerSequence:
@@ -70,7 +70,7 @@ class PerSequence:
         return PerSequence(*map(torch.cat, columns))
 
     def accepted(self) -> dict[str, Bool[Tensor, " b"]]:
-        """Which sequences with tokens each of `stats.metrics.GATES` lets through."""
+        """Mark the sequences with tokens that each of `stats.metrics.GATES` lets through."""
         filled = self.lengths > 0
         return {
             "sum": filled & (self.total.abs() <= SUM_LIMIT),
@@ -116,8 +116,8 @@ def signature(
     sums: Named = {}
     with torch.no_grad():
         if logprobs.unscored is not None:
-            advantages = None if advantages is None else logprobs.at_scored(advantages)
-            position = logprobs.at_scored(logprobs.segments.position if position is None else position)
+            advantages = None if advantages is None else logprobs.select_scored(advantages)
+            position = logprobs.select_scored(logprobs.segments.position if position is None else position)
             logprobs = logprobs.scored
         if not len(logprobs.logp_rollout):
             return sums

@@ -12,8 +12,10 @@ The command installs the method and goes on as AReaL's own worker. AReaL weighs 
 are token means over the step, whatever aggregate a method was published with. `keep="loss"` leaves AReaL its PPO loss
 and replaces `apply_rejection_sampling`: the method's gates and weights, where `actor.rejection_sampling` is set.
 
-Reference: AReaL 1.0.4 (4aef98d8d), `trainer/ppo/actor.py`: `PPOActor._ppo_update`, `grpo_loss_fn`;
-`utils/functional/functional.py`: `apply_rejection_sampling`.
+With `actor._version: v2` AReaL starts its workers by a command of its own, and none of this acts: keep v1.
+
+Reference: AReaL 1.0.4 (4aef98d8d) and 2.0.0 (cbff54d64), `trainer/ppo/actor.py`: `PPOActor._ppo_update`,
+`grpo_loss_fn`, `PPOActorControllerV2`; `utils/functional/functional.py`: `apply_rejection_sampling`.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ import functools
 import os
 import runpy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from offdrift.adapters.arguments import refuse_set, refuse_unknown
 from offdrift.adapters.frameworks import Replacements, after_import, require
 from offdrift.adapters.hooks import (
     HookConfig,
@@ -114,12 +118,40 @@ def _rebind(module: Any) -> None:
         return result
 
     _REPLACED.replace(module.PPOActor, "_ppo_update", with_metrics)
+    second = getattr(module, "PPOActorControllerV2", None)
+    if second is not None:
+        _REPLACED.replace(second, "ppo_update", _without_effect)
+
+
+def _without_effect(*_: Any, **__: Any) -> None:
+    """Refuse AReaL's v2 controller: it starts workers by its own command, where the method would not act."""
+    raise MethodError(
+        "actor._version: v2 has AReaL start its workers by a command of its own, whatever scheduling_spec.cmd says: "
+        "the method would not act in them; set actor._version: v1"
+    )
 
 
 def _hook() -> LossHook:
     """The hook of this process."""
     config, only = _INSTALLED[0]
     return hook_of(config, only=only, divides=False)
+
+
+NEUTRAL: dict[str, Any] = {
+    "rejection_sampling": None,
+    "m2_threshold": None,
+    "importance_sampling_level": "token",
+    "use_sapo_loss": False,
+    "use_cispo_loss": False,
+}
+"""Arguments of AReaL's `grpo_loss_fn` that choose another loss or correction, and their value without effect."""
+STOOD_IN_FOR = ("eps_clip", "eps_clip_higher", "c_clip", "sapo_tau_pos", "sapo_tau_neg", "use_decoupled_loss")
+"""Its numbers that the method's own stand in for, and a switch that has acted before the loss."""
+LOGGED = ("vocab_min_logits", "vocab_max_logits", "vocab_mean_logits", "vocab_norm_logits")
+"""Per token, for AReaL's statistics alone."""
+REUSED = "reuse_train_logp"
+"""The `prox_logp_method` under which the policy at this update stands for the proximal one."""
+PROXIMAL = ("recompute", "loglinear", "metrics", REUSED)
 
 
 def grpo_loss_fn(
@@ -130,25 +162,25 @@ def grpo_loss_fn(
     *,
     current_version: int | None = None,
     prox_logp_method: str = "recompute",
-    use_sapo_loss: bool = False,
-    m2_threshold: float | None = None,
-    rejection_sampling: Any = None,
     **theirs: Any,
 ) -> Float[Tensor, ""]:
-    """AReaL's `grpo_loss_fn`: the mean over the micro-batch's tokens, which AReaL weighs by their number."""
-    if use_sapo_loss or m2_threshold is not None or rejection_sampling is not None:
-        raise MethodError(
-            "use_sapo_loss, m2_threshold and rejection_sampling are AReaL's own loss, which is "
-            'replaced; turn them off (sapo and m2po are methods here), or install(keep="loss")'
-        )
+    """AReaL's `grpo_loss_fn`: the mean over the micro-batch's tokens, which AReaL weighs by their number.
+
+    Raises: `MethodError` for a setting that chooses AReaL's own loss; `FrameworkError` for one that is unknown.
+    """
+    way_out = 'turn it off (sapo, cispo, gspo and m2po are methods here), or install(keep="loss")'
+    refuse_set(theirs, NEUTRAL, whose="AReaL's own loss", way_out=way_out)
+    refuse_unknown("areal", "grpo_loss_fn", theirs, known={*NEUTRAL, *STOOD_IN_FOR, *LOGGED})
+    prox_logp_method = str(getattr(prox_logp_method, "value", prox_logp_method))
+    check_choice("prox_logp_method", prox_logp_method, PROXIMAL)
     if input_data.get("teacher_logp") is not None:
         raise MethodError("AReaL's distillation loss (teacher_logp) is part of the loss that is replaced")
     mask, hook = input_data["loss_mask"].bool(), _hook()
     hook.reached = True
     if not bool(mask.any()):
         return zero_loss(logprobs)
-    rollout = input_data["logprobs"]
-    proximal = input_data.get("prox_logp")
+    rollout, proximal = input_data["logprobs"], input_data.get("prox_logp")
+    proximal = logprobs.detach() if prox_logp_method == REUSED else proximal
     old = module._resolve_proximal_logp(  # which refuses NaN, at masked positions, too
         prox_logp_gt=None if proximal is None else proximal.where(mask, 0.0),
         prox_logp_method=prox_logp_method,
@@ -160,22 +192,25 @@ def grpo_loss_fn(
     old = require_logprobs(old, mask, "prox_logp", "set actor.use_decoupled_loss and recompute it", beside=logprobs)
     cuts = input_data.get("cu_seqlens")
     packed = _packed(rollout, logprobs, old, mask, cuts)
-    # AReaL shifts log-probs and masks to where a token is predicted, but neither ids nor versions:
+    # AReaL shifts log-probs and masks to where a token is predicted, but neither ids nor versions nor turns:
     # those of the token that is predicted at t stand at t + 1, which is never in another sequence.
-    also = {
-        ours: packed.like_caller(input_data[name].roll(-1, dims=-1)).long()
-        for ours, name in (("tokens", "input_ids"), ("rollout_version", "versions"))
+    of_tokens = {
+        name: packed.like_caller(input_data[name].roll(-1, dims=-1)).long()
+        for name in ("input_ids", "versions", "turn_ids")
         if input_data.get(name) is not None
     }
+    if "turn_ids" in of_tokens:
+        packed = replace(packed, segments=packed.segments.with_turns(of_tokens["turn_ids"]))
+    recorded = {"tokens": "input_ids", "rollout_version": "versions"}
     version_lag = None
-    if current_version is not None and "rollout_version" in also:
-        version_lag = (current_version - also["rollout_version"]).clamp(min=0)
+    if current_version is not None and "versions" in of_tokens:
+        version_lag = (current_version - of_tokens["versions"]).clamp(min=0)
     result = hook.loss(
         packed,
         input_data["advantages"],
         column=None if mask.ndim > 1 or cuts is None else Segments(cuts.long()).position,
         tokens=packed.segments.num_tokens,
-        also=also,
+        also={ours: of_tokens[name] for ours, name in recorded.items() if name in of_tokens},
         batch_info=BatchInfo(version_lag=version_lag),
     )
     tracker = module.stats_tracker
@@ -186,6 +221,7 @@ def grpo_loss_fn(
         entropy=entropy.detach().float(),
         importance_weight=packed.unpack(result.corrected.weight),
         approx_kl=logprobs.detach() - old,
+        **{name: theirs[name] for name in LOGGED if theirs.get(name) is not None},
         denominator="n_valid_tokens",
     )
     return result.loss

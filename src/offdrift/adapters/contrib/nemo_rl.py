@@ -5,10 +5,11 @@ In a launcher, before NeMo-RL's own:
     from offdrift.adapters.contrib import nemo_rl
     nemo_rl.install("dppo_tv", horizon=8192)
 
-`setup` of `nemo_rl.algorithms.grpo` then builds this loss instead of `ClippedPGLossFn`; it travels to the workers as
-a value. NeMo-RL's counts of valid tokens and sequences are the denominators. With `reads="logit"` the loss sees the
-whole distribution of the current policy: if the data carries what the engine sampled from (all of it, or its top k),
-KL and TV between the two are exact, or an interval that contains them, at every token.
+`setup` of `nemo_rl.algorithms.grpo` (or `ppo`, or of its second trainer, `single_controller`) then builds this loss
+instead of `ClippedPGLossFn`; it travels to the workers as a value. NeMo-RL's counts of valid tokens and sequences are
+the denominators. With `reads="logit"` the loss sees the whole distribution of the current policy: if the data carries
+what the engine sampled from (all of it, or its top k), KL and TV between the two are exact, or an interval that
+contains them, at every token.
 
 Reference: NeMo-RL 0.7.0 (81aa43dd) and its main branch (7ea279abf), `algorithms/loss/interfaces.py`:
 `LossFunction`; `algorithms/loss/utils.py`: `prepare_loss_input`; `algorithms/loss/loss_functions.py`:
@@ -27,7 +28,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from offdrift.adapters.frameworks import Replacements, require
+from offdrift.adapters.frameworks import Replacements, after_import, require
 from offdrift.adapters.hooks import (
     DROPPED,
     METRIC_SUMS,
@@ -92,6 +93,13 @@ STOOD_IN_FOR = (
 FOLLOWED = ("force_on_policy_ratio", "use_kl_in_reward")
 """Settings that hold under this loss, too: the first here, the second in NeMo-RL's rewards."""
 
+BUILDERS = (
+    "nemo_rl.algorithms.grpo",
+    "nemo_rl.algorithms.ppo",
+    "nemo_rl.algorithms.single_controller_utils.setup",
+)
+"""Modules that build a policy loss by name: each has a `setup` of its own."""
+
 Reads = Literal["logprob", "logit"]
 Old = Literal["recorded", "current"]
 
@@ -128,13 +136,13 @@ class OffdriftLoss:
 
     @property
     def input_type(self) -> Any:
-        """What NeMo-RL hands over."""
+        """Input that NeMo-RL must pass to this loss: logits or log-probs."""
         kinds = _interfaces().LossInputType
         return kinds.LOGIT if self.reads == "logit" else kinds.LOGPROB
 
     @property
     def metric_normalizations(self) -> dict[str, Any]:
-        """What each returned metric was divided by, in NeMo-RL's words."""
+        """Denominator of each returned metric, as NeMo-RL's `MetricNormalizer`: tokens, sequences or none."""
         by = _interfaces().MetricNormalizer
         named = {f"offdrift/{name}": by.TOKENS for name in (*METRIC_SUMS, DROPPED)}
         whole = by.TOKENS if self.loss_type.name == "TOKEN_LEVEL" else by.SEQUENCES
@@ -260,6 +268,8 @@ def loss(
 def install(method: str | None = None, **options: Any) -> None:
     """Have NeMo-RL's `setup` build this loss; call it before, in the process that calls `setup`.
 
+    That of `grpo`, `ppo` and the second trainer (`single_controller`), now or once it is imported.
+
     Args: as `loss`. `force_on_policy_ratio` and the fused log-probs of NeMo-RL's configuration are
         followed.
 
@@ -268,23 +278,32 @@ def install(method: str | None = None, **options: Any) -> None:
     """
     require("nemo-rl")
     loss(method, **options)  # wrong arguments are an error here, not after minutes of set-up
-    from nemo_rl.algorithms import grpo
-
-    _REPLACED.replace(grpo, "ClippedPGLossFn", functools.partial(_instead, method, options))
+    uninstall()
+    _INSTALLED.append(functools.partial(_instead, method, options))
+    for module in BUILDERS:
+        after_import(module, _rebind)
 
 
 def uninstall() -> None:
-    """Have `setup` build NeMo-RL's own loss again."""
+    """Have every `setup` build NeMo-RL's own loss again."""
+    _INSTALLED.clear()
     _REPLACED.restore()
 
 
+_INSTALLED: list[Any] = []
+"""What builds the loss in this process, one or none."""
 _REPLACED = Replacements()
+
+
+def _rebind(module: Any) -> None:
+    for ours in _INSTALLED:
+        _REPLACED.replace(module, "ClippedPGLossFn", ours)
 
 
 def _instead(
     method: str | None, options: Mapping[str, Any], cfg: Any, use_fused_linear_logprobs: bool = False
 ) -> OffdriftLoss:
-    """What `setup` gets for `ClippedPGLossFn(loss_config, use_fused_linear_logprobs=...)`.
+    """Build the loss that `setup` uses in place of `ClippedPGLossFn(loss_config, use_fused_linear_logprobs=...)`.
 
     NeMo-RL's settings are fields of a model with defaults; in 0.6.0, a dictionary without.
 

@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from offdrift.adapters.arguments import refuse_unknown
 from offdrift.adapters.frameworks import Replacements, after_import, require
 from offdrift.adapters.hooks import HookConfig, LossHook, check_served, hook_of, require_logprobs, zero_loss
 from offdrift.errors import MethodError
@@ -81,6 +82,15 @@ def _rebind(module: Any) -> None:
     _REPLACED.replace(trainer, "ppo_train", with_metrics)
 
 
+STOOD_IN_FOR = (
+    *("clip_eps_low", "clip_eps_high", "dual_clip", "token_level_loss", "policy_loss_type"),
+    *("is_correction_level", "is_correction_mode", "is_correction_gating", "is_correction_threshold"),
+    *("enable_vllm_is_correction", "vllm_is_truncated_threshold", "vllm_is_correction_type"),
+)
+"""Settings of OpenRLHF's loss that the method's own stand in for: clips, aggregate, and its correction (the last three
+until 0.11.1)."""
+
+
 class PolicyLoss(torch.nn.Module):
     """The method in the place of OpenRLHF's `PolicyLoss`.
 
@@ -92,6 +102,7 @@ class PolicyLoss(torch.nn.Module):
 
     def __init__(self, *, values: int = 5, **theirs: Any) -> None:
         super().__init__()
+        refuse_unknown("openrlhf", "PolicyLoss", theirs, known=STOOD_IN_FOR)
         if theirs.get("policy_loss_type", "ppo") != "ppo":
             raise MethodError(
                 f"--actor.policy_loss_type {theirs['policy_loss_type']} chooses OpenRLHF's own loss, "

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from offdrift.adapters.arguments import refuse_unknown
 from offdrift.adapters.frameworks import require
 from offdrift.adapters.hooks import HookConfig, LossHook, check_served, decision_names, decisions, hook_of
 from offdrift.errors import MethodError, check_choice
@@ -30,6 +31,10 @@ HINTS = {
     "logp_old": 'choose a method on="full", or give old="current" (the policy at this update '
     "stands for the old one, so that staleness is zero)"
 }
+
+
+KNOWN = ("trainer_logprobs", "inference_logprobs", "ref_logprobs", "advantages", "loss_mask", "loss_weights")
+"""Fields of prime-rl's `LossInputs` that are used; `ref_logprobs` by methods with a reference."""
 
 
 def loss(
@@ -54,10 +59,13 @@ def loss(
 
     Raises: `EvidenceError`, `MethodError`: prime-rl does not hand over what the method needs.
         `BadValueError`: a loss token's log-prob is NaN or positive.
+        `FrameworkError`: prime-rl hands over a field that this hook does not know.
     """
     # prime-rl has loaded this module by now; nobody else needs it to import ours.
     from prime_rl.trainer.rl.loss import LossOutputs
 
+    fields = getattr(inputs, "__dict__", {})
+    refuse_unknown("prime-rl", "its custom loss", fields, known=KNOWN)
     hook = _hook(method, json.dumps(settings, sort_keys=True), old, record, on_idle)
     mask: Tensor = inputs.loss_mask
     logp: Tensor = inputs.trainer_logprobs

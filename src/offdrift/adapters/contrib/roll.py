@@ -114,7 +114,7 @@ def _hook(whole: bool = False) -> LossHook:
 
 
 class _Loss:
-    """What a worker of ROLL's inherits first."""
+    """Base class that gives a ROLL worker the method's whole loss, in place of ROLL's."""
 
     strategy: Any
     pipeline_config: Any
@@ -198,7 +198,7 @@ def _variant(config: Any) -> str | None:
 
 
 class _Correction:
-    """What a correcting worker inherits first."""
+    """Base class that adds the method's gates and weights to a ROLL worker and keeps ROLL's own loss."""
 
     pipeline_config: Any
     reads_variant = False

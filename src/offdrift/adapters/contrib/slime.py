@@ -35,6 +35,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from offdrift.adapters.arguments import refuse_unknown
 from offdrift.adapters.base import environ, recorder_of
 from offdrift.adapters.frameworks import FRAMEWORKS, require
 from offdrift.adapters.hooks import (
@@ -72,7 +73,9 @@ def tis(
     loss_masks: Tensors,
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
-    **_: Any,
+    parallel_state: Any = None,
+    max_seq_lens: Any = None,
+    **unknown: Any,
 ) -> tuple[Float[Tensor, " local"], list[Tensor], dict[str, Float[Tensor, " local"]]]:
     """slime's custom TIS function: the loss times the method's weights, zero where a gate rejects.
 
@@ -87,12 +90,15 @@ def tis(
         loss_masks: nonzero where a token may train, of whole responses.
         total_lengths: of prompts and responses, tokens.
         response_lengths: tokens.
+        parallel_state, max_seq_lens: miles' own, read by the context-parallel helpers of its other losses alone.
 
     Returns: token losses; masks of whole responses; metrics per token, which slime averages.
 
     Raises: `EvidenceError`, `MethodError`: this hook cannot serve the method.
         `BadValueError`: a trainable token's log-prob is NaN or positive.
+        `FrameworkError`: slime passes what this hook does not know.
     """
+    refuse_unknown(_framework(), "its custom TIS function", unknown)
     hook = _hook(_framework())
     if rollout_log_probs is None:
         raise EvidenceError(f"slime gave no rollout_log_probs; {WITHOUT_MU}")
@@ -206,7 +212,7 @@ def _hook(framework: str, whole: bool = False) -> LossHook:
 
 
 def _framework() -> str:
-    """Which of the two loaded us: miles is a fork of slime, and has slime's hooks."""
+    """Return the framework that loaded this module. miles is a fork of slime and calls the same hooks."""
     return "miles" if "miles" in sys.modules and "slime" not in sys.modules else "slime"
 
 

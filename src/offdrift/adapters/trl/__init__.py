@@ -9,15 +9,20 @@ Two modes:
     mode="loss"      the method's whole loss in place of TRL's; KL to the reference, entropy bonus and
                      router loss stay TRL's, and are added
 
-TRL's own correction (`vllm_importance_sampling_correction`) is switched off: together they would count
-one ratio twice. Metrics and findings are in TRL's logs under "offdrift/". Evaluation is left alone.
+A method without gates and weights (`method="disabled"`) with a record changes nothing: it measures and records.
+
+TRL's own correction (`vllm_importance_sampling_correction`) is switched off where ours acts: together they would count
+one ratio twice. Its metrics (`sampling/...`) stay. Metrics and findings are in TRL's logs under "offdrift/". Evaluation
+is left alone.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -27,8 +32,10 @@ from torch import Tensor
 
 from offdrift.adapters.base import Adapter, OnIdle
 from offdrift.adapters.frameworks import require
+from offdrift.adapters.selection import Choice
 from offdrift.adapters.trl import batch as trl_batch
-from offdrift.adapters.trl.batch import ENTROPY, Piece
+from offdrift.adapters.trl import proof
+from offdrift.adapters.trl.batch import ENTROPY, MicroBatch
 from offdrift.batch_info import Observed
 from offdrift.errors import EvidenceError, FrameworkError, LivenessError, MethodError, check_choice
 from offdrift.judge import Context
@@ -51,7 +58,7 @@ class OffdriftMixin(Base):
 
     Args:
         positional: as the trainer's, and so are other keywords.
-        method: name of a row of `METHODS`, or any composition.
+        method: name of a row of `METHODS`, or of code ("mine.py:mine"), or any composition.
         mode: what is taken of it, see the module.
         settings: single values of the method, as paths for `override`.
         record: where tokens are recorded: a folder, a `Recorder`, or True for `rollouts` beside
@@ -59,6 +66,7 @@ class OffdriftMixin(Base):
         context: what else the diagnosis knows of the run.
         rules: a TOML file over the built-in rules.
         on_idle: whether a correction that cannot act is an error or a warning.
+        metrics: those that TRL logs, as `Adapter` takes them.
 
     Raises: `FrameworkError` for a TRL that is missing or too old; `MethodError` for a method that cannot
         be used so, or a setting that would be ignored; `EvidenceError` if it needs whole distributions;
@@ -78,14 +86,17 @@ class OffdriftMixin(Base):
         context: Context | None = None,
         rules: Path | None = None,
         on_idle: OnIdle = "error",
+        metrics: Choice | None = None,
         **named: Any,
     ) -> None:
         require("trl")
+        proof.refuse_class(type(self), OffdriftMixin)
         check_choice("mode", mode, get_args(Mode))
-        refuse_method(override(row(method) if isinstance(method, str) else method, settings), mode)
+        chosen = override(row(method) if isinstance(method, str) else method, settings)
+        refuse_method(chosen, mode, records=bool(record))
         super().__init__(*positional, **named)
         folder = Path(str(self.args.output_dir)) / "rollouts" if record is True else record or None
-        options = {"record": folder, "context": context, "rules": rules, "on_idle": on_idle}
+        options = {"record": folder, "context": context, "rules": rules, "on_idle": on_idle, "metrics": metrics}
         adapter = Adapter(method, framework="trl", settings=settings, gather=self._everyone, **options)
         self._attach(adapter, mode, on_idle)
         if self.use_vllm and self.vllm_mode == "colocate":
@@ -94,18 +105,23 @@ class OffdriftMixin(Base):
     def _attach(self, adapter: Adapter, mode: Mode, on_idle: OnIdle) -> None:
         self.offdrift, self._on_idle = adapter, on_idle
         self._mode: Mode = mode
-        self.vllm_importance_sampling_correction = False
+        parts = adapter.method.correction
+        self._acts = mode == "loss" or bool(parts.gates or parts.weights)
+        self._corrects = self.vllm_importance_sampling_correction
+        self.vllm_importance_sampling_correction = self._corrects and not self._acts
         self._rewards: Tensor | None = None
         self._scored: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._generations = 0
         self._normalizer: float | None = None
+        self._proved = False
         self._close()
         refuse_settings(self, adapter.method, mode)
         if not (self.use_vllm or self.rollout_func is not None):
             self._blind("TRL's own generation returns no log-probs")
-        parts = adapter.method.correction
         used = "; ".join(part.formula for part in (*parts.gates, *parts.weights))
         rest = f"in TRL's loss {self.loss_type!r}; the method's own objective is not used"
+        if not self._acts:
+            used, rest = "nothing", f"is changed in TRL's loss {self.loss_type!r}: it is measured and recorded"
         if mode == "loss":
             used = adapter.method.describe()
             rest = f"and TRL's loss_type={self.loss_type!r} only divides its own extra terms"
@@ -118,7 +134,8 @@ class OffdriftMixin(Base):
         return parts
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        output = super()._generate_and_score_completions(inputs)
+        with self._own_correction():  # which also logs sampling/...
+            output = super()._generate_and_score_completions(inputs)
         if not self.model.training:
             return output
         if "sampling_per_token_logps" not in output:
@@ -138,6 +155,15 @@ class OffdriftMixin(Base):
                 output[ENTROPY] = self._score(self.model, output, batch_size=size)[1]
         return output
 
+    @contextmanager
+    def _own_correction(self) -> Iterator[None]:
+        """TRL's own correction as its configuration has it, where ours does not act."""
+        self.vllm_importance_sampling_correction = self._corrects
+        try:
+            yield
+        finally:
+            self.vllm_importance_sampling_correction = self._corrects and not self._acts
+
     def _get_per_token_logps_and_entropies(self, *arguments: Any, **named: Any) -> Any:
         """The forward pass; within TRL's loss, the one that was just made."""
         if self._scored is not None:
@@ -147,19 +173,22 @@ class OffdriftMixin(Base):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         if not self.model.training:
-            return super()._compute_loss(model, inputs)
+            with self._own_correction():
+                return super()._compute_loss(model, inputs)
         if not self._open:
             self._begin(model)
         logp, entropy, aux = self._score(model, inputs, compute_aux_loss=self.aux_loss_enabled)
+        if self._acts and not self._proved:
+            self._prove(model, inputs, logp, entropy, aux)
         piece = self._piece(inputs, logp, entropy)
         unscored = trl_batch.trainable(inputs).sum() - trl_batch.scored(inputs).sum()
         self._unscored = self._unscored.to(unscored.device) + unscored
         if self.offdrift.recorder is not None:
             decode = functools.partial(self._tokenizer.batch_decode, skip_special_tokens=True)
-            how = {"version": self.state.global_step, "ends": self.eos_token_ids, "decode": decode}
+            how = {"version": self.state.global_step, "ends": self._ends, "decode": decode}
             self.offdrift.recorder.add(trl_batch.recorded(inputs, logp, entropy, **how))
         own, changed, live = self._decide(inputs, piece)
-        self._scored = trl_batch.harmless(changed, logp, live), entropy, aux
+        self._scored = trl_batch.harmless(changed, logp, live) if self._acts else logp, entropy, aux
         loss = super()._compute_loss(model, changed)
         if self._scored is not None:
             raise FrameworkError(SCORED_ELSEWHERE)
@@ -208,7 +237,7 @@ class OffdriftMixin(Base):
             # Gradients are averaged over processes.
             everyone = self._everyone(part)
             self._normalizer = max(sum(everyone), 1.0) / len(everyone)
-        if not (method.looks_ahead and (count > 1 or self.accelerator.num_processes > 1)):
+        if not (method.needs_whole_step and (count > 1 or self.accelerator.num_processes > 1)):
             return
         own = []
         with torch.no_grad():
@@ -221,16 +250,45 @@ class OffdriftMixin(Base):
         if parts:
             self._observed = functools.reduce(Observed.merge, parts).to(self.accelerator.device)
 
-    def _decide(self, inputs: dict[str, Any], piece: Piece | None) -> tuple[Tensor | None, dict[str, Any], Tensor]:
+    def _prove(self, model: Any, inputs: dict[str, Any], logp: Tensor, entropy: Tensor, aux: Tensor | None) -> None:
+        """Once per run: TRL's loss takes corrections as they are handed over; see `proof`.
+
+        Raises: `FrameworkError` naming the class and its options, in every process.
+        """
+        self._proved = True
+        tried = copy.copy(self)  # what the loss writes down is thrown away with it
+        tried._metrics = copy.deepcopy(self._metrics)
+
+        def loss(given: dict[str, Any], leaf: Tensor) -> Tensor:
+            tried._scored = leaf, entropy.detach(), None if aux is None else aux.detach()
+            return super(OffdriftMixin, tried)._compute_loss(model, given)
+
+        def piece_of(given: dict[str, Any], leaf: Tensor) -> MicroBatch | None:
+            return self._piece(given, leaf, entropy)
+
+        correct = self._mode == "correct"
+        problem = proof.problem_of(loss, inputs, logp, piece_of, loss_type=self.loss_type, opened=correct)
+        problems = [p for p in self._everyone(problem) if p]
+        if problems:
+            theirs = next(c for c in type(self).__mro__ if "_compute_loss" in vars(c) and c is not OffdriftMixin)
+            raise FrameworkError(
+                f"{theirs.__module__}.{theirs.__qualname__} with loss_type={self.loss_type!r} and "
+                f"importance_sampling_level={self.importance_sampling_level!r} has a loss that this adapter does not "
+                f"know: {problems[0]}. Choose another loss_type, or a tested version of TRL (docs/integrations/trl.md)"
+            )
+
+    def _decide(self, inputs: dict[str, Any], piece: MicroBatch | None) -> tuple[Tensor | None, dict[str, Any], Tensor]:
         """Our loss (mode="loss"), TRL's inputs, and where TRL's policy term may push."""
         nowhere = torch.zeros_like(trl_batch.trainable(inputs))
         if piece is None:
             self.offdrift.skip()
-            return None, trl_batch.silenced(inputs), nowhere
+            return None, trl_batch.silenced(inputs) if self._acts else inputs, nowhere
         lp, advantages, batch_info = piece.logprobs, piece.advantages, piece.batch_info
         if self._mode == "correct":
             batch_info = replace(batch_info, observed=self._observed)
             decided = self.offdrift.correct(lp, advantages, batch_info)
+            if not self._acts:
+                return None, inputs, nowhere
             changed = trl_batch.corrected_inputs(inputs, piece, decided, loss_type=self.loss_type)
             return None, changed, lp.unpack(decided.keep)
         result = self.offdrift.loss(
@@ -259,11 +317,17 @@ class OffdriftMixin(Base):
         width = inputs["completion_ids"].size(1)
         return forward(model, ids, present, width, compute_entropy=True, **more, **options)
 
-    def _piece(self, inputs: dict[str, Any], logp: Tensor, entropy: Tensor) -> Piece | None:
+    def _piece(self, inputs: dict[str, Any], logp: Tensor, entropy: Tensor) -> MicroBatch | None:
         """The micro-batch as the library sees it."""
         config = self.accelerator.unwrap_model(self.model).config.get_text_config()
         vocab, version = config.vocab_size, self.state.global_step
         return trl_batch.piece_of(inputs, logp, entropy, vocab=vocab, version=version)
+
+    @property
+    def _ends(self) -> list[int]:
+        """Token ids that end a completion; before 1.14 TRL knows those of the tokenizer alone."""
+        own = (self._tokenizer.eos_token_id, self._tokenizer.pad_token_id)
+        return getattr(self, "eos_token_ids", None) or [token for token in own if token is not None]
 
     def _everyone(self, own: Any) -> list[Any]:
         """One object of every process, in every process."""
@@ -325,8 +389,11 @@ SCORED_ELSEWHERE = (
 )
 
 
-def refuse_method(method: Method, mode: Mode) -> None:
+def refuse_method(method: Method, mode: Mode, *, records: bool = False) -> None:
     """Raise if a method cannot mean what its user hopes in this mode.
+
+    Args:
+        records: whether tokens are recorded, which is something to do without any gate or weight.
 
     Example:
         >>> from offdrift.methods import method
@@ -350,9 +417,11 @@ def refuse_method(method: Method, mode: Mode) -> None:
             raise MethodError("the method scales the learning rate of each step, which belongs to TRL")
         return
     if not (method.correction.gates or method.correction.weights):
+        if records:
+            return
         raise MethodError(
             f"the method ({method.describe()}) has neither gates nor weights, so nothing would be "
-            'corrected; mode="loss" uses its objective'
+            'corrected; mode="loss" uses its objective, record=True measures and records'
         )
     if method.anchor is not None:
         raise MethodError('the method replaces the old policy; TRL\'s loss would not: use mode="loss"')
@@ -373,7 +442,7 @@ def refuse_settings(trainer: Any, method: Method, mode: Mode) -> None:
             f'{changed} belong to TRL\'s policy loss, which mode="loss" replaces; leave them at '
             'their defaults, or use mode="correct"'
         )
-    whole = method.looks_ahead or (mode == "loss" and method.aggregate == "token_mean")
+    whole = method.needs_whole_step or (mode == "loss" and method.aggregate == "token_mean")
     steps, accumulated = trainer.args.steps_per_generation, trainer.args.gradient_accumulation_steps
     if whole and steps % accumulated:
         raise MethodError(
@@ -390,7 +459,7 @@ def mend_sync(generation: Any) -> None:
     TRL writes into the model's parameters one by one. On CPUs vLLM has packed some of them, and lost
     the loaders that could repack. `generation` is the trainer's `vllm_generation`.
     """
-    from offdrift.engines.isolation import host_kept
+    from offdrift.engines.isolation import preserve_host_state
     from offdrift.engines.vllm.engine import is_cpu, repacked
 
     if not is_cpu():
@@ -398,7 +467,7 @@ def mend_sync(generation: Any) -> None:
 
     def sync_weights() -> None:
         llm, weights = generation.llm, generation._iter_named_params()
-        with host_kept():
+        with preserve_host_state():
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             repacked(llm)
             llm.reset_prefix_cache()

@@ -32,7 +32,7 @@ REWARD, ENTROPY = "offdrift_reward", "offdrift_entropy"
 
 
 @dataclass(frozen=True)
-class Piece:
+class MicroBatch:
     """A packed micro-batch: `n` trainable, scored tokens in `b` sequences."""
 
     logprobs: LogProbs
@@ -43,7 +43,7 @@ class Piece:
 def marked(
     output: Inputs, *, process: int, earlier: int, group: int, version: int, rewards: Tensor | None
 ) -> dict[str, Any]:
-    """What TRL made of a generation, with group, version and reward of each sequence.
+    """Return TRL's output for one generation with the group id, weight version and reward of each sequence added.
 
     Args:
         process: index of this one, which drew as many sequences as any other.
@@ -75,7 +75,7 @@ def scored(inputs: Inputs) -> Bool[Tensor, "b t"]:
 
 def piece_of(
     inputs: Inputs, logp: Float[Tensor, "b t"], entropy: Float[Tensor, "b t"], *, vocab: int, version: int
-) -> Piece | None:
+) -> MicroBatch | None:
     """The micro-batch packed, at optimizer step `version`; None if it has no token that can be used.
 
     Without old log-probs the current ones are the old ones: TRL leaves them out where no update
@@ -112,10 +112,10 @@ def piece_of(
         rewards=None if rewards is None else at_least_float32(rewards),
         version_lag=None if drawn is None else lp.segments.spread(version - drawn),
     )
-    return Piece(lp, at_least_float32(lp.like_caller(advantages)), batch_info)
+    return MicroBatch(lp, at_least_float32(lp.like_caller(advantages)), batch_info)
 
 
-def corrected_inputs(inputs: Inputs, piece: Piece, decided: Corrected, *, loss_type: str) -> dict[str, Any]:
+def corrected_inputs(inputs: Inputs, piece: MicroBatch, decided: Corrected, *, loss_type: str) -> dict[str, Any]:
     """TRL's inputs with the decisions in them.
 
     Every loss of TRL is linear in the size of the advantage and otherwise reads its sign alone: A w for
@@ -158,7 +158,7 @@ def harmless(inputs: dict[str, Any], logp: Float[Tensor, "b t"], live: Bool[Tens
 
 
 def denominator(window: Sequence[Inputs], *, aggregate: AggregateName, horizon: int) -> float:
-    """What these micro-batches add to the step's denominator: tokens, or sequences (times horizon)."""
+    """Return what these micro-batches add to the step's denominator: tokens, sequences, or sequences times horizon."""
     if aggregate == "token_mean":
         return float(torch.stack([scored(inputs).sum() for inputs in window]).sum())
     sequences = sum(len(inputs["completion_mask"]) for inputs in window)

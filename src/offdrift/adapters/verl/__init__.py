@@ -4,7 +4,7 @@ Entry point of group `verl.plugins`, which verl imports in every process. No mod
 here; what follows is arranged for the time when verl's own modules are imported:
 
     core_algos             policy losses `offdrift/<method>` and estimators `offdrift/<name>`,
-                           `offdrift/<name>/kept` are registered
+                           `offdrift/<name>/kept` are registered; `offdrift//folder/mine.py:mine` is code
     rollout_corr_helper    bypass mode leaves `offdrift/<method>` as the loss; `install` is called if
                            OFFDRIFT_METHOD or OFFDRIFT_RECORD is set
 
@@ -29,6 +29,7 @@ from offdrift.errors import FrameworkError
 
 if TYPE_CHECKING:
     from offdrift.adapters.base import OnIdle
+    from offdrift.adapters.selection import Choice
     from offdrift.adapters.verl.driver import Driver
     from offdrift.judge import Context
     from offdrift.methods import Method
@@ -62,12 +63,15 @@ def register(core: ModuleType) -> None:
     Rows that need what verl does not pass are registered, too, and say so when they are called.
     """
     from offdrift.adapters.verl.driver import advantage_named, estimator_names
-    from offdrift.adapters.verl.losses import modes, policy_loss_named
+    from offdrift.adapters.verl.losses import modes, policy_loss_named, with_code
     from offdrift.methods import METHODS
 
     for name in METHODS:
         if f"offdrift/{name}" not in core.POLICY_LOSS_REGISTRY:
             core.register_policy_loss(f"offdrift/{name}")(policy_loss_named(name))
+    find = getattr(core, "get_policy_loss_fn", None)
+    if find is not None and not hasattr(find, "__wrapped__"):
+        Replacements().replace(core, "get_policy_loss_fn", with_code(find), everywhere=True)
     names = estimator_names()
     for name in names:
         if f"offdrift/{name}" not in core.ADV_ESTIMATOR_REGISTRY:
@@ -90,6 +94,7 @@ def install(
     context: Context | None = None,
     rules: Path | None = None,
     on_idle: OnIdle = "error",
+    metrics: Choice | None = None,
 ) -> None:
     """Put this library in the place of verl's driver-side correction, in this process.
 
@@ -103,6 +108,7 @@ def install(
         record: folder (or `Recorder`) for tokens, log-probs, advantages, versions and groups.
         context, rules: for the diagnosis, see `Adapter`.
         on_idle: "warn" logs that a configured part cannot act, "error" ends the run.
+        metrics: those that are logged, as `Adapter` takes them.
 
     Raises: `FrameworkError` if verl is missing or too old; `MethodError` for an unknown method, or
         one whose driver's share depends on advantages.
@@ -112,7 +118,7 @@ def install(
     require("verl")
     uninstall()
     _STATE["driver"] = driver = Driver(
-        method, settings=settings, record=record, context=context, rules=rules, on_idle=on_idle
+        method, settings=settings, record=record, context=context, rules=rules, on_idle=on_idle, metrics=metrics
     )
     for home in TAKEN_OVER:
         after_import(home, _take_over)
@@ -166,7 +172,7 @@ def _take_over(module: ModuleType) -> None:
 
 
 def _plug_in(module: ModuleType) -> None:
-    """What a process needs from one of verl's modules, whether a driver is installed there or not."""
+    """Register with verl when its core module is loaded; elsewhere, keep our loss in verl's bypass mode."""
     if module.__name__ == CORE:
         try:
             require("verl")

@@ -34,7 +34,7 @@ LOSSES = ("ppo_clip", "reinforce")
 
 @dataclass(frozen=True)
 class Mapped:
-    """What became of one key."""
+    """One configuration key of verl, its value, and the setting of offdrift that it becomes."""
 
     key: str
     value: Any

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from offdrift.adapters.arguments import refuse_set
 from offdrift.adapters.base import PREFIX, Adapter, OnIdle, recorder_of
 from offdrift.adapters.verl.config import RolloutCorrection, read_rollout_correction
 from offdrift.adapters.verl.losses import configured, driver_share, loss_share, signed
@@ -78,7 +79,7 @@ class Driver:
                 )
 
     def describe(self) -> str:
-        """What corrects and what is recorded, in one line."""
+        """Describe in one line which correction acts and what is recorded."""
         share = self._share()
         parts = "; ".join(p.formula for p in (*share.gates, *share.weights))
         row = f"[{parts or 'no part on the mismatch'}]"
@@ -117,11 +118,14 @@ class Driver:
     ) -> Any:
         """In the place of verl's `compute_advantage`: our estimators see the whole batch.
 
-        Raises: `LivenessError` if a correction is configured that verl did not call.
+        Raises: `LivenessError` if a correction is configured that verl did not call; `MethodError` for a setting of
+            verl's estimator that ours would not read.
         """
         self._check_called(data.batch, options.get("config"))
         name, uids = str(getattr(adv_estimator, "value", adv_estimator)), data.non_tensor_batch.get("uid")
         if name.startswith(PREFIX):
+            way_out = "leave it at its default, and choose an estimator (offdrift/dr_grpo divides by no deviation)"
+            refuse_set(options, {"norm_adv_by_std_in_grpo": True}, whose="verl's own estimator", way_out=way_out)
             tensors = dict(data.batch.items())
             mask, rewards = tensors.pop("response_mask"), tensors.pop("token_level_rewards")
             estimator = advantage_named(name.removeprefix(PREFIX))
@@ -260,7 +264,7 @@ AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 
 
 def estimator_names() -> list[str]:
-    """What is registered: each estimator by name, and with its baseline over kept siblings.
+    """Names of the registered advantage estimators: each as it is, and with its baseline over kept siblings.
 
     Example:
         >>> estimator_names()[:4]

@@ -26,6 +26,7 @@ from offdrift.errors import EvidenceError, LivenessError, MethodError, check_cho
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, Method, method, override
+from offdrift.methods.load import absolute, in_code
 from offdrift.ratios import RatioName
 from offdrift.segments import Segments
 from offdrift.stats import DriftStats, summarize
@@ -100,7 +101,7 @@ def policy_loss_named(name: str) -> PolicyLossFn:
         counts = getattr(config, "global_batch_info", None) or {}
         tokens, all_tokens = packed.segments.num_tokens, counts.get("batch_num_tokens")
         ranks = counts.get("dp_size") or 1
-        if share.looks_ahead and (ranks > 1 or (all_tokens is not None and int(all_tokens) != tokens)):
+        if share.needs_whole_step and (ranks > 1 or (all_tokens is not None and int(all_tokens) != tokens)):
             raise EvidenceError(
                 f"offdrift/{name} looks at a whole mini-batch before it acts, and verl hands its loss "
                 f"{tokens} of {all_tokens} tokens on one of {ranks} ranks; make the micro-batch the "
@@ -122,10 +123,30 @@ def policy_loss_named(name: str) -> PolicyLossFn:
     return loss
 
 
+def with_code(find: Callable[..., PolicyLossFn]) -> Callable[..., PolicyLossFn]:
+    """verl's look-up of a policy loss that knows methods in code, too: "offdrift//folder/mine.py:mine".
+
+    Any other name is left to verl.
+    """
+
+    @functools.wraps(find)
+    def look_up(name: str) -> PolicyLossFn:
+        method_name = str(name).removeprefix("offdrift/")
+        if method_name == name or not in_code(method_name):
+            return find(name)
+        configured(method_name)  # what is wrong with it is said before the first batch
+        return policy_loss_named(method_name)
+
+    return look_up
+
+
 @functools.cache
 def configured(name: str) -> Method:
     """The row of that name, with `OFFDRIFT_SETTINGS` if those are meant for it."""
-    meant = environ("METHOD") in (None, name)
+    chosen = environ("METHOD")
+    if chosen is not None and in_code(name) and in_code(chosen):
+        chosen, name = absolute(chosen), absolute(name)
+    meant = chosen in (None, name)
     return override(method(name), environ_settings() if meant else {})
 
 
@@ -162,7 +183,8 @@ def _check(name: str, row: Method, config: Any, weights: Tensor | None) -> None:
 
 
 def _normalizer(mode: str, counts: Mapping[str, Any], packed: LogProbs) -> float:
-    """What the sum over this piece is divided by, as verl's `agg_loss` has it.
+    """Denominator of the loss sum of this micro-batch, as in verl's `agg_loss`. Where verl passes no counts, those of
+    all sequences that were passed in, including sequences that a gate rejected entirely.
 
     Where verl passes no counts, of all sequences handed in: those that were rejected whole, too.
     """
@@ -233,7 +255,7 @@ def loss_share(row: Method) -> Method:
 
 @functools.cache
 def missing(row: Method) -> tuple[str, ...]:
-    """What the method needs and verl's policy loss is not handed; empty if it can run.
+    """List the inputs that the method needs and verl's policy loss does not get; empty if the method can run.
 
     Example:
         >>> missing(METHODS["trm_max"]), missing(METHODS["icepop"])

@@ -32,6 +32,8 @@ FACTORS: tuple[Factor, ...] = (
     # with another rollout engine each: seconds, or minutes where it compiles.
     rollout.chunked_prefill,
     rollout.rollout_dtype,
+    rollout.float16,
+    rollout.quantization,
     rollout.rollout_lm_head,
     rollout.kv_cache_dtype,
     rollout.rollout_attention,

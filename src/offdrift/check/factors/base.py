@@ -195,7 +195,7 @@ def factor(
 
     def wrap(experiment: Callable[[Setting], Effect]) -> Factor:
         what = (experiment.__doc__ or "").partition("\n")[0]
-        return Factor(experiment.__name__, what, side, experiment, requirements, cost)
+        return Factor(experiment.__name__, what, side, experiment=experiment, requirements=requirements, cost=cost)
 
     return wrap
 
@@ -232,7 +232,7 @@ def variant(
         after = measured_by(setting, forced)
         return Effect(words, after, setting.scored.kl_mean, detail=self_difference(drawn, forced))
 
-    return Factor(name, what, side, experiment, requirements, cost)
+    return Factor(name, what, side, experiment=experiment, requirements=requirements, cost=cost)
 
 
 OPTION = {"vllm": "attention_backend", "transformers": "attn_implementation"}
@@ -284,7 +284,7 @@ ONE_BY_ONE = 8
 def teacher_forced(
     setting: Setting, spec: EngineSpec, rollouts: Rollouts, *, sampling: Sampling | None = None
 ) -> Rollouts:
-    """The same tokens, scored and recorded by another engine.
+    """Score the given tokens with another engine and record them as its rollouts.
 
     Raises: `NotOfferedError` if the engine cannot score tokens that it did not sample.
     """

@@ -67,6 +67,15 @@ def _compilation_changed(spec: EngineSpec, model: nn.Module) -> Change:
     return (words, spec.with_(enforce_eager=not eager))
 
 
+def _grid_changed(spec: EngineSpec, model: nn.Module) -> Change:
+    now = spec.options.get("quantization")
+    if now is None:
+        grid = "int8" if spec.kind == "transformers" else "fp8_per_channel"
+        return (f"weights on the {grid} grid instead of {spec.dtype}", spec.with_(quantization=grid))
+    options = {k: v for k, v in spec.options.items() if k != "quantization"}
+    return (f"weights in {spec.dtype} instead of on the {now} grid", replace(spec, options=options))
+
+
 rollout_dtype = variant(
     "rollout_dtype",
     "How much of the mismatch is the rollout engine's rounding: bf16 keeps 8 bits, float32 24.",
@@ -84,6 +93,12 @@ kv_cache_dtype = variant(
     "A cache in fp8 halves memory and reads every earlier token through 3 bits of mantissa.",
     _cache_changed,
     only_vllm("cache of another dtype"),
+)
+quantization = variant(
+    "quantization",
+    "Weights on an 8-bit grid make the engine another policy at equal weights, not a noisy copy.",
+    _grid_changed,
+    SETTABLE,
 )
 compiled = variant(
     "compiled",
@@ -105,9 +120,25 @@ rollout_attention = variant(
 )
 
 
+@factor("rollout", SETTABLE, cost="engine")
+def float16(setting: Setting) -> Effect:
+    """Float16 keeps 11 bits of mantissa where bfloat16 keeps 8: in both engines most of the mismatch goes."""
+    sides = (setting.rollout, setting.train)
+    other = "bfloat16" if all(spec.dtype == "float16" for spec in sides) else "float16"
+    rollout, train = (spec.with_(dtype=other) for spec in sides)
+    forced = teacher_forced(setting, rollout, setting.drawn)
+    now = " and ".join(dict.fromkeys(spec.dtype for spec in sides))
+    return Effect(
+        f"{other} in both engines instead of {now}",
+        measured_by(setting, forced, train=train),
+        setting.scored.kl_mean,
+        detail=self_difference(setting.drawn, forced),
+    )
+
+
 @factor("rollout")
 def repeats(setting: Setting) -> Effect:
-    """The same seed twice: does the engine repeat itself? Atomics and races show here."""
+    """Draw again with the same seed and compare. Nondeterministic kernels and races show here."""
     drawn, bench = setting.drawn, setting.bench
     again = setting.engine.generate(bench.prompts, setting.unfiltered, seed=bench.seed, evidence=evidence_of(drawn))
     a, b = (r.tokens.split(r.lengths.tolist()) for r in (drawn, again))

@@ -40,7 +40,8 @@ from offdrift.engines.generate import responses_of
 from offdrift.engines.hf_fixed_order import row_parallel_layers
 from offdrift.engines.hf_fixed_order import tensor_parallel as emulated_tensor_parallel
 from offdrift.engines.score import score
-from offdrift.engines.verify_sync import examine_sync, perturbed
+from offdrift.engines.sync_units import perturbed
+from offdrift.engines.verify_sync import examine_sync
 from offdrift.errors import NotOfferedError
 from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import Rollouts, pack_sequences
@@ -246,8 +247,8 @@ def expected(rollouts: Rollouts, token: int) -> float:
 FRACTION = 0.02
 """Size of the perturbation, in root-mean-squares of each tensor."""
 PROBES, CONTEXT = 8, 16
-"""Prompts, and last tokens of each, that the check of every group of weights samples from: few are
-enough, since stale weights show after any prompt, and the trainer scores these some fifteen times."""
+"""Prompts, and last tokens of each, that the check of every tensor samples from: few are enough, since stale weights
+show after any prompt."""
 
 
 @factor("sync")
@@ -275,17 +276,24 @@ def weight_sync(setting: Setting) -> Effect:
     except BaseException:
         bench.close_engine(setting.rollout.kind)  # it may hold other weights
         raise
-    names = ("effect", "gap", "limit", "stale", "conclusive")
-    groups = {g.name: {name: getattr(g, name) for name in names} for g in report.groups}
-    why = f"stale: {', '.join(report.stale)}" if report.stale else "every group of weights arrived"
-    if report.unverified and not report.stale:
-        why += f", but noise hides it for {', '.join(report.unverified)}"
+    detail = {
+        "stale": [unit.name for unit in report.stale],
+        "kl_mean_if_nothing_arrived": unmoved,
+        "parts": report.parts,
+        "proved": report.proved,
+        "together": dict(report.together),
+        "unverified": list(report.unverified),
+        "perturbed_loads": report.loads,
+        "noise": report.noise,
+        "gap": report.gap,
+        "limit": report.limit,
+    }
     return Effect(
         f"all weights moved by {FRACTION:.0%} of their size and loaded, instead of the same weights",
         after,
         without,
-        why=why,
-        detail={"stale": list(report.stale), "kl_mean_if_nothing_arrived": unmoved, "groups": groups},
+        why=str(report),
+        detail=detail,
     )
 
 
@@ -306,7 +314,7 @@ def _drawn_at(setting: Setting, sampling: Sampling) -> Rollouts:
 
 @factor("sampling")
 def temperature(setting: Setting) -> Effect:
-    """Both engines divide their logits by it: below 1 every difference of logits weighs more."""
+    """Draw and score at another temperature in both engines. Below 1, differences of logits weigh more."""
     now = setting.bench.sampling.temperature
     other = COLD if now == 1 else 1.0
     drawn = setting.bench.rollouts(setting.rollout, sampling=replace(setting.unfiltered, temperature=other))

@@ -7,7 +7,6 @@ environment are ignored, so a key goes only to the address that was configured. 
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import ssl
@@ -23,6 +22,7 @@ import httpx
 import torch
 
 from offdrift.errors import EngineError
+from offdrift.hosts import on_this_machine
 from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import Rollouts, TopK
 
@@ -77,7 +77,7 @@ class Server:
             raise EngineError(
                 f"url = {shown!r} holds more than an address, and it would be recorded; put a key into OFFDRIFT_API_KEY"
             )
-        if parts.scheme == "http" and not insecure and not _on_this_machine(host):
+        if parts.scheme == "http" and not insecure and not on_this_machine(host):
             raise EngineError(
                 f"url = {shown!r} is on another machine, to which http:// sends prompts and keys in the clear; "
                 "use https://, tunnel to 127.0.0.1, or allow it on a network that you trust: rollout.insecure = true "
@@ -171,13 +171,6 @@ class Server:
         return answer.status_code, bytes(content)
 
 
-def _on_this_machine(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return host == "localhost" or host.endswith(".localhost")
-
-
 class _Transport(httpx.HTTPTransport):
     """httpx's own, over a network of ours, of which it lets nobody choose another."""
 
@@ -198,7 +191,7 @@ class _Network(httpcore.NetworkBackend):
         """A connection. Raises: `EngineError` where it leads to another machine and may not."""
         stream = self._network.connect_tcp(host, *args, **options)
         address = str(stream.get_extra_info("server_addr")[0])
-        if self._only_here and not _on_this_machine(address.partition("%")[0]):
+        if self._only_here and not on_this_machine(address.partition("%")[0]):
             stream.close()
             raise EngineError(
                 f"{host} is {address}, another machine, to which http:// sends prompts and keys in the clear; use "
@@ -351,7 +344,8 @@ def faithful(mode: Mode, sampling: Sampling) -> bool:
 
 
 def measured_mode(draw: Callable[[Sampling], Rollouts]) -> Mode | None:
-    """Which log-probs a server reports, from three tokens drawn after one prompt; None where it is too flat to tell.
+    """Measure which log-probs a server reports (raw or processed) from three tokens drawn after one prompt; None if the
+    distribution is too flat to tell.
 
     At half the temperature, differences of tempered log-probs are twice as large and raw ones are as they
     were. With top_k = 1 the token has probability one, unless filters are ignored. `draw` gives one token

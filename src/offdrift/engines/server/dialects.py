@@ -3,7 +3,7 @@
 - "completions": `/v1/completions` of vLLM, with its `return_token_ids`.
 - "generate": `/inference/v1/generate` of vLLM (`--enable-scale-out`), which also says for every
   token which weights drew it.
-- "sglang": `/generate` of SGLang.
+- "sglang": `/generate` of SGLang, which from 0.5.23 on says so, too; before, it names the last weights alone.
 
 Text that is tokenized again may become other tokens: a server that answers with text alone is refused.
 Answers are untrusted, so every number in them is checked.
@@ -15,12 +15,16 @@ import math
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from offdrift.engines.generate import Draws
+from offdrift.engines.generate import Generation
 from offdrift.errors import EngineError
+from offdrift.records.plausible import implausible
 from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import EvidenceKind, FullVocab, TopK
 
@@ -36,13 +40,24 @@ ENTRY = 160
 """Bytes that one log-prob may take on its way."""
 
 
+class Span(NamedTuple):
+    """Consecutive tokens of a response that were drawn by the same weights."""
+
+    label: str
+    """What the server calls these weights."""
+    start: int
+    """First token, counted from 0."""
+    end: int
+    """One past the last token."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """One response, and the weights that drew it."""
 
-    draws: Draws
-    versions: tuple[str, ...]
-    """Labels of the weights that drew it; empty if the server does not say."""
+    draws: Generation
+    spans: tuple[Span, ...]
+    """Which weights drew which tokens, first to last without a gap; empty if the server does not say."""
 
 
 def request(
@@ -87,6 +102,12 @@ def request(
     }
 
 
+def forced_request(api: API, model: str, tokens: Sequence[int]) -> dict[str, Any]:
+    """The body of a request for the log-probs of given tokens, which the server reads as a prompt."""
+    body = request(api, model, tokens, Sampling(1), evidence="sampled", seed=0)
+    return body | ({"logprob_start_len": 0} if api == "sglang" else {"prompt_logprobs": 0})
+
+
 def size_limit(prompt: Sequence[int], sampling: Sampling, entries: int) -> int:
     """Bytes that an honest answer stays under; `entries` log-probs are asked for per token."""
     return 2**20 + 16 * len(prompt) + sampling.max_tokens * (entries + 2) * ENTRY
@@ -106,6 +127,24 @@ def read(
         raise _odd("it is nested too deeply") from None
 
 
+def read_forced(api: API, content: Any, tokens: Sequence[int]) -> Float[Tensor, " n"]:
+    """Log-probs of given tokens from the second on, at temperature 1 without filters, from the server's answer.
+
+    Raises: `EngineError` naming what is missing, of another type or about other tokens.
+    """
+    if api == "sglang":
+        rows = [_pair(row) for row in _field(_field(_dict(content), "meta_info", dict), "input_token_logprobs", list)]
+    else:
+        listed = _field(_choice(content), "prompt_logprobs", list)
+        rows = [(token, _dict(row).get(str(token))) for token, row in zip(tokens, listed, strict=False) if row]
+        rows = [(token, entry and _dict(entry).get("logprob")) for token, entry in rows]
+    # The first token follows nothing: vLLM lists nothing for it, SGLang nothing or a null.
+    rows = rows[1:] if len(rows) == len(tokens) else rows
+    if [token for token, _ in rows] != list(tokens[1:]):
+        raise _odd(f"it lists log-probs of {len(rows)} given tokens, not of the {len(tokens) - 1} that were sent")
+    return torch.tensor([_logp(x) for _, x in rows], dtype=torch.float32)
+
+
 def _read(answer: _Parsed, sampling: Sampling, evidence: EvidenceKind, vocab_size: int) -> Answer:
     for i, token in enumerate(answer.tokens):
         if not (_whole(token) and 0 <= token < vocab_size):
@@ -115,18 +154,25 @@ def _read(answer: _Parsed, sampling: Sampling, evidence: EvidenceKind, vocab_siz
     _check_end(answer, sampling)
     logp = torch.tensor([_logp(x) for x in answer.logp], dtype=torch.float32)
     tokens, length = torch.tensor(answer.tokens, dtype=torch.int64), torch.tensor([len(answer.tokens)])
-    return Answer(Draws(tokens, length, logp, _evidence(answer, evidence, vocab_size)), answer.versions)
+    recorded = _evidence(answer, evidence, vocab_size)
+    if (found := implausible(recorded, tokens, logp)) is not None:
+        raise _odd(
+            f"response token {found[0]}: {found[1]}; these are not the log-probs of one distribution. Start the server "
+            "with float32 log-probs (vLLM: --logprobs-mode processed_logprobs), leave out what changes them on the "
+            'way, or ask for evidence = "sampled"'
+        )
+    return Answer(Generation(tokens, length, logp, recorded), answer.spans)
 
 
 class _Parsed(NamedTuple):
-    """What an answer says, not yet checked."""
+    """Fields of a server's answer before validation."""
 
     tokens: list[Any]
     logp: list[Any]
     top: list[list[tuple[Any, Any]]]
     finish: Any
     reason: Any
-    versions: tuple[str, ...] = ()
+    spans: tuple[Span, ...] = ()
 
 
 def _completions(content: Any, prompt: Sequence[int]) -> _Parsed:
@@ -151,9 +197,9 @@ def _generate(content: Any, prompt: Sequence[int]) -> _Parsed:
         raise _odd("logprobs.content is not about the tokens of token_ids")
     listed = [map(_dict, _field(row, "top_logprobs", list)) for row in rows]
     top = [[(e.get("token_id"), e.get("logprob")) for e in entries] for entries in listed]
-    versions = tuple(str(_dict(s).get("version")) for s in _listed(choice.get("weight_versions")))
+    spans = _spans(choice.get("weight_versions"), len(tokens))
     logp = [row.get("logprob") for row in rows]
-    return _Parsed(tokens, logp, top, choice.get("finish_reason"), choice.get("stop_reason"), versions)
+    return _Parsed(tokens, logp, top, finish=choice.get("finish_reason"), reason=choice.get("stop_reason"), spans=spans)
 
 
 def _sglang(content: Any, prompt: Sequence[int]) -> _Parsed:
@@ -168,11 +214,37 @@ def _sglang(content: Any, prompt: Sequence[int]) -> _Parsed:
         raise _odd(f"prompt_tokens is {_short(meta.get('prompt_tokens'))} for a prompt of {len(prompt)} tokens")
     top = [[_pair(e) for e in _listed(row)] for row in _listed(meta.get("output_top_logprobs"))]
     finish = _field(meta, "finish_reason", dict)
-    versions = () if meta.get("weight_version") is None else (str(meta["weight_version"]),)
-    return _Parsed(tokens, [x for _, x in rows], top, finish.get("type"), finish.get("matched"), versions)
+    # From 0.5.23 on weights that changed meanwhile are said per token; `weight_version` is the last of them.
+    spans, last = _spans(meta.get("weight_versions"), len(tokens)), meta.get("weight_version")
+    if spans and last is not None and str(last) != spans[-1].label:
+        raise _odd(f"weight_version is {_short(last)}, and weight_versions end with {_short(spans[-1].label)}")
+    if not spans and last is not None:
+        spans = (Span(str(last), 0, len(tokens)),)
+    return _Parsed(
+        tokens, [x for _, x in rows], top, finish=finish.get("type"), reason=finish.get("matched"), spans=spans
+    )
 
 
 _PARSERS = {"completions": _completions, "generate": _generate, "sglang": _sglang}
+
+
+def _spans(listed: Any, tokens: int) -> tuple[Span, ...]:
+    """`weight_versions` of vLLM and SGLang: objects of version, start and end, over the tokens of the response."""
+    spans, start = [], 0
+    for i, row in enumerate(_listed(listed)):
+        version, first, end = (_dict(row).get(name) for name in ("version", "start", "end"))
+        if not (isinstance(version, str) or _whole(version)):
+            raise _odd(f"weight_versions[{i}].version is {_short(version)}, not a label")
+        if not (_whole(first) and _whole(end) and first == start < end <= tokens):
+            raise _odd(
+                f"weight_versions[{i}] is about tokens {_short(first)} to {_short(end)}; after {start} of "
+                f"{tokens} tokens it must begin at {start} and end behind it"
+            )
+        spans.append(Span(str(version), first, end))
+        start = end
+    if spans and start != tokens:
+        raise _odd(f"weight_versions are about {start} of {tokens} tokens")
+    return tuple(spans)
 
 
 def _evidence(answer: _Parsed, evidence: EvidenceKind, vocab_size: int) -> FullVocab | TopK | None:
@@ -181,22 +253,33 @@ def _evidence(answer: _Parsed, evidence: EvidenceKind, vocab_size: int) -> FullV
     k = vocab_size if evidence == "full" else int(evidence)
     if len(answer.top) != len(answer.tokens):
         raise _odd(f"{len(answer.tokens)} tokens have {len(answer.top)} lists of likeliest tokens")
-    rows = []
-    for listed in answer.top:
-        row: dict[int, float] = {}
-        for token, x in listed:
-            # vLLM names the drawn token again if it is among the likeliest.
-            in_vocabulary = _whole(token) and 0 <= token < vocab_size
-            if in_vocabulary and row.setdefault(token, _logp(x)) != _logp(x):
-                raise _odd(f"token {token} is listed with two log-probs")
-        if len(row) < k:
-            raise _odd(f"{len(row)} tokens of the vocabulary are listed where {k} were asked for")
-        rows.append(sorted(row.items(), key=lambda entry: -entry[1])[:k])
+    pairs = enumerate(zip(answer.top, answer.tokens, strict=True))
+    rows = [_likeliest(i, listed, drawn, k, vocab_size) for i, (listed, drawn) in pairs]
     ids = torch.tensor([[t for t, _ in row] for row in rows], dtype=torch.int32)
     logp = torch.tensor([[x for _, x in row] for row in rows], dtype=torch.float32)
     if evidence != "full":
         return TopK(ids, logp)
     return FullVocab(torch.empty_like(logp).scatter_(1, ids.long(), logp))
+
+
+def _likeliest(i: int, listed: list[tuple[Any, Any]], drawn: int, k: int, vocab_size: int) -> list[tuple[int, float]]:
+    """The k likeliest tokens that are listed for response token `i`, with their log-probs, in order."""
+    row: dict[int, float] = {}
+    for token, x in listed:
+        # vLLM names the drawn token before the likeliest, and again if it is one of them.
+        if not (_whole(token) and 0 <= token < vocab_size):
+            continue
+        if token in row and row[token] != _logp(x):
+            raise _odd(f"response token {i}: token {token} is listed with two log-probs")
+        if token in row and token != drawn:
+            raise _odd(f"response token {i}: token {token} is listed twice")
+        row[token] = _logp(x)
+    if len(row) < k:
+        raise _odd(f"response token {i}: {len(row)} tokens of the vocabulary are listed where {k} were asked for")
+    others = [x for token, x in row.items() if token != drawn]
+    if k < vocab_size and any(x < y for x, y in pairwise(others)):
+        raise _odd(f"response token {i}: its likeliest tokens are not in order")
+    return sorted(row.items(), key=lambda entry: -entry[1])[:k]
 
 
 def _check_end(answer: _Parsed, sampling: Sampling) -> None:
@@ -268,7 +351,7 @@ def _named(name: str) -> int | None:
     return int(digits) if digits != name and digits.isdecimal() and len(digits) < 10 else None
 
 
-def _whole(value: Any) -> bool:
+def _whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -15,6 +15,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -37,7 +38,17 @@ from offdrift.engines.server.client import (
     measured_mode,
     optional,
 )
-from offdrift.engines.server.dialects import API, PATHS, Answer, read, request, size_limit
+from offdrift.engines.server.dialects import (
+    API,
+    ENTRY,
+    PATHS,
+    Answer,
+    forced_request,
+    read,
+    read_forced,
+    request,
+    size_limit,
+)
 from offdrift.errors import EngineError
 from offdrift.records.provenance import Provenance, Sampling
 from offdrift.records.rollouts import EvidenceKind, Rollouts, Routes, cumulative
@@ -117,7 +128,7 @@ class OpenAIEngine:
         self._api: API = cast(API, api or usual)
         self._on_raw, self._sync, self._concurrency = on_raw, sync, concurrency
         self._mode: Mode | None = self.served.mode
-        self._weights = Weights(self._server, self.served, folder=sync_folder)
+        self._weights = Weights(self._server, self.served, folder=sync_folder, version=version)
         self._closed = False
 
     def generate(
@@ -141,11 +152,46 @@ class OpenAIEngine:
         return self._drawn(prompts, sampling, seed, evidence, "processed" if right else "raw")
 
     def logprobs_mode(self, prompt: Sequence[int]) -> Mode:
-        """Which log-probs the server reports: what it says, or else what is measured at a prompt."""
+        """Kind of log-probs that the server reports: as it declares, else measured with a prompt."""
         if self._mode is None:
             k = min(PROBED, self.vocab_size)
             self._mode = measured_mode(lambda s: self._drawn([prompt], s, 0, k, "raw"))
         return self._mode or "raw"  # unknown: nothing can be said here; the next prompt is asked again
+
+    @property
+    def weight_label(self) -> str | None:
+        """The label that the server gives its weights; None if it does not say."""
+        return self._weights.label
+
+    def forced(self, rollouts: Rollouts) -> Rollouts:
+        """The rollouts with the log-probs that the server gives their tokens when it reads them in place of drawing.
+
+        They are those of temperature 1 without filters, computed from the weights alone: a server that is asked for
+        them uses no keys and values from its cache (vLLM).
+
+        Raises: `EngineError` if the server gives none, or none that can be read.
+        """
+        prompts, responses = prompts_of(rollouts), responses_of(rollouts)
+        sequences = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+        api: API = "sglang" if self._api == "sglang" else "completions"
+
+        def ask(i: int) -> Tensor:
+            body = forced_request(api, self.served.model, sequences[i])
+            limit = size_limit(sequences[i], Sampling(1), 1) + 2 * len(sequences[i]) * ENTRY
+            answer = self._server.post(PATHS[api], body, limit=limit)
+            check_model(answer, self.served)
+            return read_forced(api, answer, sequences[i])[-len(responses[i]) :]
+
+        self._weights.check()
+        logp = torch.cat(self._each(ask, len(sequences)))
+        self._weights.check()
+        provenance = replace(rollouts.provenance, sampling=Sampling(rollouts.provenance.sampling.max_tokens))
+        return rollouts.with_(logp_rollout=logp, evidence=None, provenance=provenance)
+
+    def asleep(self) -> bool:
+        """Whether the server says that it sleeps, as beside a trainer on the same device."""
+        answer = optional(lambda: self._server.get("/is_sleeping")) if self.served.software == "vllm" else None
+        return isinstance(answer, dict) and answer.get("is_sleeping") is True
 
     def routes(self, rollouts: Rollouts) -> Routes:
         """Experts that the server sends these tokens to when it prefills them; see `engines.routing`.
@@ -160,7 +206,7 @@ class OpenAIEngine:
         one = Sampling(1)
 
         def ask(i: int) -> Tensor:
-            body = request("completions", self.served.model, forced[i], one, "sampled", 0)
+            body = request("completions", self.served.model, forced[i], one, evidence="sampled", seed=0)
             # A prefix that is cached may not be routed again.
             body["cache_salt"] = uuid.uuid4().hex
             answer = self._server.post(PATHS["completions"], body, limit=2**28)
@@ -200,15 +246,19 @@ class OpenAIEngine:
 
         def ask(i: int) -> Answer:
             prompt, own_seed = prompts[i], request_seed(seed, i)
-            body = request(self._api, self.served.model, prompt, sampling, evidence, own_seed)
+            body = request(self._api, self.served.model, prompt, sampling=sampling, evidence=evidence, seed=own_seed)
             limit = size_limit(prompt, sampling, width)
             answer = self._server.post(PATHS[self._api], body, limit=limit)
             check_model(answer, self.served)
-            return read(self._api, answer, prompt, sampling, evidence, self.vocab_size)
+            try:
+                return read(self._api, answer, prompt, sampling, evidence, self.vocab_size)
+            except EngineError as error:
+                raise EngineError(f"request {i} of {len(prompts)} to {self.url}: {error}") from error
 
         self._weights.check()
         answers = self._each(ask, len(prompts))
-        self._weights.check(v for a in answers for v in a.versions)
+        self._weights.check(span.label for a in answers for span in a.spans)
+        versions = [self._weights.versions(a, unsaid=self.version) for a in answers]
         provenance = Provenance(
             engine=self.name,
             engine_version=f"{self.served.software} {self.served.version}",
@@ -219,7 +269,7 @@ class OpenAIEngine:
             logprobs=logprobs,
         )
         draws = [a.draws for a in answers]
-        return rollouts_from(draws, prompts, version=self.version, provenance=provenance)
+        return rollouts_from(draws, prompts, version=torch.cat(versions), provenance=provenance)
 
     def _each(self, ask: Callable[[int], Any], count: int) -> list[Any]:
         """Answers in order; the first failure, or Ctrl-C, stops what has not begun."""
@@ -288,31 +338,55 @@ class Weights:
 
     The trainer writes one safetensors file (into `folder`, on a disk that both see; a temporary one if absent);
     the server loads it in place and forgets what it cached. From then on the label says which weights drew a
-    token: a server that was restarted, or that somebody else gave weights, has another.
+    token: a server that was restarted, or that somebody else gave weights, has another. A response that was under
+    way while weights were loaded has tokens of several labels, each of which is a version of the trainer.
     """
 
-    def __init__(self, server: Server, served: Served, *, folder: str | None = None) -> None:
+    def __init__(self, server: Server, served: Served, *, folder: str | None = None, version: int = 0) -> None:
         self._server, self._served, self._folder = server, served, folder
         self._run = uuid.uuid4().hex[:8]
         self.label = self.read()
         """What the weights are expected to be called; None if the server does not say."""
+        self._version_of = {} if self.label is None else {self.label: version}
+        """Trainer versions of the labels that the server held on our behalf."""
 
     def read(self) -> str | None:
-        """What the server calls its weights now."""
+        """Version of the weights as the server reports it now; None if it reports none."""
         path = {"vllm": "/weight_info", "sglang": "/get_model_info"}.get(self._served.software)
         info = optional(lambda: self._server.get(path)) if path else None
         version = info.get("weight_version") if isinstance(info, dict) else None
         return None if version is None else str(version)
 
     def check(self, labels: Iterable[str] = ()) -> None:
-        """Raise `EngineError` if the server, or an answer of it, names other weights."""
-        for label in {self.read(), *labels} if self.label is not None else ():
-            if label != self.label:
+        """Raise `EngineError` if the server names other weights, or an answer some that are no trainer version.
+
+        Args:
+            labels: of all answers.
+        """
+        named = set(labels)
+        if self.label is None:
+            if len(named) > 1:
                 raise EngineError(
-                    f"{self._server.url} holds weights {str(label)[:80]!r}, expected {self.label!r}: "
-                    "it was restarted, or somebody else gave it weights while responses were drawn; "
-                    "what was drawn is dropped. Load weights again, and let one trainer own a server"
+                    f"{self._server.url} drew responses with weights {', '.join(sorted(x[:80] for x in named)[:8])} "
+                    "and does not say which it holds now, so that tokens cannot be given a version; what was drawn "
+                    "is dropped. Let nobody change the weights meanwhile"
                 )
+            return
+        held = self.read()
+        for label in [held] * (held != self.label) + sorted(named - set(self._version_of)):
+            raise EngineError(
+                f"{self._server.url} holds weights {str(label)[:80]!r}, expected {self.label!r}: "
+                "it was restarted, or somebody else gave it weights while responses were drawn; "
+                "what was drawn is dropped. Load weights again, and let one trainer own a server"
+            )
+
+    def versions(self, answer: Answer, *, unsaid: int) -> Integer[Tensor, " n"]:
+        """The trainer version of the weights that drew each token; `unsaid` where the server does not say."""
+        if not self._version_of or not answer.spans:
+            return torch.full((len(answer.draws.tokens),), unsaid)
+        spans = answer.spans
+        versions = torch.tensor([self._version_of[span.label] for span in spans])
+        return versions.repeat_interleave(torch.tensor([span.end - span.start for span in spans]))
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Give the server these weights. Raises: `EngineError` if it cannot take them."""
@@ -326,6 +400,7 @@ class Weights:
             Path(self._folder).mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f"{label}-", dir=self._folder))
         self.label = label  # whatever fails from here on leaves weights that must not be drawn from
+        self._version_of[label] = version
         try:
             # Two names may share one tensor, which the format refuses.
             save_file({n: w.clone() for n, w in named.items()}, folder / "model.safetensors")

@@ -1,7 +1,7 @@
 """A rollout engine on vLLM, in this process. The only file that imports vllm.
 
 Log-probs come through vLLM's public interface, as processed log-probs. What vLLM does to its host is
-undone (`host_kept`), and what it forgets in a weight synchronisation on CPUs is repaired
+undone (`preserve_host_state`), and what it forgets in a weight synchronisation on CPUs is repaired
 (`load_weights`). Every request has its own random stream, so which token is drawn does not depend on
 what else is in the batch, up to the arithmetic of the kernels. Several engines can live in one process.
 """
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from offdrift.divergence.head import Head
 from offdrift.engines.generate import (
-    Drawing,
-    Draws,
+    BaseEngine,
+    Generation,
     Request,
     Tokens,
     entries,
@@ -35,7 +35,7 @@ from offdrift.engines.generate import (
     responses_of,
 )
 from offdrift.engines.grids import instruction_set, loadable, rounded, warn_of_saturation
-from offdrift.engines.isolation import host_kept
+from offdrift.engines.isolation import preserve_host_state
 from offdrift.engines.routing import route_lengths
 from offdrift.engines.vllm.stream import VLLMStream
 from offdrift.engines.vllm.taps import (
@@ -50,6 +50,7 @@ from offdrift.engines.vllm.taps import (
     support_tap,
 )
 from offdrift.errors import EngineError, NotOfferedError
+from offdrift.records.plausible import implausible
 from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import (
     Evidence,
@@ -79,7 +80,7 @@ _ENVIRONMENT = {
 
 
 class Taps(NamedTuple):
-    """What is noted of every draw beside vLLM's own output."""
+    """Recorders attached to vLLM: hidden states, and the tokens that the sampler could draw."""
 
     states: StateTap | None
     support: SupportTap | None
@@ -88,7 +89,7 @@ class Taps(NamedTuple):
 _live: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()
 
 
-class VLLMEngine(Drawing):
+class VLLMEngine(BaseEngine):
     """Rollouts from vLLM, in this process and, unless asked otherwise, without compilation.
 
     Args:
@@ -162,7 +163,7 @@ class VLLMEngine(Drawing):
         for variable, value in _ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
         try:
-            with host_kept():
+            with preserve_host_state():
                 import vllm
         except ImportError as error:
             raise EngineError(
@@ -179,7 +180,7 @@ class VLLMEngine(Drawing):
 
             self._linear = linear_layers(self.path)
             warn_of_saturation(self.instructions)
-        with host_kept(compiling=self.compiled), loadable(self.path, self._linear) as folder:
+        with preserve_host_state(compiling=self.compiled), loadable(self.path, self._linear) as folder:
             self._llm = build(
                 vllm,
                 *_modules(),
@@ -225,7 +226,7 @@ class VLLMEngine(Drawing):
         request = Request(prompts, sampling, "sampled", forced=forced)
         self.check(request)
         lengths = route_lengths(rollouts)
-        with host_kept(compiling=self.compiled), imposed(self.llm), routes_tap(self.llm) as tap:
+        with preserve_host_state(compiling=self.compiled), imposed(self.llm), routes_tap(self.llm) as tap:
             answers = self.llm.generate(self.inputs(prompts), self.params_of(request, uncached=True), use_tqdm=False)
         return Routes(tap.routes([a.request_id for a in answers], lengths), cumulative(lengths))
 
@@ -258,7 +259,7 @@ class VLLMEngine(Drawing):
                 "used up? pass model.named_parameters() afresh"
             )
         weights = itertools.chain([first], named)
-        with host_kept():
+        with preserve_host_state():
             if self._linear:
                 weights = rounded(weights, self._linear)
             with reloadable(getattr(torch, self.dtype), quantized=bool(self._linear)):
@@ -290,7 +291,7 @@ class VLLMEngine(Drawing):
         if not is_finalizing() and getattr(self, "_llm", None) is not None:
             self.close()
 
-    def _draws(self, request: Request) -> list[Draws]:
+    def _draws(self, request: Request) -> list[Generation]:
         self.need_idle("generate" if request.forced is None else "rescore")
         count, width = sum(map(len, request.prompts)), entries(request.evidence, self.vocab_size)
         if request.forced is None and self.chunk is not None and count + len(request.prompts) > self.chunk:
@@ -305,7 +306,7 @@ class VLLMEngine(Drawing):
         at_once = max(1, self.evidence_limit_mib * 2**20 // per_request)
         params = self.params_of(request, uncached=self.record_routes)
         forcing = nullcontext() if request.forced is None else imposed(self.llm)
-        with forcing, host_kept(compiling=self.compiled):
+        with forcing, preserve_host_state(compiling=self.compiled):
             return [self._draw(request.part(p), params[p]) for p in pieces(len(request.prompts), at_once)]
 
     def calibrate(self, prompts: Tokens) -> None:
@@ -314,7 +315,7 @@ class VLLMEngine(Drawing):
         Called by the first `generate` or `rescore` after new weights; in a stream the scales stay as they are.
         """
         probe = Request(prompts, Sampling(max_tokens=1), "sampled")
-        with host_kept(compiling=self.compiled), cache_scales(self.llm):
+        with preserve_host_state(compiling=self.compiled), cache_scales(self.llm):
             self.llm.generate(self.inputs(prompts), self.params_of(probe, uncached=True), use_tqdm=False)
         self.llm.reset_prefix_cache()
         self._calibrated = True
@@ -337,7 +338,7 @@ class VLLMEngine(Drawing):
             each.extra_args = {IMPOSED: response}
         return params
 
-    def _draw(self, request: Request, params: list[Any]) -> Draws:
+    def _draw(self, request: Request, params: list[Any]) -> Generation:
         routing = routes_tap(self.llm) if self.record_routes else nullcontext()
         with self.taps(request.evidence, request.sampling) as taps, routing as routed:
             answers = self.llm.generate(self.inputs(request.prompts), params, use_tqdm=False)
@@ -364,8 +365,8 @@ class VLLMEngine(Drawing):
         kind: EvidenceKind,
         taps: Taps,
         sampling: Sampling,
-    ) -> Draws:
-        """What vLLM put out for these requests, with what the taps noted."""
+    ) -> Generation:
+        """Convert vLLM's outputs for these requests, together with what the taps recorded."""
         draws = read(outputs, kind, self.vocab_size)
         lengths = draws.lengths.tolist()
         if taps.support is not None:
@@ -419,7 +420,7 @@ def sampling_params(kind: Callable[..., Any], request: Request) -> list[Any]:
     ]
 
 
-def read(outputs: Sequence[Any], evidence: EvidenceKind, vocab_size: int) -> Draws:
+def read(outputs: Sequence[Any], evidence: EvidenceKind, vocab_size: int) -> Generation:
     """vLLM's flat lists as tensors: per token the sampled entry, then the likeliest in order."""
     lengths = torch.tensor([len(o.token_ids) for o in outputs])
     tokens = torch.tensor([t for o in outputs for t in o.token_ids])
@@ -432,11 +433,17 @@ def read(outputs: Sequence[Any], evidence: EvidenceKind, vocab_size: int) -> Dra
         )
     likeliest: Evidence | None = None
     if evidence == "full":
-        rows = torch.empty(len(tokens), vocab_size)
+        rows = torch.full((len(tokens), vocab_size), float("nan"))  # a token that is not listed shows
         likeliest = FullVocab(rows.scatter_(1, ids[:, 1:].long(), logp[:, 1:]))
     elif isinstance(evidence, int):
         likeliest = TopK(ids[:, 1:].clone(), logp[:, 1:].clone())
-    return Draws(tokens, lengths, logp[:, 0].clone(), likeliest)
+    if (found := implausible(likeliest, tokens, logp[:, 0])) is not None:
+        i = int(torch.searchsorted(lengths.cumsum(0), found[0], right=True))
+        raise EngineError(
+            f"prompt {i}, response token {found[0] - int(lengths[:i].sum())}: {found[1]}; vLLM's log-probs are not "
+            'those of one distribution. Leave out plugins that change them, or record evidence = "sampled"'
+        )
+    return Generation(tokens, lengths, logp[:, 0].clone(), likeliest)
 
 
 def build(vllm: Any, parallel_state: ModuleType, core: ModuleType, path: str, **options: Any) -> Any:
@@ -495,7 +502,7 @@ def shut_down(llm: Any, core: ModuleType, *, keep: bool) -> None:
 
 
 def quantization_label(quantization: str | None, kv_cache_dtype: str) -> str | None:
-    """What a record says of both, such as "fp8_per_channel+kv_fp8"."""
+    """Label of weight and cache quantization for the record, such as "fp8_per_channel+kv_fp8"."""
     parts = [quantization, None if kv_cache_dtype == "auto" else f"kv_{kv_cache_dtype}"]
     return "+".join(p for p in parts if p) or None
 
@@ -577,7 +584,7 @@ def repack(runner: Any) -> None:
 
 
 def _modules() -> tuple[Any, Any]:
-    """Where vLLM keeps its process groups, and its engine core."""
+    """Import vLLM's modules for process groups and for the engine core."""
     from vllm.distributed import parallel_state
     from vllm.v1.engine import core
 

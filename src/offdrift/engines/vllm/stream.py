@@ -11,17 +11,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from offdrift.engines.generate import Draws, Request, request_seed
-from offdrift.engines.isolation import host_kept
+from offdrift.engines.generate import Generation, Request, request_seed
+from offdrift.engines.isolation import preserve_host_state
 from offdrift.engines.stream import Response, Stream
 from offdrift.errors import EngineError
 from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import EvidenceKind
-
-if TYPE_CHECKING:
-    from offdrift.engines.vllm.engine import VLLMEngine
 
 
 class VLLMStream(Stream):
@@ -31,7 +28,7 @@ class VLLMStream(Stream):
         prepares the next step while weights may change.
     """
 
-    def __init__(self, engine: VLLMEngine, sampling: Sampling, evidence: EvidenceKind) -> None:
+    def __init__(self, engine: Any, sampling: Sampling, evidence: EvidenceKind) -> None:
         if engine.chunk is not None:
             raise EngineError(
                 f"max_num_batched_tokens = {engine.chunk}, and vLLM cannot draw from seeds beside a prompt in chunks "
@@ -43,21 +40,21 @@ class VLLMStream(Stream):
                 "and delivered after it; construct it with async_scheduling=False to open a stream"
             )
         super().__init__(engine, sampling, evidence)
-        self._vllm = engine
+        self._vllm = engine  # a VLLMEngine, whose module imports this one
         self._number = itertools.count()
         self._names: dict[str, str] = {}  # of the request, by key of the response
 
     def _start(self, responses: Sequence[Response]) -> None:
         engine = self._vllm
         for response in responses:
-            job, drawn = response.job, len(response.tokens)
+            job, count = response.job, len(response.tokens)
             text = [*job.prompt, *response.tokens]
-            room = replace(self.sampling, max_tokens=self.sampling.max_tokens - drawn)
+            room = replace(self.sampling, max_tokens=self.sampling.max_tokens - count)
             (params,) = engine.params_of(Request([text], room, self.evidence))
-            params.seed = request_seed(job.seed, drawn)
+            params.seed = request_seed(job.seed, count)
             params.output_kind = type(params.output_kind).DELTA
             name = f"stream-{next(self._number)}"
-            with host_kept(compiling=engine.compiled):
+            with preserve_host_state(compiling=engine.compiled):
                 engine.llm.llm_engine.add_request(name, engine.inputs([text])[0], params)
             self._names[job.key] = name
 
@@ -66,11 +63,11 @@ class VLLMStream(Stream):
         if names:
             self._vllm.llm.llm_engine.abort_request(names)
 
-    def _advance(self, steps: int) -> list[tuple[list[Response], Draws]]:
+    def _advance(self, steps: int) -> list[tuple[list[Response], Generation]]:
         engine, core = self._vllm, self._vllm.llm.llm_engine
         of_name = {name: self._responses[key] for key, name in self._names.items()}
         outputs: dict[str, SimpleNamespace] = {}  # tokens and flat log-probs of all steps, by request
-        with host_kept(compiling=engine.compiled), engine.taps(self.evidence, self.sampling) as taps:
+        with preserve_host_state(compiling=engine.compiled), engine.taps(self.evidence, self.sampling) as taps:
             for _ in range(steps):
                 for answer in core.step():
                     output, name = answer.outputs[0], answer.request_id
@@ -78,11 +75,15 @@ class VLLMStream(Stream):
                         continue
                     for token in output.token_ids:
                         of_name[name].take(token, self.sampling)
-                    whole = outputs.setdefault(name, SimpleNamespace(token_ids=[], logprobs=SimpleNamespace()))
-                    whole.token_ids += output.token_ids
+                    response_output = outputs.setdefault(
+                        name, SimpleNamespace(token_ids=[], logprobs=SimpleNamespace())
+                    )
+                    response_output.token_ids += output.token_ids
                     for part in ("logprobs", "token_ids"):
                         setattr(
-                            whole.logprobs, part, getattr(whole.logprobs, part, []) + getattr(output.logprobs, part)
+                            response_output.logprobs,
+                            part,
+                            getattr(response_output.logprobs, part, []) + getattr(output.logprobs, part),
                         )
                     self._check_end(answer, of_name[name])
                 if not core.has_unfinished_requests():

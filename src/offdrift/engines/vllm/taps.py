@@ -61,15 +61,15 @@ def imposed(llm: Any) -> Iterator[None]:
     if getattr(runner, "speculative_config", None) is not None:
         raise EngineError(_unsupported("speculative decoding draws several tokens at once"))
     sampler = runner.sampler
-    drawn = sampler.sample
+    sample_token = sampler.sample
 
     def sample(logits: Tensor, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
-        tokens, logp = drawn(logits, *arguments, **named)
+        tokens, logp = sample_token(logits, *arguments, **named)
         requests = [runner.requests[name] for name in runner.input_batch.req_ids]
         for i, request in enumerate(requests):
             forced = (request.sampling_params.extra_args or {}).get(IMPOSED)
             if forced is not None:
-                # Of a prompt that is not yet prefilled, vLLM throws the draw away.
+                # vLLM throws away the draw of a prompt that is not yet prefilled.
                 tokens[i] = forced[min(len(request.output_token_ids), len(forced) - 1)]
         return tokens, logp
 
@@ -150,7 +150,7 @@ class DrawTap:
         self.requests: list[str] = []  # of every draw: vLLM's internal id, "REQUEST-RANDOM"
 
     def used(self) -> Bool[Tensor, " r"]:
-        """Which rows of the batch draw a token that vLLM will not throw away; notes whose draws they are."""
+        """Mark rows of the batch whose token vLLM will not throw away, and note whose draws they are."""
         ids = self.runner.input_batch.req_ids
         used = ~torch.from_numpy(self.runner.discard_request_mask.np[: len(ids)].copy())
         self.requests += [ids[i] for i in used.nonzero().flatten().tolist()]
@@ -166,14 +166,14 @@ class DrawTap:
         place = {name: i for i, name in enumerate(requests)}
         of_row = torch.tensor([place[r.rpartition("-")[0]] for r in self.requests])
         counts = torch.bincount(of_row, minlength=len(requests))
-        wanted = torch.tensor(lengths)
-        if bool((counts < wanted).any()):
-            i = int((counts < wanted).nonzero()[0])
+        limits = torch.tensor(lengths)
+        if bool((counts < limits).any()):
+            i = int((counts < limits).nonzero()[0])
             raise EngineError(_unsupported(f"request {i} has {int(counts[i])} draws for {lengths[i]} tokens"))
         order = torch.argsort(of_row, stable=True)
         starts = counts.cumsum(0) - counts
         within = torch.arange(len(order)) - starts[of_row[order]]
-        return order[within < wanted[of_row[order]]]
+        return order[within < limits[of_row[order]]]
 
 
 class SupportTap(DrawTap):
@@ -191,7 +191,7 @@ class SupportTap(DrawTap):
         self.steps.append(Support.of(processed[used.to(processed.device)] > -torch.inf).cpu())
 
     def support(self, requests: Sequence[str], lengths: Sequence[int]) -> Support:
-        """What was left over at the tokens of these requests; see `order`."""
+        """Support left over at the tokens of these requests; see `order`."""
         support = Support.joined(self.steps)
         assert support is not None
         return support.select(self.order(requests, lengths))
@@ -226,7 +226,7 @@ def support_tap(llm: Any) -> Iterator[SupportTap]:
 
 
 class StateTap(DrawTap):
-    """What the output head reads at every draw."""
+    """Tap of the states that the output head reads at every draw."""
 
     def __init__(self, runner: Any, head: Head | None = None) -> None:
         super().__init__(runner)
@@ -270,7 +270,7 @@ def state_tap(llm: Any, head: Head | None = None) -> Iterator[StateTap]:
 
 
 def _head(processor: Any, layer: Any, bias: Tensor | None) -> Head:
-    """What the logits processor does with the states, if it is a head that can be recorded."""
+    """Output head that the logits processor applies to the states. Raises: `EngineError` if it cannot be recorded."""
     weight = getattr(layer, "weight", None)
     kinds = (torch.float32, torch.float16, torch.bfloat16)
     if processor.logits_as_input or not isinstance(weight, Tensor) or weight.dtype not in kinds:

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Worker:
-    """What a worker of vLLM is able to do besides; vLLM mixes it into its own class."""
+    """Additional abilities of a worker of vLLM, which mixes them into its own class."""
 
     model_runner: Any
     reload_weights: Any

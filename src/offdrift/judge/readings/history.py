@@ -4,9 +4,8 @@
 "mismatch" alone is no zero-lag test. A reading at the same weights is, in this order: the whole log, if the
 context says that the weights were the same by construction; the last steps whose old log-probs are all
 exact, or whose `old/version_lag` (else `version_lag/max`) is 0; the bucket of lag 0 among the context's
-facets (first, where the whole run is judged); the first step of the run, if the log begins with step 0
-or 1 and goes on to others, because nothing had been updated when its old policy was scored. Of the
-current policy that cannot be said: several minibatches may have been trained on by then.
+facets (first, where the whole run is judged). The first step of a log that states no versions is no such
+reading: it may be an asynchronous run's, or the middle of another.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from statistics import median
 from offdrift.judge.findings import Context, Row, number
 from offdrift.judge.kl_choice import kl_metrics, kl_of
 from offdrift.judge.readings.levels import ratio_mean_z
-from offdrift.judge.readings.view import Mean, Measured, Table, View
+from offdrift.judge.readings.view import ReadNumber, StepMean, Table, View
 from offdrift.judge.scatter import moved, normal_score, slope_over
 
 LAG = Table()
@@ -26,7 +25,7 @@ LAG.rows({"lag": ("version_lag/mean", "Mean version lag of the tokens: `version_
 
 
 def at_same_weights(row: Row, context: Context) -> bool | None:
-    """Whether this step's rollouts came from the weights that scored them; None if unknown."""
+    """True if this step's rollouts were sampled with the weights that scored them; None if unknown."""
     if context.same_weights is not None:
         return context.same_weights
     if number(row, "old/exact_frac") == 1:
@@ -51,31 +50,27 @@ def _sources_at_same_weights(view: View) -> list[tuple[list[Row], str]]:
     sources = [(list[Row](view.window.same_weights), "at lag 0"), (buckets, "at lag 0")]
     if view.overall is not None:
         sources.reverse()
-    first = view.window.first
-    # Without a column of steps all of them are step 0, whatever was updated in between.
-    if first is not None and view.window.step != first["step"] <= 1 and view.on == "mismatch":
-        sources.append(([first], "at the first step"))
     return sources
 
 
-def _same(view: View, metric: str) -> Measured | None:
+def _same(view: View, metric: str) -> ReadNumber | None:
     """A metric at the same weights, from the best source there is."""
     name = f"{view.on}/{metric}"
     if view.context.same_weights:
         return view.first(name)
     for rows, label in _sources_at_same_weights(view):
         if (value := _middle(rows, name)) is not None:
-            return Measured(value, f"{name} {label}")
+            return ReadNumber(value, f"{name} {label}")
     return None
 
 
-def _kl_on(view: View, on: str) -> Measured | None:
+def _kl_on(view: View, on: str) -> ReadNumber | None:
     z = ratio_mean_z(view, on)
     return view.first(*kl_metrics(on, None if z is None else z.value, view.limits["ratio_mean_z"]))
 
 
 @LAG.reading("nat")
-def kl(view: View) -> Measured | None:
+def kl(view: View) -> ReadNumber | None:
     """KL(rollout || second policy) per token of the engine ratio: exact if recorded, else `{on}/k3` while the
     mean ratio is within `ratio_mean_z` standard errors of 1 (or nobody knows), else `{on}/k1`."""
     return _kl_on(view, view.on)
@@ -95,49 +90,63 @@ LAG.rows(
             lambda v: v.context.same_weights,
             "1 if this whole log was taken at the same weights (the context says so)",
         ),
+        "same_logged": (
+            lambda v: v.window.same_throughout(v.size("window_level")),
+            "1 if every step of the log so far, `window_level` or more, states that its tokens were drawn by the "
+            "weights that scored them (lag 0, or an old policy that is exact), else 0; absent where none states it",
+        ),
         "pearson_same_ckpt": (lambda v: _same(v, "pearson"), "`{on}/pearson` at the same weights"),
     }
 )
 
 
 @LAG.reading("nat")
-def kl_same_ckpt(view: View) -> Measured | None:
-    """`kl` at the same weights: the whole log, lag 0, or the first step of the run."""
+def kl_same_ckpt(view: View) -> ReadNumber | None:
+    """`kl` at the same weights: the whole log, or lag 0."""
     if view.context.same_weights:
         return kl(view)
     for rows, label in _sources_at_same_weights(view):
         if (estimate := kl_of(rows, view.on, view.limits["ratio_mean_z"])) is not None:
-            return Measured(estimate[0], f"{estimate[1]} {label}")
+            return ReadNumber(estimate[0], f"{estimate[1]} {label}")
     return None
 
 
+@LAG.reading("nat")
+def mean_gap(view: View) -> ReadNumber | None:
+    """Mean |l| where no KL was logged: `mismatch/abs_log_ratio_mean`, else `full/abs_log_ratio_mean`; the KL is at most
+    that."""
+    if kl(view) is not None or _kl_on(view, "full") is not None:
+        return None
+    return view.first("mismatch/abs_log_ratio_mean", "full/abs_log_ratio_mean")
+
+
 @LAG.reading()
-def kl_over_same(view: View) -> Measured | None:
+def kl_over_same(view: View) -> ReadNumber | None:
     """`kl` over `kl_same_ckpt`."""
     now, same = kl(view), kl_same_ckpt(view)
     if now is None or same is None:
         return None
-    return Measured(now.value / max(same.value, 1e-6), f"{now.metric}, over that at the same weights")
+    return ReadNumber(now.value / max(same.value, 1e-6), f"{now.metric}, over that at the same weights")
 
 
 @LAG.reading("update")
-def lag_before_batch(view: View) -> Measured | None:
+def lag_before_batch(view: View) -> ReadNumber | None:
     """Updates from the weights that drew the tokens to those that a batch's first update found: mean version lag less
     `batch/updates_before`, the updates on the batch itself."""
     lag, inside = view.level("version_lag/mean"), view.level("batch/updates_before")
-    return None if lag is None or inside is None else Measured(max(lag - inside, 0.0), "version_lag/mean")
+    return None if lag is None or inside is None else ReadNumber(max(lag - inside, 0.0), "version_lag/mean")
 
 
 @LAG.reading("update")
-def lag_at_arrival(view: View) -> Measured | None:
+def lag_at_arrival(view: View) -> ReadNumber | None:
     """Updates from the weights of the old policy to those that a batch's first update found: mean version lag,
     less that of the old policy and the updates on the batch itself."""
     since, inside = _updates_since_old(view), view.level("batch/updates_before")
-    return None if since is None else Measured(since - (inside or 0.0), "version_lag/mean")
+    return None if since is None else ReadNumber(since - (inside or 0.0), "version_lag/mean")
 
 
 @LAG.reading("nat")
-def kl_reuse(view: View) -> Measured | None:
+def kl_reuse(view: View) -> ReadNumber | None:
     """k3 that further epochs on a batch add: `reuse/k3`, else `staleness/k3` (`full/k3` without an old policy) at the
     last of several `batch/epoch` less that at the first, medians over the last `window_trend` steps."""
     if (logged := view.first("reuse/k3")) is not None:
@@ -147,12 +156,12 @@ def kl_reuse(view: View) -> Measured | None:
     for name in ("staleness/k3", "full/k3") if last else ():
         first, later = (_middle([row for row in rows if row["batch/epoch"] == e], name) for e in (0.0, last))
         if first is not None and later is not None:
-            return Measured(max(later - first, 0.0), f"{name}, last epoch less the first")
+            return ReadNumber(max(later - first, 0.0), f"{name}, last epoch less the first")
     return None
 
 
 @LAG.reading()
-def kl_same_growth(view: View) -> Measured | None:
+def kl_same_growth(view: View) -> ReadNumber | None:
     """`{on}/k3` at lag 0 lately, over that of the first steps at lag 0: medians of five, of fewer in a short
     run."""
     # As many first steps as last ones, and never the same. Of fewer than four, one lucky batch would be the baseline.
@@ -160,23 +169,23 @@ def kl_same_growth(view: View) -> Measured | None:
 
 
 @LAG.reading()
-def kl_same_jump(view: View) -> Measured | None:
+def kl_same_jump(view: View) -> ReadNumber | None:
     """`{on}/k3` at lag 0 lately (the median of five), over that of the very first step at lag 0."""
     # The very first step at lag 0 was before anything was updated.
     return _growth(view, 1, 2, 1e-9, "at lag 0, over that of the first step")
 
 
-def _growth(view: View, early: int, least: int, floor: float, label: str) -> Measured | None:
+def _growth(view: View, early: int, least: int, floor: float, label: str) -> ReadNumber | None:
     """k3 at lag 0 lately over that of the `early` first steps at lag 0, from `least` such steps on."""
     name, window = f"{view.on}/k3", view.window
     now, before = _middle(list(window.same_weights), name), _middle(window.first_same[:early], name)
     if now is None or before is None or window.steps_same < least:
         return None
-    return Measured(now / max(before, floor), f"{name} {label}")
+    return ReadNumber(now / max(before, floor), f"{name} {label}")
 
 
 @LAG.reading()
-def lag_growth(view: View) -> Measured | None:
+def lag_growth(view: View) -> ReadNumber | None:
     """`{on}/k3` in the upper half of the version lags over k3 in the lower half: by the context's facets, else
     over the last `window_trend` steps."""
     name, key = f"{view.on}/k3", "low"
@@ -192,7 +201,7 @@ def lag_growth(view: View) -> Measured | None:
     high = _middle([r for r in rows if (r[key] or 0) > middle], name)
     if low is None or high is None:
         return None
-    return Measured(high / max(low, 1e-6), f"{name} at long lags, over that at short ones")
+    return ReadNumber(high / max(low, 1e-6), f"{name} at long lags, over that at short ones")
 
 
 def _updates_since_old(view: View) -> float | None:
@@ -203,20 +212,21 @@ def _updates_since_old(view: View) -> float | None:
 
 
 @LAG.reading("nat")
-def kl_per_update(view: View) -> Measured | None:
+def kl_per_update(view: View) -> ReadNumber | None:
     """K3 that one update adds: (`full/k3` - k3 at the same weights) / version lag, or `staleness/k3` / updates
     since the old policy; the larger."""
     estimates = []
     total, lag, same = view.level("full/k3"), view.level("version_lag/mean"), _same(view, "k3")
     if total is not None and lag is not None and lag >= 0.5:
-        estimates.append(Measured((total - (same.value if same else 0.0)) / max(lag, 1.0), "full/k3"))
+        estimates.append(ReadNumber((total - (same.value if same else 0.0)) / max(lag, 1.0), "full/k3"))
     if (inside := view.level("staleness/k3")) is not None:
-        estimates.append(Measured(inside / max(_updates_since_old(view) or 1.0, 1.0), "staleness/k3"))
+        estimates.append(ReadNumber(inside / max(_updates_since_old(view) or 1.0, 1.0), "staleness/k3"))
     return max(estimates, key=lambda m: m.value, default=None)
 
 
 CLIP = ("objective/clip_frac_active", "staleness/clip_frac")
 LENGTH, GRAD, REWARD = "response/length_mean", "optim/grad_norm", "reward/mean"
+HELD_OUT = "eval/reward"
 
 TRENDS = Table()
 
@@ -227,13 +237,13 @@ def _moved(view: View, values: Sequence[float], sign: int) -> bool:
     return moved(values, view.size("window_level"), sign, **limits)
 
 
-def _rising(view: View, *metrics: str) -> Measured | None:
+def _rising(view: View, *metrics: str) -> ReadNumber | None:
     """1 if the first of these metrics that there is rises over the long window, else 0."""
     for metric in metrics:
         if values := view.window.column(metric, view.size("window_long")):
             enough = len(values) >= view.size("window_trend")
             rises = enough and slope_over(values) > view.limits["trend_change"]
-            return Measured(float(rises and _moved(view, values, 1)), metric)
+            return ReadNumber(float(rises and _moved(view, values, 1)), metric)
     return None
 
 
@@ -258,7 +268,7 @@ TRENDS.rows(
 
 
 @TRENDS.reading()
-def len_ratio(view: View) -> Measured | None:
+def len_ratio(view: View) -> ReadNumber | None:
     """Mean response length now over that `window_long` steps ago, or at the start of a younger run; medians of
     `window_level` steps; 1 while lengths rise by less than `trend_t`, `trend_walk` and `trend_drift`, errors
     for autocorrelated steps, absent before `window_young` steps."""
@@ -268,21 +278,21 @@ def len_ratio(view: View) -> Measured | None:
         return None
     now = median(values[-width:])
     rose = now > before and _moved(view, values, 1)
-    return Measured(now / before if rose or now < before else 1.0, LENGTH)
+    return ReadNumber(now / before if rose or now < before else 1.0, LENGTH)
 
 
 @TRENDS.reading()
-def grad_spike(view: View) -> Measured | None:
+def grad_spike(view: View) -> ReadNumber | None:
     """Largest gradient norm of the last `window_level` steps over the median of the `window_long` before."""
     values = view.window.column(GRAD, view.size("window_long"))
     width = view.size("window_level")
     if len(values) < 2 * width or (usual := median(values[:-width])) <= 0:
         return None
-    return Measured(max(values[-width:]) / usual, GRAD)
+    return ReadNumber(max(values[-width:]) / usual, GRAD)
 
 
 @TRENDS.reading()
-def ess_left(view: View) -> Measured | None:
+def ess_left(view: View) -> ReadNumber | None:
     """Effective sample size lately over its median in the `window_long` steps before: of sequence weights on
     `full` or `mismatch`, else `weight/ess_frac`; 1 while it falls by less than `trend_t`, `trend_walk` and
     `trend_drift`, errors for autocorrelated steps."""
@@ -292,43 +302,49 @@ def ess_left(view: View) -> Measured | None:
         if len(values) >= 2 * width and (usual := median(values[:-width])) > 0:
             left = median(values[-width:]) / usual
             fell = left < 1 and _moved(view, values, -1)
-            return Measured(left if fell else max(left, 1.0), metric)
+            return ReadNumber(left if fell else max(left, 1.0), metric)
     return None
 
 
 @TRENDS.reading()
-def reward_drop(view: View) -> Measured | None:
+def reward_drop(view: View) -> ReadNumber | None:
     """1 - mean reward of the last `window_trend` steps over the best such mean, for positive rewards; 0 while the
     fall is within `trend_t` errors of both means, and within `trend_t`, `trend_walk` and `trend_drift` over
-    the last `window_long` steps, for autocorrelated steps."""
+    the last `window_long` steps, for autocorrelated steps. Where held-out reward is measured, it decides: 1 - mean of
+    the last two over the best, of three or more."""
+    held_out, best_held_out = view.window.column(HELD_OUT), view.window.best_held_out
+    if held_out:
+        if len(held_out) < 3 or not best_held_out or best_held_out < 0:
+            return None
+        return ReadNumber(max(0.0, 1 - sum(held_out[-2:]) / 2 / best_held_out), HELD_OUT)
     values = view.recent(REWARD)
     best = view.window.best_reward
     if len(values) < view.size("window_trend") or best is None or best.value <= 0:
         return None
-    now = Mean.of(values)
+    now = StepMean.of(values)
     lost = best.value - now.value
     if lost <= 0:
-        return Measured(0.0, REWARD)
+        return ReadNumber(0.0, REWARD)
     # The best of many windows is also the luckiest: its own scatter counts, and rare rewards leave
     # none in a window that has lost them all. Twenty steps alone tell too little of their own.
     error = math.hypot(best.error, max(now.error, best.error))
     surely = error == 0 or normal_score(lost / error, best.dof) > view.limits["trend_t"]
     fell = surely or _moved(view, view.window.column(REWARD, view.size("window_long")), -1)
-    return Measured(lost / best.value if fell else 0.0, REWARD)
+    return ReadNumber(lost / best.value if fell else 0.0, REWARD)
 
 
 @TRENDS.reading()
-def lr_ratio(view: View) -> Measured | None:
+def lr_ratio(view: View) -> ReadNumber | None:
     """Learning rate now over its largest in the window: `optim/lr_scale`, else `optim/lr`."""
     for metric in ("optim/lr_scale", "optim/lr"):
         values = view.window.column(metric)
         if values and max(values) > 0:
-            return Measured(values[-1] / max(values), metric)
+            return ReadNumber(values[-1] / max(values), metric)
     return None
 
 
 @TRENDS.reading()
-def clip_widened(view: View) -> Measured | None:
+def clip_widened(view: View) -> ReadNumber | None:
     """Upper clip distance now over its smallest in the window: `objective/eps_high`."""
     values = view.window.column("objective/eps_high")
-    return Measured(values[-1] / min(values), "objective/eps_high") if values and min(values) > 0 else None
+    return ReadNumber(values[-1] / min(values), "objective/eps_high") if values and min(values) > 0 else None

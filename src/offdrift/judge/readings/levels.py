@@ -10,44 +10,50 @@ import math
 import operator
 import re
 from collections.abc import Callable
-from functools import cache
 
 from offdrift.correction.compose import Correction
 from offdrift.correction.gate import Gate
 from offdrift.correction.weight import Weight
-from offdrift.errors import MethodError
 from offdrift.judge.findings import number
 from offdrift.judge.kl_choice import joined_z
-from offdrift.judge.readings.view import Measured, Table, View
-from offdrift.methods import method
-
-FEW = 30
-"""Sequences of which a share is worth comparing."""
+from offdrift.judge.readings.view import ReadNumber, Table, View
+from offdrift.methods import METHODS
 
 LEVELS = Table()
 
 
-@cache
 def _correction(name: str | None) -> Correction | None:
-    """The correction of a row of `METHODS`; None if no such row is known."""
-    try:
-        return None if name is None else method(name).correction
-    except MethodError:
-        return None
+    """The correction of a row of `METHODS`, or of code that was loaded already; None if it is unknown.
+
+    The name may be from a log, and runs nothing.
+    """
+    if name is not None and ":" in name:
+        from offdrift.methods.load import loaded
+
+        row = loaded(name)
+    else:
+        row = METHODS.get(name or "")
+    return None if row is None else row.correction
 
 
-def _weights(view: View) -> list[Weight] | None:
+def weights_of(view: View) -> list[Weight] | None:
     """The weights of the context's method; None if it is unknown."""
     correction = _correction(view.context.method)
     return None if correction is None else [w for w in correction.weights if isinstance(w, Weight)]
 
 
-def _of_both(view: View, name: str) -> Measured | None:
+def _of_both(view: View, name: str) -> ReadNumber | None:
     """The larger level of the engine ratio and of the full one."""
     return view.largest(f"{{on}}/{name}", f"full/{name}")
 
 
-def _lacking(view: View) -> Measured | None:
+def _moved_since(view: View) -> bool:
+    """Whether weights moved after the tokens were drawn; where no version says so, they may have."""
+    lag = view.level("version_lag/mean")
+    return lag is None or lag > 0
+
+
+def _lacking(view: View) -> ReadNumber | None:
     return view.largest(*(name for name in view.newest if name.startswith("data/lacking_frac/")))
 
 
@@ -89,6 +95,10 @@ LEVELS.rows({
         "Share of sequences that lack a field which others of the log have, of the field that most lack: "
         "`data/lacking_frac/FIELD`",
     ),
+    "impossible": (
+        "data/impossible_tokens",
+        "Tokens that were drawn and that a policy of the trainer gives a probability of 0: `data/impossible_tokens`",
+    ),
     "probabilities": ("data/probability", "1 if a column of log-probs holds probabilities: `data/probability`"),
     "negated": ("data/negated", "1 if a column of log-probs holds their negatives: `data/negated`"),
     "old_stale": (
@@ -96,7 +106,7 @@ LEVELS.rows({
         "Share of tokens whose old log-prob was taken at other weights than those that drew them: `old/stale_frac`",
     ),
     "broken": (
-        lambda v: Measured(1.0, v.window.broken) if v.window.broken else None,
+        lambda v: ReadNumber(1.0, v.window.broken) if v.window.broken else None,
         "1 if the loss or the gradient norm of the last step is NaN or infinite",
     ),
     "slope_r2": ("{on}/slope_r2", "Share of variance that this regression explains"),
@@ -113,6 +123,12 @@ LEVELS.rows({
         lambda v: None if v.context.filter_replayed is None else float(not v.context.filter_replayed),
         "1 if the context says that rollouts were filtered and the trainer scored whole vocabularies, 0 if it scored "
         "what the filters left over",
+    ),
+    "drawn_whole": (
+        lambda v: None if v.context.filtered is None else float(not v.context.filtered and _moved_since(v)),
+        "1 if the recorded settings say that tokens were drawn without top-k, top-p and min-p, and weights have moved "
+        "since, so that drift is the likelier reason; 0 else: at lag 0 an engine may filter by a setting of its own "
+        "(the checkpoint's `generation_config.json`)",
     ),
     "cache_unreplayed": (
         lambda v: None if v.context.cache_replayed is None else float(not v.context.cache_replayed),
@@ -137,15 +153,15 @@ LEVELS.rows({
 
 
 @LEVELS.reading()
-def prob_diff_max(view: View) -> Measured | None:
+def prob_diff_max(view: View) -> ReadNumber | None:
     """Largest probability difference of the last `window_level` steps: `{on}/prob_diff_max`, never averaged."""
     name = f"{view.on}/prob_diff_max"
     values = view.window.column(name, view.size("window_level"))
-    return Measured(max(values), name) if values else view.first(name)
+    return ReadNumber(max(values), name) if values else view.first(name)
 
 
 @LEVELS.reading()
-def ess(view: View) -> Measured | None:
+def ess(view: View) -> ReadNumber | None:
     """Effective share of tokens: of the weights that train (`weight/ess_frac`) where they differ, else of the
     raw ratios (`{on}/ess_frac`, `full/ess_frac`, the smaller)."""
     if (view.level("weight/std") or 0.0) > 0 and (trained := view.first("weight/ess_frac")) is not None:
@@ -154,9 +170,9 @@ def ess(view: View) -> Measured | None:
 
 
 @LEVELS.reading()
-def acceptance_of_long(view: View) -> Measured | None:
-    """`gate/acceptance_seq` in the longest bucket of responses over that in the shortest, of buckets with 30
-    sequences or more; where it is not logged and the method works on products over sequences,
+def acceptance_of_long(view: View) -> ReadNumber | None:
+    """`gate/acceptance_seq` in the longest bucket of responses over that in the shortest, of buckets with
+    `few_sequences` or more; where it is not logged and the method works on products over sequences,
     `{on}/acceptance_sum`."""
     # Every product over a sequence falls with its length, so what a gate on it would accept is only
     # compared for a run whose method is of that kind.
@@ -167,25 +183,29 @@ def acceptance_of_long(view: View) -> Measured | None:
         names += ["mismatch/acceptance_sum", "full/acceptance_sum"]
     counted = [(r, number(r, "sequences")) for r in view.context.facets.get("length", ())]
     for name in names:
-        rows = [r for r, count in counted if number(r, name) is not None and (count is None or count >= FEW)]
+        rows = [
+            r
+            for r, count in counted
+            if number(r, name) is not None and (count is None or count >= view.limits["few_sequences"])
+        ]
         if len(rows) >= 2:
             rows.sort(key=lambda r: number(r, "low") or 0.0)
             short, long = number(rows[0], name), number(rows[-1], name)
-            return Measured((long or 0.0) / short, f"{name} by length") if short else None
+            return ReadNumber((long or 0.0) / short, f"{name} by length") if short else None
     return None
 
 
-def _of_workers(view: View, by: str, name: str, compare: Callable[[float, float], float | None]) -> Measured | None:
+def _of_workers(view: View, by: str, name: str, compare: Callable[[float, float], float | None]) -> ReadNumber | None:
     """A metric of the rollout worker with the largest `{on}/by`, compared with that of the median one of the others.
 
-    Of an even number of others, the smaller of the two in the middle. Workers with fewer than 30 sequences do not
+    Of an even number of others, the smaller of the two in the middle. Workers with fewer than `few_sequences` do not
     count; None where that leaves fewer than two.
     """
     by, name = f"{view.on}/{by}", view.named(name)
     rows = [
         row
         for row in view.context.facets.get("worker", ())
-        if number(row, by) is not None and (number(row, "sequences") or 0) >= FEW
+        if number(row, by) is not None and (number(row, "sequences") or 0) >= view.limits["few_sequences"]
     ]
     if len(rows) < 2:
         return None
@@ -193,11 +213,11 @@ def _of_workers(view: View, by: str, name: str, compare: Callable[[float, float]
     largest, usual = (number(row, name) for row in (rows[-1], rows[(len(rows) - 2) // 2]))
     if largest is None or usual is None or (value := compare(largest, usual)) is None:
         return None
-    return Measured(value, f"{name} of {rows[-1].get('label')}")
+    return ReadNumber(value, f"{name} of {rows[-1].get('label')}")
 
 
 def _growth(largest: float, usual: float) -> float:
-    """How many times the other it is, both taken as 1e-6 at least."""
+    """Ratio of the largest to the usual value; both are raised to at least 1e-6."""
     return max(largest, 1e-6) / max(usual, 1e-6)
 
 
@@ -233,64 +253,64 @@ LEVELS.rows({
 
 
 @LEVELS.reading()
-def worker_z(view: View) -> Measured | None:
+def worker_z(view: View) -> ReadNumber | None:
     """Difference of `{on}/k3` between that worker and the median one, in standard errors clustered by sequence."""
     apart = _of_workers(view, "k3", "{on}/k3", operator.sub)
     error = _of_workers(view, "k3", "{on}/k3_se", math.hypot)
-    return None if apart is None or error is None else Measured(apart.value / max(error.value, 1e-9), apart.metric)
+    return None if apart is None or error is None else ReadNumber(apart.value / max(error.value, 1e-9), apart.metric)
 
 
 @LEVELS.reading()
-def icepop_oob(view: View) -> Measured | None:
+def icepop_oob(view: View) -> ReadNumber | None:
     """`weight/cap_frac` if the method's weight masks what lies outside its band."""
-    masks = any(w.outside == "mask" for w in _weights(view) or ())
+    masks = any(w.outside == "mask" for w in weights_of(view) or ())
     return view.first("weight/cap_frac") if masks else None
 
 
 @LEVELS.reading()
 def sequence_weights(view: View) -> float | None:
     """1 if the method weights by the product over whole sequences, 0 if not."""
-    weights = _weights(view)
+    weights = weights_of(view)
     return None if weights is None else float(any(w.unit == "sequence" for w in weights))
 
 
 @LEVELS.reading("step")
-def idle_gate(view: View) -> Measured | None:
+def idle_gate(view: View) -> ReadNumber | None:
     """Steps of the run, if a reported gate rejected no token in any of them, else 0."""
     peaks = {n: x for n, x in view.window.peak.items() if re.fullmatch(r"gate/\d+/drop_frac_token", n)}
     if not peaks:
         return None
     idle = [n for n, x in peaks.items() if x == 0]
-    return Measured(float(view.window.steps if idle else 0), [*idle, *peaks][0])
+    return ReadNumber(float(view.window.steps if idle else 0), [*idle, *peaks][0])
 
 
 @LEVELS.reading("step")
-def idle_cap(view: View) -> Measured | None:
+def idle_cap(view: View) -> ReadNumber | None:
     """Steps of the run, if weights vary and their limit acted in none of them, else 0."""
-    peak, weights = view.window.peak.get("weight/cap_frac"), _weights(view)
+    peak, weights = view.window.peak.get("weight/cap_frac"), weights_of(view)
     limited = weights is None or any(w.cap is not None for w in weights)
     if peak is None or not limited or not (view.level("weight/std") or 0.0) > 0:
         return None
-    return Measured(float(view.window.steps if peak == 0 else 0), "weight/cap_frac")
+    return ReadNumber(float(view.window.steps if peak == 0 else 0), "weight/cap_frac")
 
 
 @LEVELS.reading()
-def workers_lost(view: View) -> Measured | None:
+def workers_lost(view: View) -> ReadNumber | None:
     """Rollout workers that were lost in the last `window_trend` steps: sum of `pipeline/lost_workers`."""
     lost = view.recent("pipeline/lost_workers")
-    return Measured(sum(lost), "pipeline/lost_workers") if lost else None
+    return ReadNumber(sum(lost), "pipeline/lost_workers") if lost else None
 
 
 @LEVELS.reading()
-def worker_idle(view: View) -> Measured | None:
+def worker_idle(view: View) -> ReadNumber | None:
     """Share of time for which rollout workers do nothing: `pipeline/worker_idle`."""
     return view.first("pipeline/worker_idle")
 
 
 @LEVELS.reading()
-def inert_weights(view: View) -> Measured | None:
+def inert_weights(view: View) -> ReadNumber | None:
     """1 if the method has weights, its policies differ, and all weights are equal."""
-    weights = _weights(view)
+    weights = weights_of(view)
     if not weights:
         return None
     differ = (view.level(f"{weights[0].on}/abs_log_ratio_mean") or 0.0) > 1e-6
@@ -298,7 +318,7 @@ def inert_weights(view: View) -> Measured | None:
 
 
 @LEVELS.reading()
-def averaged_max(view: View) -> Measured | None:
+def averaged_max(view: View) -> ReadNumber | None:
     """Sqrt(mean^2 + std^2) / max of the probability difference: above 1, the maximum is not one."""
     mean, std = (view.level(f"{view.on}/prob_diff_{x}") for x in ("mean", "std"))
     if mean is None or std is None or not view.level("{on}/prob_diff_max"):
@@ -307,22 +327,23 @@ def averaged_max(view: View) -> Measured | None:
 
 
 @LEVELS.reading()
-def ever_unscored(view: View) -> Measured | None:
+def ever_unscored(view: View) -> ReadNumber | None:
     """Share of the tokens so far, or of the whole log, that no two policies score: `batch/unscored_tokens` over
     `batch/tokens`, else the largest `batch/unscored_frac`."""
     name = "batch/unscored_frac"
     lost, tokens = view.window.unscored, view.window.tokens
-    if view.overall is not None and (share := view.level(name)) is not None:
-        lost, tokens = (view.level(f"batch/{x}_tokens") or 0.0 for x in ("unscored", "trainable"))
+    whole = view.overall or view.context.overall  # of a log that has ended, at each of its steps
+    if whole and (share := number(whole, name)) is not None:
+        lost, tokens = (number(whole, f"batch/{x}_tokens") or 0.0 for x in ("unscored", "trainable"))
     else:
         share = lost / tokens if tokens else view.window.peak.get(name)
     if share is None:
         return None
-    return Measured(share, f"{name} ({lost:,.0f} of {tokens:,.0f} tokens)" if tokens else name)
+    return ReadNumber(share, f"{name} ({lost:,.0f} of {tokens:,.0f} tokens)" if tokens else name)
 
 
 @LEVELS.reading()
-def ratio_mean(view: View) -> Measured | float | None:
+def ratio_mean(view: View) -> ReadNumber | float | None:
     """Mean of e^l over tokens: `{on}/ratio_mean`, else 1 + k3 - k1; 1 in expectation whatever the drift."""
     if (logged := view.first("{on}/ratio_mean")) is not None:
         return logged
@@ -331,29 +352,29 @@ def ratio_mean(view: View) -> Measured | float | None:
 
 
 @LEVELS.reading()
-def ratio_mean_z(view: View, on: str | None = None) -> Measured | None:
+def ratio_mean_z(view: View, on: str | None = None) -> ReadNumber | None:
     """Its distance from 1 in standard errors clustered by sequence; of the last `window_trend` steps together,
     sum z / sqrt(n)."""
     metric = f"{on or view.on}/ratio_mean_z"
     if view.overall is not None:
         return view.first(metric)
     z = joined_z(view.recent(metric))
-    return None if z is None else Measured(z, metric)
+    return None if z is None else ReadNumber(z, metric)
 
 
 @LEVELS.reading()
-def same_token_corr(view: View) -> Measured | None:
+def same_token_corr(view: View) -> ReadNumber | None:
     """Correlation of the rollout's log-probs with the second policy's, of the same token: `{on}/shift_corr`."""
     return view.first("{on}/shift_corr")
 
 
 @LEVELS.reading()
-def shift_gain(view: View) -> Measured | None:
+def shift_gain(view: View) -> ReadNumber | None:
     """Best correlation of the rollout's log-probs with the second policy's one token before or after, minus that
     at the same token."""
     own = view.level("{on}/shift_corr")
     best = view.largest("{on}/shift_corr_before", "{on}/shift_corr_after")
-    return None if own is None or best is None else Measured(best.value - own, best.metric)
+    return None if own is None or best is None else ReadNumber(best.value - own, best.metric)
 
 
 @LEVELS.reading()

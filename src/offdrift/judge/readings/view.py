@@ -24,7 +24,7 @@ BLOCK = 5
 """Steps whose means show a slow wander under fresh noise."""
 
 
-class Mean(NamedTuple):
+class StepMean(NamedTuple):
     """The mean of some steps, and how well it is known."""
 
     value: float
@@ -34,11 +34,13 @@ class Mean(NamedTuple):
     """Degrees of freedom of that error."""
 
     @staticmethod
-    def of(values: Sequence[float], past: Sequence[float] = ()) -> Mean:
-        """Of at least one value; the scatter is that of `past` about its line, if two values make one."""
+    def of(values: Sequence[float], past: Sequence[float] = ()) -> StepMean:
+        """Mean of at least one value, with its error. The scatter is that of `past` about its line, given two values or
+        more.
+        """
         mean, line = fmean(values), len(past) > 1
         about = about_line(past) if line else np.asarray(values, dtype=np.float64) - mean
-        return Mean(mean, *error_of_mean(about, 2 if line else 1, len(values), BLOCK))
+        return StepMean(mean, *error_of_mean(about, 2 if line else 1, len(values), BLOCK))
 
 
 class Window:
@@ -64,12 +66,16 @@ class Window:
         """The first such rows, as many."""
         self.steps_same = 0
         """Such rows so far."""
+        self.steps_told = 0
+        """Rows so far that say whether they are such rows."""
         self.first: dict[str, float] | None = None
         self.peak: dict[str, float] = {}
         """Largest value ever of each share that says whether a configured part acts."""
         self.tokens = self.unscored = 0.0
         """Tokens so far, and those of them that no engine scored, where a run logs them."""
-        self.best_reward: Mean | None = None
+        self.best_held_out: float | None = None
+        """Largest held-out reward so far, where it is measured."""
+        self.best_reward: StepMean | None = None
         """Largest mean reward over `trend` consecutive steps."""
 
     def add(self, row: Row, *, same_weights: bool | None) -> dict[str, float]:
@@ -83,6 +89,7 @@ class Window:
         kept["step"] = float(self.step)
         self.rows.append(kept)
         self.first = self.first or kept
+        self.steps_told += same_weights is not None
         if same_weights:
             self.same_weights.append(kept)
             self.steps_same += 1
@@ -91,14 +98,20 @@ class Window:
         for name, x in kept.items():
             if name.endswith("_frac") or "drop_frac" in name:
                 self.peak[name] = max(x, self.peak.get(name, x))
+        if (held_out := kept.get("eval/reward")) is not None:
+            self.best_held_out = held_out if self.best_held_out is None else max(held_out, self.best_held_out)
         outside = kept.get("unscored_tokens", 0.0)  # left out before the statistics were taken
         self.tokens += kept.get("batch/tokens", 0.0) + outside
         self.unscored += kept.get("batch/unscored_tokens", 0.0) + outside
         rewards = self.column("reward/mean", self.trend)
         best = -math.inf if self.best_reward is None else self.best_reward.value
         if "reward/mean" in kept and len(rewards) == self.trend and fmean(rewards) >= best:
-            self.best_reward = Mean.of(rewards, self.column("reward/mean", self.long))
+            self.best_reward = StepMean.of(rewards, self.column("reward/mean", self.long))
         return kept
+
+    def same_throughout(self, least: int) -> float | None:
+        """1 if all rows so far, so many at least, were drawn from the weights that scored them; None if none says."""
+        return float(self.steps_same == self.steps >= least) if self.steps_told else None
 
     def column(self, name: str, last: int | None = None) -> list[float]:
         """The values of a metric in the last rows, oldest first; rows without it are passed over."""
@@ -122,7 +135,7 @@ class Window:
         return [row[name] for row in rows[max(0, past - width) :]]
 
 
-class Measured(NamedTuple):
+class ReadNumber(NamedTuple):
     """A number and the metric that it was read from."""
 
     value: float
@@ -140,7 +153,7 @@ class Reading(dict[str, float]):
 
 @dataclass(frozen=True)
 class View:
-    """What a reading may look at, at one moment."""
+    """Data that a reading may use at one step."""
 
     window: Window
     context: Context
@@ -173,33 +186,33 @@ class View:
             return value
         return self.window.level(metric, self.size("window_level"))
 
-    def first(self, *metrics: str) -> Measured | None:
+    def first(self, *metrics: str) -> ReadNumber | None:
         """The level of the first of these metrics that there is."""
         return next(iter(self.levels(*metrics)), None)
 
-    def largest(self, *metrics: str) -> Measured | None:
+    def largest(self, *metrics: str) -> ReadNumber | None:
         """The largest level of these metrics."""
         return max(self.levels(*metrics), key=lambda m: m.value, default=None)
 
-    def levels(self, *metrics: str) -> list[Measured]:
+    def levels(self, *metrics: str) -> list[ReadNumber]:
         """The levels of those of these metrics that there are."""
-        return [Measured(value, self.named(m)) for m in metrics if (value := self.level(m)) is not None]
+        return [ReadNumber(value, self.named(m)) for m in metrics if (value := self.level(m)) is not None]
 
     def named(self, metric: str) -> str:
         """A metric's name with the engine ratio in place of `{on}`."""
         return metric.replace("{on}", self.on) if "{on}" in metric else metric
 
-    def mapped(self, metric: str, function: Callable[[float], float]) -> Measured | None:
+    def mapped(self, metric: str, function: Callable[[float], float]) -> ReadNumber | None:
         """A function of the level of a metric."""
         measured = self.first(metric)
-        return None if measured is None else Measured(float(function(measured.value)), measured.metric)
+        return None if measured is None else ReadNumber(float(function(measured.value)), measured.metric)
 
     def recent(self, metric: str) -> list[float]:
         """The values of a metric over the window of trends."""
         return self.window.column(metric, self.size("window_trend"))
 
 
-Value = Callable[[View], Measured | float | None]
+Value = Callable[[View], ReadNumber | float | None]
 V = TypeVar("V", bound=Value)
 
 
@@ -210,6 +223,8 @@ class Definition:
     unit: str
     about: str
     value: Value
+    metric: str = ""
+    """The metric whose level it is; "" where it is derived."""
 
 
 class Table(dict[str, Definition]):
@@ -229,7 +244,7 @@ class Table(dict[str, Definition]):
         """Register readings by name: the metric whose level each is, or a function of the view, and what it is."""
         for name, (value, about) in rows.items():
             made = (lambda view, metric=value: view.first(metric)) if isinstance(value, str) else value
-            self[name] = Definition(unit, about, made)
+            self[name] = Definition(unit, about, made, value if isinstance(value, str) else "")
 
 
 def read(view: View, table: Mapping[str, Definition]) -> Reading:
@@ -239,7 +254,7 @@ def read(view: View, table: Mapping[str, Definition]) -> Reading:
         measured = row.value(view)
         if measured is None:
             continue
-        value, metric = measured if isinstance(measured, Measured) else (measured, name)
+        value, metric = measured if isinstance(measured, ReadNumber) else (measured, name)
         reading[name] = float(value)
         reading.metrics[name] = metric
     return reading

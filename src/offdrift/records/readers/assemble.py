@@ -57,7 +57,7 @@ Count = Callable[[Tokens], Int[Tensor, " b"]]
 
 @dataclass(frozen=True)
 class Examined:
-    """What can be compared in some rows, and what cannot."""
+    """Tokens of some rows that can be compared, and the counts and causes of those that cannot."""
 
     keep: Tokens | None
     """Tokens that may train and that every policy of their row scores; None: all."""
@@ -71,7 +71,7 @@ class Examined:
 
 
 def examined(lists: Mapping[str, Lists], numbers: Mapping[str, Numbers], cuts: Int[Tensor, " cuts"]) -> Examined:
-    """What can be compared of rows whose lists (fields per token) are of equal lengths, and of their `numbers`."""
+    """Find the tokens that can be compared; `lists`: fields per token, of equal lengths; `numbers`: per row."""
     lengths = cuts.diff()
 
     def count(tokens: Tokens) -> Int[Tensor, " b"]:
@@ -212,7 +212,7 @@ def _may_be_filled_in(name: str, compared: Mapping[str, Lists]) -> bool:
 
 
 def _all_in(tokens: np.ndarray, x: Lists) -> np.ndarray:
-    """Which rows that have a token have all of theirs among `tokens`."""
+    """For each row that has a token: true if all its tokens are in the mask `tokens`."""
     starts = x.cuts[:-1][x.lengths > 0].numpy()
     return np.logical_and.reduceat(tokens, starts) if len(starts) else tokens[:0]
 
@@ -278,17 +278,50 @@ def _usable(columns: Columns, file: str, step: int | None) -> tuple[Columns, tup
     if step is None and "step" in columns.numbers:
         stepless = columns.numbers["step"].missing()
         stepless = stepless & ~stepless.all()
+    impossible = _impossible(columns)
+    for rows, _ in impossible.values():
+        wrong = wrong | rows
     bad = []
     for i in (wrong | stepless).nonzero().squeeze(-1).tolist():
         lengths = {n: int(x.lengths[i]) for n, x in listed.items() if x.absent is None or not bool(x.absent[i])}
         described = ", ".join(f"{name} {n}" for name, n in lengths.items())
         reason = f"lists of unequal length ({described}); all lists of a row describe its response tokens"
-        if not wrong[i]:
+        if named := next((name for name, (rows, _) in impossible.items() if rows[i]), None):
+            least, most = COLUMNS[named].least, COLUMNS[named].most
+            reason = f"{named} holds {int(impossible[named][1][i])}, which is not between {least} and {most}; "
+            reason += f"--columns {named}= leaves the column out"
+        elif not wrong[i]:
             reason = "the row has no step, though the log has a column for it"
         elif not lengths:
             reason = f"none of {', '.join(listed)} is there"
         bad.append(BadRow(file, int(columns.row[i]), reason))
     return (columns.rows(~(wrong | stepless)), tuple(bad)) if bad else (columns, ())
+
+
+def _impossible(columns: Columns) -> dict[str, tuple[Rows, Int[Tensor, " b"]]]:
+    """By field, rows with an integer that cannot be, and the one that is farthest off; masked tokens do not count."""
+    mask, found = columns.lists.get("mask"), {}
+    for name, f in COLUMNS.items():
+        x = columns.lists.get(name) or columns.numbers.get(name)
+        if f.least is None or x is None or not len(x.values):
+            continue
+        low, high = torch.aminmax(x.values.nan_to_num(f.least) if x.values.is_floating_point() else x.values)
+        if low >= f.least and high <= f.most:
+            continue
+        values = x.values.nan_to_num(f.least).long()
+        off = torch.where(values < f.least, values, values.where(values > f.most, 0))
+        if isinstance(x, Lists):
+            if mask is not None and torch.equal(mask.cuts, x.cuts):
+                off = off.where(mask.values != 0, 0)
+            off = off if x.missing is None else off.masked_fill(x.missing, 0)
+            b = len(x.lengths)
+            row = torch.repeat_interleave(torch.arange(b), x.lengths)
+            none = torch.zeros(b, dtype=torch.int64)
+            least, most = (none.scatter_reduce(0, row, off, how) for how in ("amin", "amax"))
+            off = torch.where(least < 0, least, most)
+        if bool((rows := off != 0).any()):
+            found[name] = rows, off
+    return found
 
 
 def _logged(columns: Columns, step: int | None) -> tuple[Logged, dict[str, Rows]]:

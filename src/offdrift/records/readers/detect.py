@@ -154,7 +154,7 @@ def payload(file: Bytes, name: str, limit: int, *, rows: bool = True) -> tuple[S
     try:
         kind, samples = load(file, limit)
         for row in samples if rows else ():
-            budget.spend(parquet.WIDTH * sum(len(x) for x in row.values() if hasattr(x, "__len__")))
+            budget.spend(parquet.PLANNED * sum(len(x) for x in row.values() if hasattr(x, "__len__")))
             kept.append(row)
     except RecordError as e:
         raise type(e)(f"{name}: {e}") from e
@@ -205,6 +205,9 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType({
 NAMED = 8
 """Unused columns that a message names."""
 
+LISTED = 60
+"""Columns of a file that a message names."""
+
 TRIED = 8
 """Files of one shape of name that are looked at until one can be read."""
 
@@ -212,7 +215,7 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Look(NamedTuple):
-    """What a file seems to hold, at a first look."""
+    """Columns and format that a first look at a file suggests."""
 
     names: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()
@@ -246,6 +249,8 @@ class _Unknown(NamedTuple):
     """It cannot be read at all, as opposed to holding something else."""
     refused: bool = False
     """Its format is known, and its content is not to be read."""
+    unmapped: bool = False
+    """It holds no column of the name that a field is to be read from."""
 
 
 def look(file: str, limit: int = LIMIT) -> Look:
@@ -370,7 +375,16 @@ def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING, limit:
         format=best.source.format,
         framework=best.first.framework or best.source.framework,
         files=tuple(read),
-        said=_sentence(best, kinds, unknown, len(beside), resolved, repeated, len(of_ranks), unreadable),
+        said=_sentence(
+            best,
+            kinds,
+            unknown,
+            beside=len(beside),
+            columns=resolved,
+            repeated=repeated,
+            of_ranks=len(of_ranks),
+            unreadable=unreadable,
+        ),
         columns=resolved,
         sizes=tuple(files.size(f) for f in read),
         skipped=tuple(unreadable),
@@ -405,8 +419,9 @@ def _kinds(named: Sequence[str], mapped: Mapping[str, str], limit: int) -> tuple
         if mapped and set(mapped.values()) <= {*first.names, *first.inner}:
             source = source or PLAIN
         if source is None:
-            contents = f"{alike[0]} holds {', '.join(first.names[:12]) or 'nothing'}"
-            unknown.append(_Unknown(alike, contents, False))
+            absent = _absent(first, mapped)
+            why_not = _not_there(alike[0], first, absent) if absent else f"{alike[0]} holds {_held(first) or 'nothing'}"
+            unknown.append(_Unknown(alike, why_not, False, unmapped=bool(absent)))
             continue
         same = next((k for k in kinds if k.source is source), None)
         if same is None:
@@ -443,10 +458,8 @@ def _resolved(best: _Matches, mapped: Mapping[str, str]) -> dict[str, str]:
                 f"columns: {name}={column}, but {column} holds one value per row, and {name} is a "
                 f"list with one per token; leave it out, or --columns {name}= if it has that name"
             )
-        if column not in first.names and column not in first.inner:
-            raise RecordError(
-                f"columns: {name}={column}, but {best.files[0]} has no {column}; it has {', '.join(first.names)}"
-            )
+    if absent := _absent(first, mapped):
+        raise RecordError(_not_there(best.files[0], first, absent))
     if first.schema is None:
         return {name: c for name, c in columns.items() if not (name in LISTS and c in first.single)}
     readable = present(first.schema, columns)
@@ -461,6 +474,25 @@ def _resolved(best: _Matches, mapped: Mapping[str, str]) -> dict[str, str]:
     return readable
 
 
+def _absent(first: Look, mapped: Mapping[str, str]) -> dict[str, str]:
+    """Mapped columns that a file does not hold, by field."""
+    return {name: column for name, column in mapped.items() if column not in {*first.names, *first.inner}}
+
+
+def _held(first: Look) -> str:
+    """Columns of a file, those inside objects by their dotted names."""
+    objects = {name.partition(".")[0] for name in first.inner}
+    names = [name[:60] for name in (*(n for n in first.names if n not in objects), *first.inner)]
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
+
+
+def _not_there(file: str, first: Look, absent: Mapping[str, str]) -> str:
+    """The message for mapped columns that a file does not hold."""
+    asked = ", ".join(f"{name}={column}" for name, column in absent.items())
+    return f"columns: {asked}, but {file} has no {' and no '.join(absent.values())}; it has {_held(first)}"
+
+
 def _no_log(named: Sequence[str], unknown: Sequence[_Unknown], unreadable: Sequence[BadRow]) -> str:
     """The message where no file is a log."""
     if not named and unreadable:
@@ -472,6 +504,8 @@ def _no_log(named: Sequence[str], unknown: Sequence[_Unknown], unreadable: Seque
     why = unknown[0].why.rstrip(". ")
     if all(u.refused for u in unknown):
         return f"no log that can be read: {why}"
+    if wrong := [u for u in unknown if u.unmapped]:
+        return wrong[0].why
     if re.search("it was (refused|not run)$", why):
         return (
             f"no log that can be read: {why}. Save tensors, numbers, texts, lists and dicts alone, "
@@ -499,8 +533,8 @@ def _sentence(
     of_ranks: int,
     unreadable: Sequence[BadRow],
 ) -> str:
-    """What was detected, what is read, and what is not."""
-    parts = [f"found {best.source.what}, told by {best.source.because}"]
+    """Describe the detected format, the columns that are read, and the files that are not."""
+    parts = [f"Detected format: {best.source.what} (recognized by {best.source.because})"]
     if renamed := [f"{name} from {column}" for name, column in columns.items() if name != column]:
         parts.append("reading " + ", ".join(renamed))
     if best.source.note:
@@ -512,7 +546,7 @@ def _sentence(
     parts += [f"not reading {_files(len(k.files))} of {k.source.what}" for k in kinds if k.source is not best.source]
     parts += [f"not reading {_files(len(u.files))} ({u.why})" for u in unknown if u.refused]
     if strange := [u.files[0] for u in unknown if not u.refused]:
-        parts.append(f"not reading {', '.join(strange[:3])}, which is no known log")
+        parts.append(f"not reading {', '.join(strange[:3])}, whose format is unknown")
     if beside:
         parts.append(f"not reading {_files(beside)} of evaluation or metadata")
     if repeated:

@@ -51,10 +51,17 @@ class Piece:
     format: str
     first_row: int = 1
     """Number of the first line or row."""
+    more: tuple[Piece, ...] = ()
+    """Small files that are read with it, one after the other."""
+
+    @property
+    def each(self) -> tuple[Piece, ...]:
+        """The piece, and those that are read with it."""
+        return (self, *self.more)
 
 
 class Read(NamedTuple):
-    """What a piece held."""
+    """Batches and bad rows of one piece."""
 
     batches: tuple[Logged, ...]
     """The good rows. Those that lack a field have a batch of their own, so that every field of a batch covers all of
@@ -64,7 +71,7 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class Detected:
-    """Which logs were found, and how they will be read."""
+    """Log files that were found, their format, and the columns to read."""
 
     format: str
     framework: str
@@ -90,7 +97,7 @@ class Detected:
 
 
 class Resume(threading.local):
-    """Where the last reading of a part of a file stopped.
+    """Position in a file where the last read stopped. Pieces are mostly read in order, so the next read starts here.
 
     Pieces are mostly read in order, so that the next one goes on where the last one ended.
     """
@@ -126,7 +133,9 @@ def too_large(what: str, limit: int) -> str:
 
 
 def missing(path: str, error: Exception) -> RecordError:
-    """The error of a file that cannot be read."""
+    """The error of a file that cannot be read; one that says so already is itself."""
+    if isinstance(error, RecordError):
+        return error
     reason = getattr(error, "strerror", None) or error
     return RecordError(f"cannot read {path}: {reason}; check the path and its permissions")
 
@@ -166,7 +175,28 @@ def _store(path: str) -> tuple[Any, str]:
             f"{path} is a URL, which needs fsspec (and the client of its store, such as s3fs): "
             "pip install fsspec, or copy the files to disk"
         ) from e
-    return url_to_fs(path)
+    with _client(path):
+        return url_to_fs(path)
+
+
+@contextmanager
+def _client(path: str) -> Iterator[None]:
+    """A `RecordError` for whatever the client of a store raises: each has classes of its own, some only `Exception`."""
+    try:
+        yield
+    except RecordError:
+        raise
+    except Exception as e:
+        scheme = path.partition("://")[0]
+        first = next(iter(str(e).strip().splitlines()), "")
+        reason = f"{type(e).__name__}: {first[:200]}"
+        if isinstance(e, ImportError):
+            way = f"install the client of {scheme}://"
+        elif "credential" in reason.lower() or "401" in reason or "403" in reason:
+            way = f"give the client of {scheme}:// its credentials (environment variables or fsspec's configuration)"
+        else:
+            way = "check the address, the network and your rights"
+        raise RecordError(f"cannot read {path}: {reason}; {way}, or copy the files to disk") from e
 
 
 @contextmanager
@@ -175,9 +205,10 @@ def opened(path: str) -> Iterator[Bytes]:
     try:
         if is_url(path):
             fs, inside = _store(path)
-            file = fs.open(inside, "rb")
+            with _client(path):
+                file = fs.open(inside, "rb")
         else:
-            file = open(path, "rb", opener=texts.regular)  # noqa: SIM115
+            file = texts.open_file(path)
     except Problem as e:
         raise missing(path, e) from e
     with file:
@@ -188,6 +219,8 @@ def _unreadable(path: str) -> str | None:
     """Why something cannot be read as a file, as far as its name tells; None if it can."""
     try:
         return texts.not_a_file(os.stat(path).st_mode)
+    except ValueError as e:
+        return f"it has a name that no file can have: {e}"
     except OSError as e:
         what = "a link that leads nowhere" if os.path.islink(path) else "not there"
         return f"it is {what}: {e.strerror}"
@@ -199,20 +232,22 @@ def size(path: str) -> int:
         if not is_url(path):
             return os.path.getsize(path)
         fs, inside = _store(path)
-        return int(fs.size(inside) or 0)
+        with _client(path):
+            return int(fs.size(inside) or 0)
     except Problem as e:
         raise missing(path, e) from e
 
 
 def fingerprint(file: str) -> str:
-    """What changes when a file's content does: its name, size and date.
+    """String that changes when the file changes: from name, size and modification time.
 
     Raises: `RecordError` if the file is gone.
     """
     try:
         if is_url(file):
             fs, inside = _store(file)
-            return f"{file}:{fs.ukey(inside)}"
+            with _client(file):
+                return f"{file}:{fs.ukey(inside)}"
         status = os.stat(file)
     except Problem as e:
         raise missing(file, e) from e
@@ -272,7 +307,7 @@ def _local(path: str, skipped: list[BadRow]) -> list[str]:
 
 
 def _globbed(pattern: str) -> list[str]:
-    """What a glob names. `**` leads into folders and through no links: they may lead back."""
+    """Expand a glob. `**` enters folders but follows no links, which may lead back."""
     head, deep, tail = f"/{pattern}".partition("/**/")
     if not deep:
         return local_glob.glob(pattern)
@@ -286,16 +321,14 @@ def _globbed(pattern: str) -> list[str]:
 
 
 def _remote(path: str) -> list[str]:
-    try:
-        fs, inside = _store(path)
+    fs, inside = _store(path)
+    with _client(path):
         if "*" in path or "?" in path or "[" in path:
             listed = [p for p in fs.glob(inside) if not fs.isdir(p)]
             return sorted((fs.unstrip_protocol(p) for p in listed), key=_natural)
         if fs.isdir(inside):
             return _logs([fs.unstrip_protocol(p) for p in fs.find(inside)], fs.unstrip_protocol(inside))
         return [path] if fs.exists(inside) else []
-    except Problem as e:
-        raise missing(path, e) from e
 
 
 def unrepeated(files: Sequence[str]) -> tuple[list[str], int]:
@@ -314,12 +347,9 @@ def unrepeated(files: Sequence[str]) -> tuple[list[str], int]:
 
 
 def _identity(file: str) -> object:
-    """What is equal for two names of one file."""
+    """Key that is equal for two names of the same file."""
     if is_url(file):
-        try:
-            fs, inside = _store(file)
-        except Problem as e:
-            raise missing(file, e) from e
+        fs, inside = _store(file)
         protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
         if protocol != "file":
             return protocol, str(fs.storage_options), inside

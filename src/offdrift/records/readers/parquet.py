@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import threading
+from bisect import bisect, insort
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,8 +18,10 @@ import torch
 from torch import Tensor
 
 from offdrift.errors import RecordError
+from offdrift.records.pages import ColumnChunk, RowGroup, decoded, row_groups
 from offdrift.records.readers.columns import LARGE, Columns, Lists, Numbers, text_of
-from offdrift.records.readers.files import LIMIT, BadRow, Resume, fingerprint, is_url, opened, too_large
+from offdrift.records.readers.files import LIMIT, BadRow, Bytes, Resume, fingerprint, is_url, opened, too_large
+from offdrift.records.readers.files import size as size_of
 from offdrift.records.rollouts import cumulative
 from offdrift.records.schema import COLUMNS, ROLLOUTS_KEY, LogField
 
@@ -26,12 +31,11 @@ pc: Any = pyarrow.compute
 Broken = (pa.ArrowException, OSError, ValueError, TypeError, MemoryError)
 """What a file that is not what it says raises while it is decoded."""
 
-WIDTH = 8
-"""Bytes that a value takes at least once it is decoded: a run of equal ones takes none in the file."""
-
-RATIO = 64
-"""How many times its compressed size a row group may decode to, once that is more than the file may take. The lists of
-a real log are never all runs of equal values."""
+RATIO = 128
+"""How many times its compressed size a file, or a row group that is read in parts, may decode to, once that is more
+than a file may take. The lists of a real log are never all runs of equal values."""
+PLANNED = 8
+"""Bytes that a value takes at least once it is decoded, to plan pieces by."""
 
 BUFFER, WHOLE = 1 << 20, 32 << 20
 """Bytes of a column that are read at once, so that a large row group is never held whole; and the compressed bytes of a
@@ -45,35 +49,88 @@ the wanted rows must be decoded and dropped."""
 def schema(file: str) -> pa.Schema:
     """The columns of a file; `RecordError` if it is no whole Parquet file."""
     try:
-        with _source(file) as source:
+        with _source(file) as (source, _):
             return source.schema_arrow
     except Broken as e:
         raise RecordError(f"{file} is no whole Parquet file: {e}") from e
 
 
 @contextmanager
-def _source(file: str, texts: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
-    """A file to decode, `texts` as a dictionary and indices into it; `RecordError` if it is gone.
+def _source(file: str, texts: Sequence[str] = (), metadata: Any = None) -> Iterator[tuple[pq.ParquetFile, Bytes]]:
+    """A file to decode, `texts` as a dictionary and indices into it, and its bytes; `RecordError` if it is gone.
 
     Never memory-mapped: a file that is cut short while it is read would end the process.
     """
     options: Any = {"page_checksum_verification": True, "read_dictionary": list(texts) or None}
-    if is_url(file):
-        with opened(file) as f:
-            yield pq.ParquetFile(f, pre_buffer=True, **options)
-    else:
-        with opened(file):
-            pass
-        metadata = pq.read_metadata(file)
-        buffer = 0 if all(c.total_compressed_size <= WHOLE for c in _columns(metadata)) else BUFFER
+    with opened(file) as f:
+        if is_url(file):
+            held = _Held(f)
+            yield pq.ParquetFile(held, metadata=metadata, pre_buffer=False, **options), held
+            return
+        metadata = pq.read_metadata(file) if metadata is None else metadata
+        columns = (c for group in _groups(file, f, metadata) for c in group.columns)
+        buffer = 0 if all(c.total_compressed_size <= WHOLE for c in columns) else BUFFER
         with pq.ParquetFile(file, metadata=metadata, pre_buffer=False, buffer_size=buffer, **options) as source:
-            yield source
+            yield source, f
 
 
-def _columns(metadata: Any) -> Iterator[Any]:
-    """Metadata of every column of every row group."""
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        yield from map(group.column, range(group.num_columns))
+class _Held(io.RawIOBase):
+    """A file behind a URL whose columns are fetched once: to look at their pages, and to decode them."""
+
+    def __init__(self, file: Bytes) -> None:
+        self.file, self.at = file, 0
+        self.starts: list[int] = []
+        self.parts: dict[int, bytes] = {}
+
+    def hold(self, columns: Sequence[ColumnChunk]) -> None:
+        """Fetch columns of a row group; large ones are left where they are."""
+        for c in columns:
+            start = min(x for x in (c.data_page_offset, c.dictionary_page_offset) if x)
+            if 0 < c.total_compressed_size <= WHOLE and start not in self.parts:
+                self.file.seek(start)
+                self.parts[start] = self.file.read(c.total_compressed_size)
+                insort(self.starts, start)
+
+    def read(self, size: int = -1) -> bytes:
+        start = self.starts[i - 1] if (i := bisect(self.starts, self.at)) else 0
+        held = self.parts.get(start, b"")
+        if 0 <= size <= start + len(held) - self.at:
+            inside = held[self.at - start : self.at - start + size]
+        else:
+            self.file.seek(self.at)
+            inside = self.file.read(size)
+        self.at += len(inside)
+        return inside
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.at = offset + self.at * (whence == 1) if whence < 2 else self.file.seek(offset, 2)
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+
+class _Footer(threading.local):
+    """The footer that was read last."""
+
+    key = ""
+    groups: Sequence[RowGroup] = ()
+
+
+_footer = _Footer()
+
+
+def _groups(file: str, raw: Bytes, metadata: Any) -> Sequence[RowGroup]:
+    """The row groups of a file by its footer, which is read once for the pieces of one file."""
+    if _footer.key != (key := fingerprint(file)):
+        _footer.groups, _footer.key = row_groups(raw, metadata.num_columns), key
+    return _footer.groups
 
 
 def cuts(file: str, columns: Mapping[str, str], piece_bytes: int) -> list[tuple[int, int]]:
@@ -82,9 +139,10 @@ def cuts(file: str, columns: Mapping[str, str], piece_bytes: int) -> list[tuple[
     A file that cannot be read is one piece, for the reader to report.
     """
     try:
-        with _source(file) as source:
-            groups = [source.metadata.row_group(i) for i in range(source.metadata.num_row_groups)]
-            sizes = [(g.num_rows, sum(map(_decoded, _wanted(g, columns.values())))) for g in groups]
+        with _source(file) as (source, raw):
+            groups = _groups(file, raw, source.metadata)
+        wanted = _wanted(groups[0], columns.values()) if groups else []
+        sizes = [(g.num_rows, _claimed(g, wanted)) for g in groups]
     except RecordError:
         raise
     except Broken:
@@ -107,31 +165,49 @@ def cuts(file: str, columns: Mapping[str, str], piece_bytes: int) -> list[tuple[
     return ranges
 
 
-def _wanted(group: Any, names: Collection[str] | None) -> list[Any]:
-    """Metadata of a row group's columns that have these names or lie inside one of them; None: of all."""
-    columns = [group.column(i) for i in range(group.num_columns)]
+def _wanted(group: RowGroup, names: Collection[str] | None) -> list[int]:
+    """Places of a row group's columns that have these names or lie inside one of them; None: of all."""
     if names is None:
-        return columns
-    return [c for c in columns if any(c.path_in_schema == n or c.path_in_schema.startswith(f"{n}.") for n in names)]
+        return list(range(len(group.columns)))
+    paths = ((i, column.path_in_schema) for i, column in enumerate(group.columns))
+    return [i for i, path in paths if any(path == n or path.startswith(f"{n}.") for n in names)]
 
 
-def _decoded(column: Any) -> int:
-    """Bytes that a column of a row group takes once it is decoded, at least."""
-    return max(column.total_uncompressed_size, WIDTH * column.num_values)
+def _claimed(group: RowGroup, wanted: Sequence[int]) -> int:
+    """Bytes that columns of a row group take once they are decoded, as the footer says: to plan by, not to believe."""
+    columns = (group.columns[i] for i in wanted)
+    return sum(max(c.total_uncompressed_size, PLANNED * c.num_values) for c in columns)
 
 
 def read_rows(
     file: str, start: int, stop: int, wanted: Callable[[pa.Schema], dict[str, str]], limit: int = LIMIT
 ) -> tuple[list[Columns], list[BadRow]]:
     """Rows `start` to `stop` as columns, by `wanted` of the schema; row groups that cannot be decoded are reported."""
-    return _decode(file, start, stop, wanted, limit, lambda at, table: to_columns(table, at, wanted(table.schema)))
+    return _decode(
+        file,
+        start,
+        stop,
+        wanted=wanted,
+        limit=limit,
+        convert=lambda at, table: to_columns(table, at, wanted(table.schema)),
+    )
 
 
 def read_objects(
     file: str, start: int, stop: int, limit: int = LIMIT
 ) -> tuple[list[tuple[int, list[dict[str, Any]]]], list[BadRow]]:
     """Rows `start` to `stop` as Python objects: (number of the first row, rows) of each part."""
-    return _decode(file, start, stop, None, limit, lambda at, table: (at + 1, table.to_pylist()))
+    return _decode(file, start, stop, wanted=None, limit=limit, convert=lambda at, table: (at + 1, table.to_pylist()))
+
+
+class _Group(NamedTuple):
+    """Rows of a row group that are wanted."""
+
+    place: int
+    whole: tuple[int, int]
+    """First row, and the one behind the last, of the row group."""
+    rows: tuple[int, int]
+    """Of what is wanted."""
 
 
 def _decode(
@@ -146,38 +222,65 @@ def _decode(
     parts: list[Any] = []
     bad: list[BadRow] = []
 
-    def undecoded(first: int, last: int, error: Exception) -> BadRow:
-        return BadRow(file, first + 1, f"rows {first + 1} to {last} cannot be decoded: {error}", rows=last - first)
+    def undecoded(first: int, last: int, error: Exception) -> None:
+        reason = f"rows {first + 1} to {last} cannot be decoded: {error}"
+        bad.append(BadRow(file, first + 1, reason, rows=last - first))
+
+    def take(tables: Iterable[tuple[int, pa.Table]]) -> None:
+        for at, table in tables:
+            _check_texts(table, limit)
+            try:
+                parts.append(convert(at, table))
+            except Broken as e:
+                undecoded(at, at + len(table), e)
+
+    def whole(source: pq.ParquetFile, groups: list[_Group], names: list[str] | None) -> None:
+        """Neighbors at once; where one of them is broken, each half by itself.
+
+        In a loop: an inner function that calls itself would keep what was read until Python's collector runs.
+        """
+        waiting = [groups]
+        while waiting:
+            now = waiting.pop()
+            first, last = now[0].rows[0], now[-1].rows[1]
+            try:
+                take([(first, source.read_row_groups([g.place for g in now], names, use_threads=False))])
+            except Broken as e:
+                if len(now) == 1:
+                    undecoded(first, last, e)
+                else:
+                    middle = len(now) // 2
+                    waiting += [now[middle:], now[:middle]]
 
     try:
-        with _source(file) as source:
-            whole = source.schema_arrow
-        names = None if wanted is None else list(dict.fromkeys(wanted(whole).values()))
-        # A dictionary may repeat one text many times.
-        listed = whole.names if names is None else names
-        texts = [n for n in listed if n in whole.names and is_text(whole.field(n).type)]
-        with _source(file, texts) as source:
-            last = 0
-            for i in range(source.metadata.num_row_groups):
-                group = source.metadata.row_group(i)
-                first, last = last, last + group.num_rows
-                begin, end = max(first, start), min(last, stop)
-                if first >= stop or start >= last:
-                    continue
-                try:
-                    _check_group(group, names, limit)
-                    if (begin, end) == (first, last):
-                        tables = iter([(begin, source.read_row_group(i, names, use_threads=False))])
-                    else:
-                        tables = _part(file, i, (first, last), (begin, end), names, texts)
-                    for at, table in tables:
-                        _check_texts(table, limit)
-                        try:
-                            parts.append(convert(at, table))
-                        except Broken as e:
-                            bad.append(undecoded(at, at + len(table), e))
-                except Broken as e:
-                    bad.append(undecoded(begin, end, e))
+        with _source(file) as (source, raw):
+            schema, metadata = source.schema_arrow, source.metadata
+            row_groups = _groups(file, raw, metadata)
+            texts = _texts(source.schema)
+        names = None if wanted is None else list(dict.fromkeys(wanted(schema).values()))
+        with _source(file, texts, metadata) as (source, raw):
+            last = _last_affordable(file, row_groups, names, limit)
+            budget = _PageBudget(source.schema, row_groups, raw, names=names, limit=limit, last=last)
+            for run in _runs(row_groups, start, stop):
+                for groups in budget.affordable(run, undecoded):
+                    if groups[0].whole == groups[0].rows:
+                        whole(source, groups, names)
+                        continue
+                    group = groups[0]
+                    try:
+                        take(
+                            _part(
+                                file,
+                                group.place,
+                                group.whole,
+                                rows=group.rows,
+                                names=names,
+                                texts=texts,
+                                metadata=metadata,
+                            )
+                        )
+                    except Broken as e:
+                        undecoded(*group.rows, e)
     except RecordError:
         raise
     except Broken as e:
@@ -185,32 +288,155 @@ def _decode(
     return parts, bad
 
 
-def _check_group(group: Any, names: Collection[str] | None, limit: int) -> None:
-    """Raises: `ValueError` where a row group decodes to far more than it has and than it may."""
-    columns = _wanted(group, names)
-    size = sum(map(_decoded, columns))
-    if size > max(limit, RATIO * sum(c.total_compressed_size for c in columns)):
-        raise ValueError(too_large(f"the row group decodes to {size / 2**20:,.0f} MiB,", limit))
+def _runs(row_groups: Sequence[RowGroup], start: int, stop: int) -> Iterator[list[_Group]]:
+    """The row groups with rows from `start` to `stop`: neighbors that are wanted whole together, others alone."""
+    run: list[_Group] = []
+    last = 0
+    for i, rows in enumerate(group.num_rows for group in row_groups):
+        first, last = last, last + rows
+        if first >= stop or start >= last:
+            continue
+        group = _Group(i, (first, last), (max(first, start), min(last, stop)))
+        if group.rows == group.whole:
+            run.append(group)
+            continue
+        yield from (x for x in (run, [group]) if x)
+        run = []
+    if run:
+        yield run
+
+
+class _PageBudget:
+    """Memory budget for the row groups of a piece, counted from the headers of their pages."""
+
+    def __init__(
+        self,
+        schema: Any,
+        row_groups: Sequence[RowGroup],
+        raw: Bytes,
+        *,
+        names: Collection[str] | None,
+        limit: int,
+        last: int,
+    ) -> None:
+        self.schema, self.row_groups, self.raw = schema, row_groups, raw
+        self.names, self.limit, self.last = names, limit, last
+        self.left = limit
+
+    def affordable(
+        self, run: Sequence[_Group], refuse: Callable[[int, int, Exception], None]
+    ) -> Iterator[list[_Group]]:
+        """The groups of a run that may be decoded, neighbors together; the others are refused."""
+        kept: list[_Group] = []
+        for group in run:
+            try:
+                self._spend(group)
+                kept.append(group)
+            except Broken as e:
+                if kept:
+                    yield kept
+                kept = []
+                refuse(*group.rows, e)
+        if kept:
+            yield kept
+
+    def _spend(self, group: _Group) -> None:
+        """Raises: `ValueError` where a group, or its part, takes more than is left for the piece, or for the file."""
+        columns = self.row_groups[group.place].columns
+        whole, key = group.rows == group.whole, (*_afforded.key, group.place)
+        if _afforded.group[0] != key:  # the parts of a row group are read one after another
+            wanted = _wanted(self.row_groups[group.place], self.names)
+            if whole and isinstance(self.raw, _Held):
+                self.raw.hold([columns[i] for i in wanted])
+            pages = [decoded(self.raw, columns[i], self.schema.column(i)) for i in wanted]
+            _afforded.group = key, sum(p.bytes for p in pages), sum(p.stored for p in pages)
+        _, size, stored = _afforded.group
+        if size > self.limit and (whole or size > RATIO * stored):
+            raise ValueError(too_large(f"the row group decodes to {size / 2**20:,.0f} MiB,", self.limit))
+        if group.place > self.last:
+            raise ValueError(too_large("with the row groups before, the file decodes to", self.limit))
+        (first, last), (begin, end) = group.whole, group.rows
+        size = size * (end - begin) // max(last - first, 1)
+        if size > self.left:
+            raise ValueError(too_large("with the row groups before, it decodes to", self.limit))
+        self.left -= size
+
+
+class _Afforded(threading.local):
+    """Results of the size checks that the pieces of one file share."""
+
+    key: tuple[object, ...] = ()
+    """The file as it was, its columns and the limit."""
+    last = -1
+    """The last row group up to which it decodes to no more than it may."""
+    group: tuple[tuple[object, ...], int, int] = ((), 0, 0)
+    """The row group that was looked at last: what it decodes to, and its bytes in the file."""
+
+
+_afforded = _Afforded()
+
+
+def _last_affordable(file: str, row_groups: Sequence[RowGroup], names: Sequence[str] | None, limit: int) -> int:
+    """The last row group up to which a file decodes to no more than it may, as its footer says.
+
+    A footer that says too little is found out by the pages of the row group.
+    """
+    key = (fingerprint(file), tuple(names or ()), limit)
+    if _afforded.key != key:
+        left, last = max(limit, RATIO * size_of(file)), -1
+        wanted = _wanted(row_groups[0], names) if row_groups else []
+        for group in row_groups:
+            left -= _claimed(group, wanted)
+            if left < 0:
+                break
+            last += 1
+        _afforded.key, _afforded.last = key, last
+    return _afforded.last
 
 
 def _check_texts(table: pa.Table, limit: int) -> None:
     """Raises: `ValueError` where few texts that are repeated make more than the file may take."""
-    size = 0
-    for chunk in (chunk for column in table.columns for chunk in column.chunks):
-        if pa.types.is_dictionary(chunk.type):
-            lengths = pc.binary_length(chunk.dictionary).take(chunk.indices)
-            size += pc.sum(lengths.cast(pa.int64())).as_py() or 0
+    size = sum(_repeated(chunk) for column in table.columns for chunk in column.chunks)
     if size > limit:
         raise ValueError(too_large(f"the texts decode to {size / 2**20:,.0f} MiB,", limit))
 
 
+def _repeated(array: pa.Array) -> int:
+    """Bytes of the texts that an array repeats by a dictionary, at any depth."""
+    if pa.types.is_dictionary(array.type):
+        lengths = pc.binary_length(array.dictionary).take(array.indices)
+        return pc.sum(lengths.cast(pa.int64())).as_py() or 0
+    if pa.types.is_struct(array.type):
+        return sum(map(_repeated, array.flatten()))
+    if is_list(array.type) or pa.types.is_map(array.type):
+        return _repeated(array.values if is_list(array.type) else array.items)
+    return 0
+
+
+def _texts(schema: Any) -> list[str]:
+    """Paths of the columns of texts and bytes, which are read as a dictionary and indices: one may repeat a text many
+    times."""
+    columns = map(schema.column, range(len(schema)))
+    return [c.path for c in columns if c.physical_type == "BYTE_ARRAY" and c.logical_type.type in TEXTUAL]
+
+
+TEXTUAL = ("NONE", "STRING", "JSON", "ENUM")
+"""Logical types of columns of bytes that are texts; decimals are bytes as well."""
+
+
 def _part(
-    file: str, group: int, whole: tuple[int, int], rows: tuple[int, int], names: list[str] | None, texts: list[str]
+    file: str,
+    group: int,
+    whole: tuple[int, int],
+    rows: tuple[int, int],
+    names: list[str] | None,
+    texts: list[str],
+    metadata: Any,
 ) -> Iterator[tuple[int, pa.Table]]:
     """Some rows of a row group that has the rows `whole`."""
 
     def batches() -> Iterator[pa.RecordBatch]:
-        with _source(file, texts) as source:
+        with _source(file, texts, metadata) as (source, _):
             yield from source.iter_batches(end - begin, [group], names, use_threads=False)
 
     (first, last), (begin, end) = whole, rows

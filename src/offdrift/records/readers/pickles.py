@@ -1,7 +1,8 @@
 """Pickles of unknown origin, as data: nothing in them is called, and what they may take is bounded.
 
 A pickle is a program. Its instructions are interpreted one by one: those that build numbers, texts, lists and dicts are
-known, the others are refused. A name that it asks for is looked up in a table of harmless stand-ins and never imported.
+known, the others are refused. A name that it asks for is looked up in a table of harmless stand-ins and never imported;
+in dumps that carry what a user put beside the samples, a name that is not there stands for an `Inert` value.
 What is built is charged to a budget before the next instruction, since a few bytes can ask for gigabytes.
 """
 
@@ -43,7 +44,7 @@ KEYS = (str, int, float, bytes, type(None))
 
 @dataclass
 class TensorBatch:
-    """What SkyRL's batches unpickle to: their state, and nothing that acts."""
+    """Inert stand-in that SkyRL's batches unpickle to: it holds their state and runs no code."""
 
     state: object
 
@@ -59,8 +60,13 @@ class Dtype:
         if state[1] in ("<", ">"):
             self.code = state[1] + self.code
 
+    @property
+    def numeric(self) -> bool:
+        """Whether these are numbers, not texts, dates or objects."""
+        return re.fullmatch(r"[<>]?(?:[fiu][1248]|b1)", self.code) is not None
+
     def of(self) -> np.dtype:
-        if not re.fullmatch(r"[<>]?(?:[fiu][1248]|b1)", self.code):
+        if not self.numeric:
             raise RecordError(f"the file holds an array of NumPy type {self.code[:20]!r}, no numbers")
         return np.dtype(self.code)
 
@@ -69,11 +75,14 @@ class Dtype:
 class Array:
     """A NumPy array."""
 
-    value: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    value: np.ndarray | Inert = field(default_factory=lambda: np.zeros(0))
 
     def build(self, state: Any) -> None:
         """Shape, type and bytes, as `ndarray.__reduce__` states them."""
         _, shape, dtype, fortran, raw = state
+        if not dtype.numeric:
+            self.value = Inert(f"a NumPy array of type {dtype.code[:20]!r}")
+            return
         flat = np.frombuffer(raw, dtype.of())
         self.value = flat.reshape(shape, order="F" if fortran else "C")
 
@@ -89,11 +98,27 @@ class Stored:
         return self.shape[0]
 
 
+@dataclass(frozen=True, eq=False)
+class Inert:
+    """An object of a class that no log needs (a date, a path, ...): its name, and nothing of what it holds."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
 def plain(value: Any) -> Any:
-    """A tensor or array that a file holds; any other value as it is."""
+    """A tensor or array that a file holds; any other value as it is.
+
+    Raises: `RecordError` for an `Inert` value, of which nothing is known.
+    """
     if isinstance(value, Stored):
         return value.read()
-    return value.value if isinstance(value, Array) else value
+    value = value.value if isinstance(value, Array) else value
+    if isinstance(value, Inert):
+        raise RecordError(f"the file asks for {value.name} where a log has numbers; it was not run")
+    return value
 
 
 def decode(
@@ -101,14 +126,18 @@ def decode(
     names: Mapping[tuple[str, str], object],
     budget: Budget,
     persistent: Callable[[Any], object] | None = None,
+    *,
+    inert: bool = False,
 ) -> Any:
-    """What a pickle builds.
+    """Decode a pickle without running code, within a memory budget.
 
     Args:
         data: the pickle.
         names: what each name that it may ask for stands for.
         budget: what it may take.
         persistent: what an id that points outside of the pickle stands for.
+        inert: whether other names stand for `Inert` values, unless they are of `ACTING` modules, rather than being
+            refused.
 
     Raises: `RecordError` if it asks for anything but data, or takes more than it may; whatever else (`ValueError`,
         `IndexError`, ...) if it is damaged.
@@ -166,32 +195,46 @@ def decode(
                 stack.append([])
             case "APPEND":
                 value = stack.pop()
-                top(list).append(value)
+                if not isinstance(stack[-1], Inert):
+                    top(list).append(value)
             case "APPENDS" | "ADDITEMS":
                 values = marked()
-                top(list).extend(values)
+                if not isinstance(stack[-1], Inert):
+                    top(list).extend(values)
+            case "FROZENSET":
+                stack.append(marked())
             case "EMPTY_DICT":
                 stack.append({})
             case "SETITEM" | "SETITEMS":
                 if name == "SETITEM":
                     marks.append(len(stack) - 2)
                 values = marked()
-                for key in values[::2]:
-                    if not isinstance(key, KEYS):
+                for i, key in enumerate(values[::2]):
+                    if not isinstance(key, KEYS) and inert:
+                        values[2 * i] = Inert(f"a {type(key).__name__} as a key")
+                    elif not isinstance(key, KEYS):
                         raise RecordError(f"the pickle has a {type(key).__name__} as a key; it was refused")
-                top(dict).update(zip(values[::2], values[1::2], strict=True))
+                if not isinstance(stack[-1], Inert):
+                    top(dict).update(zip(values[::2], values[1::2], strict=True))
             case "GLOBAL" | "STACK_GLOBAL":
                 if name == "STACK_GLOBAL":
                     arg = " ".join(map(str, (stack.pop(-2), stack.pop())))
                 module, _, attribute = str(arg).partition(" ")
                 of_skyrl = module.startswith("skyrl") and module.endswith(f".{BATCHES}")
                 key = ("skyrl" if of_skyrl else module, attribute)
-                if key not in names:
-                    asked = f"{module[:80]}.{attribute[:80]}"
+                asked = f"{module[:80]}.{attribute[:80]}"
+                if key not in names and (not inert or acting(module, attribute)):
                     raise RecordError(f"the pickle asks for {asked}, which no log needs; it was not run")
-                stack.append(names[key])
+                stack.append(names[key] if key in names else Inert(asked))
+            case "NEWOBJ" | "NEWOBJ_EX" if inert:
+                del stack[-2 if name == "NEWOBJ_EX" else -1 :]
+                if not isinstance(stack[-1], Inert):
+                    raise RecordError("the pickle makes an object of what is no class; it was refused")
             case "REDUCE":
                 args, function = stack.pop(), stack.pop()
+                if isinstance(function, Inert):
+                    stack.append(function)
+                    continue
                 if not callable(function):  # nothing that a pickle builds can be called, but the values of `names`
                     raise RecordError("the pickle calls what is no function; it was refused")
                 made = function(*args)
@@ -199,6 +242,8 @@ def decode(
                 stack.append(made)
             case "BUILD":
                 state = stack.pop()
+                if isinstance(stack[-1], Inert):
+                    continue
                 if not isinstance(stack[-1], Dtype | Array):
                     raise RecordError(
                         f"the pickle sets attributes of a {type(stack[-1]).__name__}, which no log "
@@ -209,6 +254,67 @@ def decode(
                 stack.append(persistent(stack.pop()))
             case _:
                 raise RecordError(f"the pickle has the instruction {name}, which no log needs; it was not run")
+
+
+ACTING = frozenset(
+    [
+        "os",
+        "posix",
+        "nt",
+        "sys",
+        "subprocess",
+        "importlib",
+        "runpy",
+        "pty",
+        "shutil",
+        "socket",
+        "ctypes",
+        "code",
+        "webbrowser",
+        "pickle",
+        "_pickle",
+        "cPickle",
+        "marshal",
+        "commands",
+        "imp",
+        "builtins",
+        "__builtin__",
+    ]
+)
+"""Modules of which a log that is no program asks for nothing, save the `VALUES` among the builtins: said aloud,
+although nothing would be run. Protocol 2, which `torch.save` writes, has Python 2's names for some."""
+VALUES = frozenset(
+    [
+        "bool",
+        "bytearray",
+        "bytes",
+        "complex",
+        "dict",
+        "float",
+        "frozenset",
+        "int",
+        "list",
+        "object",
+        "range",
+        "set",
+        "slice",
+        "str",
+        "tuple",
+        "type",
+        "Ellipsis",
+        "NotImplemented",
+        "basestring",
+        "long",
+        "unicode",
+        "xrange",
+    ]
+)
+
+
+def acting(module: str, name: str) -> bool:
+    """Whether only a program would ask for this name."""
+    home = module.partition(".")[0]
+    return home in ACTING and not (home in ("builtins", "__builtin__") and name in VALUES)
 
 
 BATCHES = "training_batch"
@@ -227,6 +333,7 @@ def _encoded(text: str, encoding: str) -> bytes:
 
 _BUILTIN: dict[tuple[str, str], object] = {
     ("collections", "OrderedDict"): lambda: {},
+    ("collections", "defaultdict"): lambda *of: {},
     ("builtins", "set"): list,
     ("__builtin__", "set"): list,
     ("torch", "device"): lambda *args: "cpu",
@@ -239,7 +346,12 @@ _BUILTIN: dict[tuple[str, str], object] = {
         for module in ("numpy.core.multiarray", "numpy._core.multiarray")
         for name, call in (
             ("_reconstruct", lambda kind, shape, code: Array()),
-            ("scalar", lambda dtype, raw: np.frombuffer(raw, dtype.of())[0].item()),
+            (
+                "scalar",
+                lambda dtype, raw: (
+                    np.frombuffer(raw, dtype.of())[0].item() if dtype.numeric else Inert("a NumPy scalar")
+                ),
+            ),
         )
     },
 }
@@ -259,7 +371,7 @@ DTYPES = {
 
 
 def load_pickle(file: Bytes, limit: int = LIMIT) -> Any:
-    """What a pickle holds.
+    """Read a pickle file as plain data.
 
     Raises: `RecordError` if it asks for anything but data, or takes more than `limit` bytes of memory.
     """
@@ -275,7 +387,9 @@ def _size(file: Bytes) -> int:
 
 
 def load_torch(file: Bytes, limit: int = LIMIT) -> Any:
-    """What `torch.save` wrote: builtin containers with `Stored` tensors and NumPy arrays in them.
+    """Read a file of `torch.save`: builtin containers with `Stored` tensors and NumPy arrays in them.
+
+    What a user put beside the samples (dates, paths, objects of classes of their own) becomes `Inert`.
 
     A tensor is read when it is wanted, from a record that the file really holds: the records of the archive are not
     compressed and not larger than the file together, and no tensor has more elements than its storage. `file` must
@@ -315,12 +429,12 @@ def load_torch(file: Bytes, limit: int = LIMIT) -> Any:
             opened[key] = Storage(archive, record, dtype, elements, budget)
         return opened[key]
 
-    return decode(archive.read(f"{stem}data.pkl"), _TORCH, budget, storage)
+    return decode(archive.read(f"{stem}data.pkl"), _TORCH, budget, storage, inert=True)
 
 
 @dataclass
 class Storage:
-    """Where the elements of tensors lie in an archive."""
+    """Place of a tensor's elements in a `torch.save` archive."""
 
     archive: zipfile.ZipFile
     record: zipfile.ZipInfo

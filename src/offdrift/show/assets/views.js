@@ -127,7 +127,7 @@
   const ofLog = (token, index) => {
     const heat = data.heat[Number(token.parentElement.dataset.sample)];
     const [l, logp, kl] = heat.values[index];
-    const lines = [`${heat.ids ? "id" : "“"}${heat.ids ? " " : ""}${token.textContent}${heat.ids ? "" : "”"}  token ${heat.first + index + 1}`];
+    const lines = heat.places ? [`token ${heat.first + index + 1}`] : [`${heat.ids ? "id" : "“"}${heat.ids ? " " : ""}${token.textContent}${heat.ids ? "" : "”"}  token ${heat.first + index + 1}`];
     if (l != null) lines.push(`log-ratio ${short(l)} nat, ratio ${short(Math.exp(l))}${heat.on ? ` (${heat.on})` : ""}`);
     if (logp != null) lines.push(`rollout log-prob ${short(logp)} nat, probability ${short(Math.exp(logp))}`);
     if (kl != null) lines.push(`KL ${short(kl)} nat`);
@@ -171,4 +171,39 @@
   const folded = [];
   addEventListener("beforeprint", () => { for (const d of all("details:not([open])")) { folded.push(d); d.open = true; } });
   addEventListener("afterprint", () => { while (folded.length) folded.pop().open = false; });
+
+  // -- a page that is written again while its run goes on ----------------------------------------
+
+  const renewed = document.querySelector("[data-renew]");
+  if (renewed) {
+    const seconds = Number(renewed.dataset.renew), written = Number(renewed.dataset.written);
+    const memory = `offdrift ${location.pathname}`;
+    // What a reader has opened stays open; where they have scrolled to, the browser knows.
+    const remember = () => {
+      try { sessionStorage.setItem(memory, JSON.stringify(all("details[open]").map(d => d.id))); } catch { /* no storage */ }
+    };
+    try {
+      for (const id of JSON.parse(sessionStorage.getItem(memory) || "[]")) {
+        const details = document.getElementById(id);
+        if (details instanceof HTMLDetailsElement) details.open = true;
+      }
+    } catch { /* no storage */ }
+    const age = document.getElementById("age");
+    const tell = () => {
+      const minutes = Math.floor((Date.now() / 1000 - written) / 60);
+      const late = minutes >= 2;
+      age.classList.toggle("flagged", late);
+      age.textContent = late ? `not written for ${minutes} minutes: the watch may have ended` : `renews itself every ${seconds} s`;
+    };
+    tell();
+    let due = false;
+    const renew = () => {
+      tell();
+      due = document.hidden || !getSelection().isCollapsed; // not under the eyes of who copies something
+      if (!due) location.reload();
+    };
+    addEventListener("pagehide", remember);
+    setInterval(renew, 1000 * seconds);
+    document.addEventListener("visibilitychange", () => { if (due && !document.hidden) renew(); });
+  }
 })();

@@ -126,15 +126,15 @@ VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
         step_in_name=r"global_step_(\d+)_",
     ),
     Source(
-        format="plain", framework="offdrift", what="this library's own log", because="its header",
+        format="plain", framework="offdrift", what="offdrift log", because="its header",
     ),
     Source(
-        format="offdrift-rollouts", framework="offdrift", what="this library's rollout records",
+        format="offdrift-rollouts", framework="offdrift", what="offdrift rollout records",
         because="their header", columns={"truncated": "finish"}, step_in_name=r"(?:^|[/_.-])(\d+)\.parquet",
-        note="they hold the engine's side alone; the log beside them holds the trainer's",
+        note="they hold only the engine's log-probs; the log beside them also holds the trainer's",
     ),
     Source(
-        format="plain", framework="plain", what="rows of the plain schema", because="the names of the columns",
+        format="plain", framework="plain", what="plain schema", because="its column names",
     ),
     Source(
         format="slime-rollout", framework="slime", what="slime's rollout dumps",
@@ -182,8 +182,10 @@ VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
         format="areal", framework="areal", what="AReaL's trajectory dump",
         because="the keys task_id, head_version and tail_version",
         keys=frozenset({"task_id", "head_version", "tail_version"}),
-        columns={"step": "tail_version", "group_id": "task_id"},
-        note="it holds texts, rewards and weight versions, no log-probs",
+        # A task's file is in the folder of its newest version; within it, samples end at versions of their own.
+        columns={"group_id": "task_id"}, step_in_name=r"(?:^|/)(\d+)/[^/]*$",
+        note="it holds texts, rewards and weight versions, no log-probs; versions without version_rle (before "
+        "AReaL 2.0) are those of a whole task, its prompt included",
     ),
     Source(
         format="verl", framework="verl", what="verl's rollout dump", because="the keys input, output, score and step",
@@ -195,7 +197,7 @@ VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
         because="the key reward, which its training dumps do not have",
         keys=frozenset({"input", "output", "score", "step", "reward"}), lacks=frozenset({"request_id"}),
         columns=VERL_COLUMNS, step_in_name=r"(?:^|/)(\d+)\.jsonl",
-        note="it holds texts and scores of the validation, nothing that was trained on",
+        note="it holds validation texts and scores, nothing that was trained on",
     ),
 )  # fmt: skip
 """In order of preference: where a folder holds several that say the same, the first is read."""
@@ -219,7 +221,7 @@ def source_of(names: Collection[str]) -> Source | None:
 
 
 def rank(source: Source, columns: Collection[str]) -> tuple[int, int]:
-    """Which log to read where there are several: the smallest, the one that says most.
+    """Sort key for choosing among several logs in a folder: the smallest key has the most useful fields.
 
     Args:
         source: what kind of log it is.

@@ -27,7 +27,7 @@ from offdrift.records.readers.formats.table import (
     SLIME_TRAIN_COLUMNS,
     Source,
 )
-from offdrift.records.readers.pickles import TensorBatch, load_pickle, load_torch, plain, tensor_of
+from offdrift.records.readers.pickles import Array, Inert, TensorBatch, load_pickle, load_torch, plain, tensor_of
 
 CUT_SHORT = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "context_length")
 """Reasons to stop that are limits."""
@@ -40,8 +40,36 @@ PER_SAMPLED = {name: c for name, c in PRIME_RL_TRACES.columns.items() if name no
 
 
 def prompt_id(tokens: Any) -> str:
-    """What equal prompts share."""
+    """Key that is equal for equal prompts."""
     return str(tokens.tolist() if hasattr(tokens, "tolist") else tokens)
+
+
+def drawn_by_versions(versions: Any, length: int | None = None) -> Row:
+    """The versions of the weights that drew a response: of each token where their spans are known, else the oldest
+    and the newest.
+
+    Args:
+        versions: numbers or texts in the order of drawing, or spans, mappings with "version" (or "weight_version") and
+            the tokens of each as "length" or as "start" and "end".
+        length: tokens of the response, which known spans have to cover.
+
+    Example:
+        >>> drawn_by_versions(["3", "4"]), drawn_by_versions([{"version": 3, "length": 1}, {"version": 4, "length": 2}])
+        ({'rollout_version': 3, 'newest_version': 4}, {'rollout_version': [3, 4, 4]})
+    """
+    if not isinstance(versions, list | tuple) or not versions:
+        return {}
+    spans = [v if isinstance(v, Mapping) else {"version": v} for v in versions]
+    texts = [str(v.get("version", v.get("weight_version"))) for v in spans]
+    if not all(t.isdigit() and len(t) < 10 for t in texts):
+        return {}
+    numbers = [int(t) for t in texts]
+    lengths = [v["length"] if "length" in v else v.get("end", 0) - v.get("start", 0) for v in spans]
+    known = all(isinstance(n, int) and 0 < n <= MOST for n in lengths) and len(set(numbers)) > 1
+    if known and length in (None, sum(lengths)) and sum(lengths) <= MOST:
+        return {"rollout_version": [v for v, n in zip(numbers, lengths, strict=True) for _ in range(n)]}
+    row: Row = {"rollout_version": min(numbers)}
+    return row if len(set(numbers)) == 1 else {**row, "newest_version": max(numbers)}
 
 
 def first_trained(mask: list[Any]) -> int:
@@ -88,18 +116,23 @@ def nemo_rl(row: Mapping[str, Any]) -> Row:
 
 
 def open_instruct(row: Mapping[str, Any], translated: Row) -> Row:
-    """A row of open-instruct's rollout traces, masked where a tool was called: its tokens have log-probs of exactly 0.
+    """A row of open-instruct's rollout traces, masked where nothing was sampled.
 
-    Their mask is not logged. A sampled token that is certain is left out with them; a response without a tool keeps
-    its zeros.
+    Tokens of a tool have log-probs of exactly 0, where one was called; their mask is not logged. A sampled token that
+    is certain is left out with them; a response without a tool keeps its zeros. To a response that stopped before its
+    first token open-instruct appends the end of the text, with NaN for its log-prob: it is no hole in the log.
 
-    Source: open-instruct e6c3044, open_instruct/rl_utils.py and open_instruct/vllm_utils.py.
+    Source: open-instruct e6c3044, open_instruct/rl_utils.py, vllm_utils.py and data_loader.py.
     """
     info, logp = row.get("request_info"), translated.get("logp_rollout")
-    called = isinstance(info, Mapping) and info.get("tool_calleds")
-    if not called or not isinstance(logp, list) or translated.get("mask") is not None:
+    called = isinstance(info, Mapping) and bool(info.get("tool_calleds"))
+    if not isinstance(logp, list) or not logp or translated.get("mask") is not None:
         return translated
-    return {**translated, "mask": [int(x != 0) for x in logp]}
+    appended = row.get("finish_reason") == "stop" and (logp[-1] is None or logp[-1] != logp[-1])
+    if not called and not appended:
+        return translated
+    mask = [int(not called or x != 0) for x in logp]
+    return {**translated, "mask": [*mask[:-1], 0] if appended else mask}
 
 
 def prime_rl(row: Mapping[str, Any]) -> Row:
@@ -125,8 +158,8 @@ def prime_rl_episode(record: Mapping[str, Any]) -> list[Row]:
     """
     about: dict[str, Any] = {}
     policy = ((record.get("run") or {}).get("work") or {}).get("policy")
-    if policy and policy["start"] == policy["end"]:  # one version of the weights drew all of it
-        about["rollout_version"] = policy["start"]
+    if policy:
+        about |= drawn_by_versions([policy["start"], policy["end"]])
     group = (record.get("group") or {}).get("id")
     rows: list[Row] = []
     left = MOST
@@ -174,7 +207,7 @@ def _samples(nodes: list[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def slime(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Row]]:
-    """Which debug dump of slime or miles a file is, and its samples.
+    """Return the kind of a debug dump of slime or miles, and its samples.
 
     Train dumps hold the trainer's log-probs beside the engine's, rollout dumps the engine's alone; token fields cover
     the response, `tokens` prompt and response. A sample with `remove_sample` trains on nothing; slime masks it after it
@@ -194,7 +227,7 @@ def slime(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Row]]:
         raise NotRead(
             "the dump holds one rank's part of one call of miles' policy loss; read train_data or rollout_data instead"
         )
-    by_rank = "rollout_data" in payload
+    by_rank, rewards = "rollout_data" in payload, payload.get("raw_reward")
     samples = payload.get("samples")
     if by_rank:  # a rank's dump holds its samples by column
         if (payload.get("cp_size") or 1) > 1:
@@ -203,7 +236,7 @@ def slime(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Row]]:
                 "dump with context parallelism off, or use the rollout dump"
             )
         data = payload["rollout_data"]
-        n = len(data["response_lengths"])
+        n, rewards = len(data["response_lengths"]), _rewards_of_rank(data)
         columns = {k: v for k, v in data.items() if isinstance(v, list | tuple) and len(v) == n}
         samples = [{name: values[i] for name, values in columns.items()} for i in range(n)]
     if not isinstance(samples, list):
@@ -214,11 +247,24 @@ def slime(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Row]]:
         source = SLIME_TRAIN
     else:
         source = MILES_ROLLOUT if "metadata" in payload else SLIME_ROLLOUT
-    return source, _rows(samples, payload.get("rollout_id"), payload.get("raw_reward"))
+    return source, _rows(samples, payload.get("rollout_id"), rewards)
+
+
+def _rewards_of_rank(data: Mapping[str, Any]) -> list[Any] | None:
+    """The rewards of a rank's samples: `raw_reward` is of the whole rollout, of which `partition` names the rank's.
+
+    None where the dump does not say which are whose.
+    """
+    n, rewards, places = len(data["response_lengths"]), plain(data.get("raw_reward")), plain(data.get("partition"))
+    if rewards is None:
+        return None
+    if places is not None and len(places) == n and all(0 <= int(place) < len(rewards) for place in places):
+        return [rewards[int(place)] for place in places]
+    return list(rewards) if len(rewards) == n else None
 
 
 def distinct(files: Sequence[str], limit: int) -> list[str]:
-    """Of miles' train dumps, those of ranks that hold every sample of a rollout once, those with log-probs first.
+    """Select those of miles' train dumps that hold every sample of a rollout once; dumps with log-probs first.
 
     A file that cannot be read stays, for the reader to report.
     """
@@ -269,12 +315,11 @@ def _rows(samples: Sequence[Mapping[str, Any]], step: Any, rewards: Any) -> Iter
         # The batch's rewards are in the order of the rollout, samples that were left out included.
         if rewards is not None and place < len(rewards) and len(rewards) >= len(samples):
             reward = rewards[place]
-        reward = plain(sample.get("reward", reward))
+        reward = sample.get("reward", reward)
+        reward = None if isinstance(reward, Inert) else plain(reward)
         row["reward"] = reward if isinstance(reward, int | float) else None
-        row["step"] = step
-        versions = sample.get("weight_versions")
-        if isinstance(versions, list) and len(set(versions)) == 1 and str(versions[0]).isdigit():
-            row["rollout_version"] = int(versions[0])  # one version of the weights drew all of it
+        row["step"], row["response_length"] = step, length
+        row |= drawn_by_versions(sample.get("weight_versions"), length)
         row["prompt"], row["completion"] = sample.get("prompt"), sample.get("response")
         if "status" in sample or sample.get("truncated") is not None:
             row["truncated"] = int(sample.get("truncated") or sample.get("status") == "truncated")
@@ -284,7 +329,8 @@ def _rows(samples: Sequence[Mapping[str, Any]], step: Any, rewards: Any) -> Iter
 
 
 def _listed(values: Any) -> Any:
-    """An empty list stands for one that was never filled."""
+    """An empty list stands for one that was never filled. Raises: `RecordError` for what is no list of numbers."""
+    values = plain(values) if isinstance(values, Array | Inert) else values
     return None if values is None or len(values) == 0 else plain(values)
 
 

@@ -1,0 +1,58 @@
+"""Shared checks explain their failures, whichever test imports them first; shapes are checked anew in every test."""
+
+import gc
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from tests import shapes
+
+pytest.register_assert_rewrite("tests.engines.contract")
+MANY = 300
+"""Modules: vLLM brings 2,500, and walking what it made takes a fifth of a second, once in every arm that is trained."""
+
+
+def pytest_configure() -> None:
+    """Commands that tests interrupt must hear it, also where a suite in the background was told to ignore Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection() -> None:
+    """Until all is collected: what imports and cases make is kept, and walking it takes an eighth of the time."""
+    gc.disable()
+
+
+class Frozen:
+    """What the collector leaves alone: all that was there when a file began after others had imported much."""
+
+    file: Path | None = None
+    modules = 0
+    """How many were imported when it was frozen."""
+
+
+def freeze() -> None:
+    """Keep what was imported and collected to the end: the full collections that training asks for need not walk it."""
+    gc.collect()
+    gc.freeze()
+    Frozen.modules = len(sys.modules)
+
+
+def pytest_collection_finish() -> None:
+    freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # Between two files nothing is there that a fixture will want to be rid of.
+    if item.path != Frozen.file and len(sys.modules) > Frozen.modules + MANY:
+        freeze()
+    Frozen.file = item.path
+    test, bracket, case = item.nodeid.partition("[")
+    shapes.begin(test, (test.partition("::")[0], case) if bracket else None)

@@ -1,0 +1,1 @@
+"""Alarms: findings of a run that is watched, sent to where people look."""

@@ -1,0 +1,35 @@
+"""The audits of a run's arms in the terminal: the run's verdict, a row for each arm, and what to do about the worst."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from offdrift.audit.result import ArmsAudit
+from offdrift.show.findings import WORDS, in_order, safe, shown_view, verdict_view
+from offdrift.show.headline import count_words
+from offdrift.show.json_access import at, text
+
+
+def arms_view(run: ArmsAudit, width: int = 100, *, folder: str = "") -> RenderableType:
+    """Build the terminal report of an audit of several arms, which stands in `folder`."""
+    verdict = run.verdict
+    stored = {"level": verdict.level, "text": verdict.text, "steps": list(verdict.steps)}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for i, title in enumerate(run.header()):
+        in_words = i < 2 or i >= len(run.header()) - 2
+        table.add_column(title, justify="left" if in_words else "right", overflow="fold")
+    for (arm, audit), row in zip(run.arms.items(), run.table(), strict=True):
+        style = WORDS[audit.verdict.level][2]
+        table.add_row(Text(safe(arm), style="bold"), Text(row[1], style=style), *(Text(safe(x)) for x in row[2:]))
+    worst = run.arms[run.worst].data
+    parts: list[RenderableType] = [Text(f"{len(run.arms)} arms", style="dim"), verdict_view(stored, width=width), table]
+    parts.append(Text(f"{safe(run.worst)}: {' · '.join(count_words(worst))}", style="dim"))
+    for finding in in_order(worst.get("findings"), text(at(worst, "source", "framework")))[:1]:
+        parts.append(
+            Padding(shown_view(finding, width=width, folder=f"{folder}/{run.worst}" if folder else ""), (0, 0, 1, 0))
+        )
+    return Group(*parts)

@@ -1,0 +1,47 @@
+"""The design behind the prompts of a certificate: what counts as one independent draw, and what J averages over.
+
+Answers to one prompt are not independent, and a prompt that comes again can mean two things. Taken for the wrong one, a
+certificate is false with certainty as soon as prompts come unequally often: where one prompt has 55 % of the draws and
+loses by the current policy, J over distinct prompts may rise while J over draws falls.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+PromptDesign = Literal["listed", "drawn"]
+
+AVERAGED = {
+    None: "J averages over the distribution that the prompts were drawn from, and none of them came twice",
+    "listed": "J averages over distinct prompts, each counted once however often it was answered",
+    "drawn": "J averages over draws of prompts: a prompt counts as often as it is drawn",
+}
+"""What J averages over, by design; None where the designs agree, since no prompt came twice."""
+
+DRAWS = {
+    None: "prompts are independent draws of one distribution",
+    "listed": "the distinct prompts are independent draws of one distribution",
+    "drawn": "draws of prompts (each the answers with one group id) are independent, of one distribution",
+}
+"""What has to hold of prompts, by design."""
+
+
+def two_readings(draws: int, prompts: int, *, command: str = "--prompts") -> str:
+    """Return why draws that repeat prompts cannot be judged before their design is known, and how to say it.
+
+    Args:
+        draws: groups of answers (or sequences, where there are no groups).
+        prompts: distinct prompts among them.
+        command: the option that says it.
+
+    Example:
+        >>> two_readings(40, 19)[:56]
+        '40 groups of answers are to 19 distinct prompts, so that'
+    """
+    return (
+        f"{draws:,} groups of answers are to {prompts:,} distinct prompts, so that J has two readings, and the wrong "
+        f"one is certified falsely. Say which it is. {command} listed: a fixed list was answered several times; "
+        "answers to a prompt are merged, and J averages over distinct prompts, each counted once. "
+        f"{command} drawn: each group's prompt was drawn anew, with replacement, from one distribution; each group "
+        "counts, and J averages over draws, a prompt as often as it is drawn"
+    )

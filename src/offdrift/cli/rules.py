@@ -1,0 +1,53 @@
+"""`offdrift rules`: the built-in thresholds, and what a rules file changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offdrift.cli.app import THEORY, Screen, app
+
+
+@app.command(rich_help_panel=THEORY)
+def rules(
+    screen: Screen,
+    file: Annotated[
+        Path | None, typer.Argument(help="A rules file to check. Absent: the built-in thresholds are shown.")
+    ] = None,
+    toml: Annotated[
+        bool, typer.Option("--toml", help="Print the thresholds as a rules file to start from, all as comments.")
+    ] = False,
+) -> None:
+    """Show the thresholds that verdicts depend on, or check a file of yours that changes them.
+
+    Such a file is given to any command that judges, with --rules, and to a recipe, as diagnosis.rules. It names what
+    it changes alone; a run stores it, and its pages judge by it. docs/rules.md has every rule and the format.
+
+    \b
+    offdrift rules
+    offdrift rules --toml > mine.toml
+    offdrift rules mine.toml
+    offdrift audit runs/tiny/arms/none --rules mine.toml
+    """
+    from offdrift.judge import load_rules
+    from offdrift.judge.rules_changes import changes_of
+    from offdrift.show.rules import changes_view, thresholds_view, toml_of
+
+    if file is not None and toml:
+        raise typer.BadParameter("--toml prints the built-in thresholds; leave the file out")
+    chosen = load_rules(file)
+    if screen.as_json:
+        about = chosen.as_record()
+        screen.json({"file": chosen.file, "sha256": chosen.sha256, "limits": about["limits"], **changes_of(chosen)})
+    elif toml:
+        typer.echo(toml_of(chosen), nl=False)
+    elif file is None:
+        screen.show(thresholds_view(chosen))
+    else:
+        screen.show(changes_view(chosen, changes_of(chosen)))
+    if file is None:
+        screen.next("offdrift rules --toml > mine.toml", "thresholds to change; then: offdrift rules mine.toml")
+    else:
+        screen.next(f"offdrift audit RUN --rules {file}", "judge a run by it")

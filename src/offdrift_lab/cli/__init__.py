@@ -1,0 +1,1 @@
+"""Commands of the trainer, the planner and the exact experiments."""

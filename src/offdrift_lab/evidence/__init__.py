@@ -1,0 +1,1 @@
+"""Conclusions from many stored runs: predictors of collapse, and how far a mismatch may go."""

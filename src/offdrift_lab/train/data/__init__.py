@@ -1,0 +1,1 @@
+"""Problems, environments and rewards; where rollouts come from and how they are selected."""

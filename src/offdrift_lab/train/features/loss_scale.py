@@ -1,0 +1,63 @@
+"""The scale of a float16 loss, and the precision that the trainer computes in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from offdrift.errors import RecipeError
+from offdrift.methods.schedules import LossScale
+from offdrift_lab.train.features.base import Feature, Metrics
+from offdrift_lab.train.settings.recipe import Recipe
+
+LAUNCHED = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""accelerate's names of precisions, and `optim.dtype`'s."""
+
+
+class LossScaling(Feature):
+    """Scales the loss where the trainer computes in float16, and skips steps whose gradient overflows."""
+
+    def __init__(self) -> None:
+        self.scale = LossScale()
+
+    @classmethod
+    def of(cls, recipe: Recipe, arm: str) -> LossScaling | None:
+        return cls() if half_precision(recipe) is torch.float16 else None
+
+    @property
+    def loss_scale(self) -> float:  # type: ignore[override]
+        """Loss scale of the next step."""
+        return self.scale.value
+
+    def stepped(self, arm: Any, update: Any) -> Metrics:
+        skipped = not bool(update.norm.isfinite())
+        return Metrics(maxima={"optim/loss_scale": self.loss_scale, "optim/skipped": float(skipped)})
+
+    def recorded(self, arm: Any, row: Mapping[str, Any]) -> None:
+        self.scale = self.scale.after(skipped=bool(row["optim/skipped"]))
+
+
+def half_precision(recipe: Recipe) -> torch.dtype | None:
+    """Dtype of the trainer's matrix products: bfloat16, float16, or None for float32.
+
+    `optim.dtype` decides, or where it is absent what accelerate was launched with.
+
+    Raises: `RecipeError` if the two contradict each other, or accelerate names a precision that is none of these.
+    """
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if launched not in LAUNCHED:
+        raise RecipeError(f"--mixed_precision {launched}: this trainer computes in no, bf16 or fp16")
+    wanted = recipe.optim.dtype or LAUNCHED[launched]
+    if recipe.batch_invariant and wanted != recipe.rollout.dtype:  # the recipe's own are checked where it is read
+        raise RecipeError(
+            f"batch_invariant = true needs one precision on both sides, and accelerate was launched with "
+            f'--mixed_precision {launched}, but rollout.dtype = "{recipe.rollout.dtype}"; set optim.dtype to that'
+        )
+    if launched != "no" and wanted != LAUNCHED[launched]:
+        raise RecipeError(
+            f'optim.dtype = "{wanted}", and accelerate was launched with --mixed_precision {launched}; leave out one'
+        )
+    return None if wanted == "float32" else getattr(torch, wanted)

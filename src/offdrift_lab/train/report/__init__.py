@@ -1,0 +1,1 @@
+"""Show stored runs: page, terminal view and overlap charts."""

@@ -1,0 +1,1 @@
+"""Settings of a run: the recipe, its sections, and where recipes are looked for."""
