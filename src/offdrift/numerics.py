@@ -53,8 +53,8 @@ def tensor_of(name: str, x: Any) -> Tensor:
             x = x.copy() if any(step < 0 for step in x.strides) else x  # a[::-1], which torch cannot share
         return torch.as_tensor(x)
     except (TypeError, ValueError, RuntimeError, OverflowError) as e:
-        shown = repr(x[:4] if isinstance(x, list | tuple) else x)[:80]
-        raise BadValueError(f"{name} {shown} are not numbers; give a number for each") from e
+        excerpt = repr(x[:4] if isinstance(x, list | tuple) else x)[:80]
+        raise BadValueError(f"{name} {excerpt} are not numbers; give a number for each") from e
 
 
 def transformed() -> bool:

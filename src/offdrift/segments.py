@@ -58,14 +58,14 @@ class Segments:
 
         Raises: `ShapeError` if a length is negative, or turns or groups describe another batch.
         """
-        given = lengths if isinstance(lengths, Tensor) else tensor_of("lengths", lengths)
-        check_tensor("lengths", given)
-        lengths = given.long()
+        counts = lengths if isinstance(lengths, Tensor) else tensor_of("lengths", lengths)
+        check_tensor("lengths", counts)
+        lengths = counts.long()
         # A number too large for int64 comes back as another.
-        if given.is_floating_point() and not (
-            bool(given.isfinite().all()) and torch.equal(lengths.to(given.dtype), given)
+        if counts.is_floating_point() and not (
+            bool(counts.isfinite().all()) and torch.equal(lengths.to(counts.dtype), counts)
         ):
-            raise BadValueError(f"lengths {given.tolist()[:8]} are not whole numbers of tokens")
+            raise BadValueError(f"lengths {counts.tolist()[:8]} are not whole numbers of tokens")
         if lengths.ndim != 1:
             raise ShapeError(f"lengths must be one-dimensional, got shape {tuple(lengths.shape)}")
         if bool((lengths < 0).any()):

@@ -40,16 +40,16 @@ class Framework:
 
 
 FRAMEWORKS = {
-    "verl": Framework("verl", "verl", "0.8.0", "0.9.1", "pip install 'offdrift[verl]'", True),
-    "trl": Framework("trl", "trl", "1.8.0", "1.16.0", "pip install 'offdrift[trl]'", True),
-    "prime-rl": Framework("prime-rl", "prime_rl", "0.8.0", "0.8.0", "see docs/integrations/prime-rl.md", False),
-    "slime": Framework("slime", "slime", "0.3.1", "0.3.1", "see docs/integrations/slime.md", False),
-    "miles": Framework("miles", "miles", "0.1.0", "0.1.0", "see docs/integrations/slime.md", False),
-    "skyrl": Framework("skyrl", "skyrl", "0.3.0", "0.3.0", "see docs/integrations/skyrl.md", False),
-    "nemo-rl": Framework("nemo-rl", "nemo_rl", "0.6.0", "0.7.0", "see docs/integrations/nemo-rl.md", False),
-    "roll": Framework("roll", "roll", "0.3.0", "0.3.0", "see docs/integrations/roll.md", False),
-    "areal": Framework("areal", "areal", "1.0.4", "2.0.0", "see docs/integrations/areal.md", False),
-    "openrlhf": Framework("openrlhf", "openrlhf", "0.10.0", "0.11.2", "see docs/integrations/openrlhf.md", False),
+    "verl": Framework("verl", "verl", "0.8.0", "0.9.1", "pip install 'offdrift[verl]'", ran=True),
+    "trl": Framework("trl", "trl", "1.8.0", "1.16.0", "pip install 'offdrift[trl]'", ran=True),
+    "prime-rl": Framework("prime-rl", "prime_rl", "0.8.0", "0.8.0", "see docs/integrations/prime-rl.md", ran=False),
+    "slime": Framework("slime", "slime", "0.3.1", "0.3.1", "see docs/integrations/slime.md", ran=False),
+    "miles": Framework("miles", "miles", "0.1.0", "0.1.0", "see docs/integrations/slime.md", ran=False),
+    "skyrl": Framework("skyrl", "skyrl", "0.3.0", "0.3.0", "see docs/integrations/skyrl.md", ran=False),
+    "nemo-rl": Framework("nemo-rl", "nemo_rl", "0.6.0", "0.7.0", "see docs/integrations/nemo-rl.md", ran=False),
+    "roll": Framework("roll", "roll", "0.3.0", "0.3.0", "see docs/integrations/roll.md", ran=False),
+    "areal": Framework("areal", "areal", "1.0.4", "2.0.0", "see docs/integrations/areal.md", ran=False),
+    "openrlhf": Framework("openrlhf", "openrlhf", "0.10.0", "0.11.2", "see docs/integrations/openrlhf.md", ran=False),
 }  # fmt: skip
 
 

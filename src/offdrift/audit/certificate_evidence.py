@@ -223,14 +223,14 @@ class Proof:
     def _thinned(self, level: int) -> Proof:
         """Keep only prompts of this sampling level, and raise the level until few enough tokens are left."""
         keys, lengths = self.arrays["keys"], self.arrays["lengths"]
-        kept = _divisible(keys, level)
-        while lengths[kept].sum() > TOKENS and _divisible(keys, level + 1).any():
+        rows = _divisible(keys, level)
+        while lengths[rows].sum() > TOKENS and _divisible(keys, level + 1).any():
             level += 1
-            kept = _divisible(keys, level)
-        if kept.all():
+            rows = _divisible(keys, level)
+        if rows.all():
             return replace(self, level=level)
-        tokens = np.repeat(kept, lengths)
-        arrays = {k: x[tokens if k in COLUMNS else kept] for k, x in self.arrays.items()}
+        tokens = np.repeat(rows, lengths)
+        arrays = {k: x[tokens if k in COLUMNS else rows] for k, x in self.arrays.items()}
         return replace(self, arrays=arrays, level=level)
 
 

@@ -136,8 +136,8 @@ AUDIT = "offdrift audit LOGS"
 
 def _without_itself(finding: dict[str, Any]) -> dict[str, Any]:
     """A finding as plain data, without advice to make the audit that it stands in."""
-    kept = {name: snippet for name, snippet in finding["snippets"].items() if snippet.strip() != AUDIT}
-    return {**finding, "snippets": kept}
+    snippets = {name: snippet for name, snippet in finding["snippets"].items() if snippet.strip() != AUDIT}
+    return {**finding, "snippets": snippets}
 
 
 def informed(context: Context, drawn_by: Sequence[Mapping[str, Any]]) -> Context:

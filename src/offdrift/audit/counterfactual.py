@@ -395,24 +395,24 @@ class _Counts:
 
     def row(self, decided: Decided) -> tuple[Float[np.ndarray, " columns"], float, Float[np.ndarray, " 2"]]:
         """`COUNTED` (clips aside) and the buckets of one correction, the largest weight, and `logs`."""
-        tokens, kept = int(self.cuts[-1]), decided.keep
+        tokens, accepted = int(self.cuts[-1]), decided.keep
         weight = decided.weight
         if weight is not None and not bool(weight.min() > 0):
-            kept = weight > 0 if kept is None else kept & (weight > 0)
-        kept_tokens = tokens if kept is None else int(kept.count_nonzero())
+            accepted = weight > 0 if accepted is None else accepted & (weight > 0)
+        kept_tokens = tokens if accepted is None else int(accepted.count_nonzero())
         total, square, largest = float(kept_tokens), float(kept_tokens), float(kept_tokens > 0)
         if weight is not None and tokens:
-            used = weight if kept is None else weight * kept
+            used = weight if accepted is None else weight * accepted
             total = float(used.sum(dtype=torch.float64))
             square = float((used * used).sum(dtype=torch.float64))
             largest = float(used.max())
         logs = torch.tensor([total, square], dtype=torch.float64).log()
         if decided.log_weight is not None:
             log_w = decided.log_weight
-            logs = log_sums(log_w if kept is None else log_w.where(kept, -torch.inf))
+            logs = log_sums(log_w if accepted is None else log_w.where(accepted, -torch.inf))
         sequences = self.scored
-        if kept is not None:  # 1 where a sequence has a kept token
-            running = torch.cat([kept.new_zeros(1, dtype=torch.int32), kept.cumsum(0, dtype=torch.int32)])
+        if accepted is not None:  # 1 where a sequence has a kept token
+            running = torch.cat([accepted.new_zeros(1, dtype=torch.int32), accepted.cumsum(0, dtype=torch.int32)])
             sequences = (running[self.cuts].diff() > 0).numpy().astype(np.float64)
         limited = 0 if decided.limited is None else int(decided.limited.count_nonzero())
         counted = [

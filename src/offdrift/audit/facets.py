@@ -388,8 +388,8 @@ def fewest(names: Mapping[str, Facets]) -> dict[str, Facets]:
     """The first `NAMES` in order; those beyond are one. However parts are merged, the same are left."""
     ordered = sorted(names.keys() - {OTHERS})
     beyond = [names[name] for name in (*ordered[NAMES:], *([OTHERS] if OTHERS in names else []))]
-    kept = {name: names[name] for name in ordered[:NAMES]}
-    return kept | ({OTHERS: functools.reduce(Facets.merge, beyond)} if beyond else {})
+    smallest = {name: names[name] for name in ordered[:NAMES]}
+    return smallest | ({OTHERS: functools.reduce(Facets.merge, beyond)} if beyond else {})
 
 
 def _by_name(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> dict[str, dict[str, Facets]]:
@@ -447,11 +447,11 @@ def _of_names(
         sums |= {f"{on}/{name}": added(x) for name, x in columns.items()}
         largest = torch.zeros(len(names), dtype=s.worst.dtype).scatter_reduce_(0, place, s.worst, "amax")
         maxima[f"{on}/abs_max"] = largest.double().numpy()
-    own: dict[str, Facets] = {}
+    by_kind: dict[str, Facets] = {}
     for i, name in enumerate(names):
         added_up, largest = ({f"{kind}/{k}": x[[i]] for k, x in table.items()} for table in (sums, maxima))
-        own[str(name)] = Facets(added_up, largest)
-    return fewest(own)
+        by_kind[str(name)] = Facets(added_up, largest)
+    return fewest(by_kind)
 
 
 def _summed(batch: Logged) -> tuple[Tables, Tables, Tables, dict[str, PerSequence]]:

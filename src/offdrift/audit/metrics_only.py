@@ -156,12 +156,18 @@ def _verdict(
     findings: Sequence[Finding], overall: Mapping[str, float | int], rules: Rules, framework: str
 ) -> dict[str, Any]:
     """The verdict, which says what it has not seen, and what would show it."""
-    told = verdict(findings, overall, missing=[MISSING], limits=rules.limits)
-    if told["level"] == "ok" and not any(f"{on}/{name}" in overall for on in ("mismatch", "full") for name in KL_LIKE):
-        told["text"] = f"{MISSING} What was logged shows nothing wrong; it is not the KL, and no proof of agreement."
-    elif told["level"] == "ok":
-        told["text"] = told["text"].replace("No drift that matters", "The averages show no drift that matters")
-    return {**told, "steps": [*told["steps"], f"Record {_recorder(framework)}"]}
+    conclusion = verdict(findings, overall, missing=[MISSING], limits=rules.limits)
+    if conclusion["level"] == "ok" and not any(
+        f"{on}/{name}" in overall for on in ("mismatch", "full") for name in KL_LIKE
+    ):
+        conclusion["text"] = (
+            f"{MISSING} What was logged shows nothing wrong; it is not the KL, and no proof of agreement."
+        )
+    elif conclusion["level"] == "ok":
+        conclusion["text"] = conclusion["text"].replace(
+            "No drift that matters", "The averages show no drift that matters"
+        )
+    return {**conclusion, "steps": [*conclusion["steps"], f"Record {_recorder(framework)}"]}
 
 
 def _limits(overall: Mapping[str, float | int], answered: int, open_: int) -> list[str]:

@@ -60,12 +60,12 @@ class Unread:
     @staticmethod
     def of(bad: Sequence[BadRow], sizes: Mapping[str, int]) -> Unread:
         """Count what the bad rows and files lost, given the size of each file in bytes."""
-        whole = {b.file for b in bad if b.row == 0}
+        unreadable = {b.file for b in bad if b.row == 0}
         return Unread(
             sum(max(b.rows, 1) for b in bad),
             sum(b.rows == 0 and b.row > 0 for b in bad),
-            len(whole),
-            sum(sizes.get(file, 0) for file in whole),
+            len(unreadable),
+            sum(sizes.get(file, 0) for file in unreadable),
         )
 
     def merge(self, other: Unread) -> Unread:

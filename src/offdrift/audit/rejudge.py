@@ -40,8 +40,8 @@ def rejudged(audit: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
 
     Raises: `RecordError` if it lacks what rules read, or several steps stand in one row of an audit of metrics.
     """
-    known = mapping(audit.get("context"))
-    context = Context(framework=text(at(audit, "source", "framework")), **{k: known[k] for k in KNOWN if k in known})
+    stored = mapping(audit.get("context"))
+    context = Context(framework=text(at(audit, "source", "framework")), **{k: stored[k] for k in KNOWN if k in stored})
     try:
         if audit.get("evidence") != "metrics":
             return {**audit, **plain(judged(audit, context, rules))}

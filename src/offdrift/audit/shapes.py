@@ -70,13 +70,13 @@ class StepSeries:
     def of(keys: np.ndarray, values: np.ndarray, width: int = 1) -> StepSeries:
         """Rows that share `key // width` added up, on a grid wide enough for `POINTS`."""
         while True:
-            kept, place = np.unique(keys // width, return_inverse=True)
-            if len(kept) <= POINTS:
+            keys_once, place = np.unique(keys // width, return_inverse=True)
+            if len(keys_once) <= POINTS:
                 break
             width *= 2
-        table = np.zeros((len(kept), values.shape[1]))
+        table = np.zeros((len(keys_once), values.shape[1]))
         np.add.at(table, place.reshape(-1), values)
-        return StepSeries(width, kept * width, table)
+        return StepSeries(width, keys_once * width, table)
 
     def merge(self, other: StepSeries) -> StepSeries:
         """Join two series; rows of the same step are added up."""
@@ -289,10 +289,10 @@ def _of_tokens(batch: Logged) -> dict[str, Bool[np.ndarray, " n"]]:
     if batch.tokens is not None:
         tokens = batch.tokens.numpy().astype(np.int64)
         _, first = np.unique(sequence * (int(tokens.max(initial=0)) + 1) + tokens, return_index=True)
-        seen = np.ones(len(tokens), dtype=bool)
-        seen[first] = False
-        if seen.any():
-            flags["seen"] = seen
+        repeated = np.ones(len(tokens), dtype=bool)
+        repeated[first] = False
+        if repeated.any():
+            flags["seen"] = repeated
     if batch.rollout_version is not None:
         version = batch.rollout_version.numpy()
         switched = version != np.repeat(version[cuts[:-1]], np.diff(cuts))

@@ -132,8 +132,8 @@ def drawn_by(audit: Fields) -> list[str]:
     total = sum(number(row.get("sequences")) or 0 for row in table)
     if len(table) == 1:
         return [text(ordered[0].get("label"))]
-    shown = [f"{text(row.get('label'))} ({(number(row.get('sequences')) or 0) / total:.0%})" for row in ordered[:3]]
-    return [*shown, f"{len(table) - 3} more"] if len(table) > 3 else shown
+    largest = [f"{text(row.get('label'))} ({(number(row.get('sequences')) or 0) / total:.0%})" for row in ordered[:3]]
+    return [*largest, f"{len(table) - 3} more"] if len(table) > 3 else largest
 
 
 def missing(audit: Fields) -> list[str]:

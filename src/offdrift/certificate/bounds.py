@@ -249,39 +249,61 @@ class BoundRow:
 
 
 ROWS = {
-    "classical_kl": BoundRow("Classical KL", classical_kl, ("delta",), "KL, no caps", "T²", "eq. 11", False),
-    "classical_tv": BoundRow("Classical TV", classical_tv, ("eps",), "TV, no caps", "T²", "eq. 11", False),
-    "coupling": BoundRow("Coupling", coupling, ("eps",), "TV", "T", "eq. 17", closed=coupling_upper),
+    "classical_kl": BoundRow(
+        "Classical KL", classical_kl, ("delta",), route="KL, no caps", scaling="T²", equation="eq. 11", unified=False
+    ),
+    "classical_tv": BoundRow(
+        "Classical TV", classical_tv, ("eps",), route="TV, no caps", scaling="T²", equation="eq. 11", unified=False
+    ),
+    "coupling": BoundRow(
+        "Coupling", coupling, ("eps",), route="TV", scaling="T", equation="eq. 17", closed=coupling_upper
+    ),
     "pinsker_marginal_kl": BoundRow(
         "Pinsker-Marginal KL",
         pinsker_marginal_kl,
         ("delta",),
-        "KL",
-        "T^1.5",
-        "eq. 12",
+        route="KL",
+        scaling="T^1.5",
+        equation="eq. 12",
         closed=pinsker_marginal_kl_upper,
     ),
     "pinsker_marginal_tv": BoundRow(
         "Pinsker-Marginal TV",
         pinsker_marginal_tv,
         ("delta", "eps"),
-        "TV + KL",
-        "T^1.5",
-        "eq. 13",
+        route="TV + KL",
+        scaling="T^1.5",
+        equation="eq. 13",
         closed=pinsker_marginal_tv_upper,
     ),
-    "mixed_kl": BoundRow("Mixed KL", mixed_kl, ("delta", "kl_seq"), "KL", "T", "eq. 15"),
-    "mixed_tv": BoundRow("Mixed TV", mixed_tv, ("eps", "tv_seq"), "TV", "T", "eq. 16"),
-    "adaptive_kl": BoundRow("Adaptive KL", adaptive_kl, ("delta", "mean_tv"), "KL", "data", "eq. 18", False),
-    "adaptive_tv": BoundRow("Adaptive TV", adaptive_tv, ("eps", "mean_tv"), "TV", "data", "eq. 19", False),
-    "adaptive": BoundRow("Adaptive", adaptive, ("delta", "eps", "mean_tv"), "TV + KL", "data", "eq. 20"),
-    "pointwise": BoundRow("Pointwise", pointwise, ("delta", "eps", "kl_seq", "tv_seq"), "TV + KL", "T", "eq. 10"),
-    "sequence_kl": BoundRow("Sequence KL", sequence_kl, ("kl_seq",), "KL", "data", ""),
-    "two_sided": BoundRow(
-        "Two-sided", two_sided, ("kl_rewarded", "kl_unrewarded"), "KL by reward", "data", "", below="kl_rewarded"
+    "mixed_kl": BoundRow("Mixed KL", mixed_kl, ("delta", "kl_seq"), route="KL", scaling="T", equation="eq. 15"),
+    "mixed_tv": BoundRow("Mixed TV", mixed_tv, ("eps", "tv_seq"), route="TV", scaling="T", equation="eq. 16"),
+    "adaptive_kl": BoundRow(
+        "Adaptive KL", adaptive_kl, ("delta", "mean_tv"), route="KL", scaling="data", equation="eq. 18", unified=False
     ),
-    "variance": BoundRow("Variance", variance, ("chi2", "reward_sd"), "χ²", "exp T", ""),
-    "sequence_hellinger": BoundRow("Hellinger", sequence_hellinger, ("hellinger_seq",), "Hellinger", "data", ""),
+    "adaptive_tv": BoundRow(
+        "Adaptive TV", adaptive_tv, ("eps", "mean_tv"), route="TV", scaling="data", equation="eq. 19", unified=False
+    ),
+    "adaptive": BoundRow(
+        "Adaptive", adaptive, ("delta", "eps", "mean_tv"), route="TV + KL", scaling="data", equation="eq. 20"
+    ),
+    "pointwise": BoundRow(
+        "Pointwise", pointwise, ("delta", "eps", "kl_seq", "tv_seq"), route="TV + KL", scaling="T", equation="eq. 10"
+    ),
+    "sequence_kl": BoundRow("Sequence KL", sequence_kl, ("kl_seq",), route="KL", scaling="data", equation=""),
+    "two_sided": BoundRow(
+        "Two-sided",
+        two_sided,
+        ("kl_rewarded", "kl_unrewarded"),
+        route="KL by reward",
+        scaling="data",
+        equation="",
+        below="kl_rewarded",
+    ),
+    "variance": BoundRow("Variance", variance, ("chi2", "reward_sd"), route="χ²", scaling="exp T", equation=""),
+    "sequence_hellinger": BoundRow(
+        "Hellinger", sequence_hellinger, ("hellinger_seq",), route="Hellinger", scaling="data", equation=""
+    ),
 }
 """Every bound, in the order of Table 1; then those of `BEYOND`."""
 

@@ -173,7 +173,7 @@ class _Data:
         # Rounded down: a share that no whole number of draws has must not look better than it is.
         events = math.floor(min(acceptance, 1.0) * draws + 1e-9)
         ends = clopper_pearson(events, draws, alpha=self.alpha)
-        return [Calibrated(name, k, v, acceptance, ends.low, ends.high) for k, v in values.items()]
+        return [Calibrated(name, k, v, acceptance, low=ends.low, high=ends.high) for k, v in values.items()]
 
 
 def _ratio_above(log_ratio: float) -> float:
@@ -242,36 +242,133 @@ def _metric(name: str) -> Callable[[Measured], float]:
 _ppl_ratio = _metric("mismatch/ppl_ratio")
 
 THRESHOLDS: tuple[HealthLimit, ...] = (
-    HealthLimit("record_deviation", lambda m: m.record_deviation, "<", "record_deviation", "stop", "record", CONTRACT,
-              "the engine reports other log-probs than those of the distribution it recorded: raw ones under a "
-              "temperature, or another token's"),
-    HealthLimit("drawn_z", lambda m: abs(m.drawn_z), "<", "drawn_z", "stop", "record", CONTRACT,
-              "the tokens were not drawn from the distribution that the engine recorded: raw log-probs under a "
-              "temperature or a filter"),
-    HealthLimit("mismatch/pearson", lambda m: m.pearson, ">=", "pearson_broken", "stop", "size", TREE,
-              "probabilities hardly correlate: the engines do not compute the same model"),
-    HealthLimit("mismatch/pearson", lambda m: m.pearson, ">=", "pearson_clean", "watch", "size", TREE,
-              "probabilities correlate less than they should on one set of weights"),
-    HealthLimit("kl_mean", lambda m: m.kl_mean, "<=", "kl_large", "act", "size", TREE,
-              "the engines differ by as much as policy drift should"),
-    HealthLimit("kl_mean", lambda m: m.kl_mean, "<", "kl_clean", "watch", "size", TREE,
-              "the mismatch is larger than that of a healthy pair"),
-    HealthLimit("|mismatch/ppl_ratio - 1|", lambda m: abs(_ppl_ratio(m) - 1), "<", "ppl_far", "act", "size", CHOICE,
-              "perplexities are far apart on one set of weights"),
-    HealthLimit("|mismatch/ppl_ratio - 1|", lambda m: abs(_ppl_ratio(m) - 1), "<", "ppl_near", "watch", "size", CHOICE,
-              "perplexities differ on one set of weights"),
-    HealthLimit("mismatch/prob_diff_max", _metric("mismatch/prob_diff_max"), "<", "prob_diff_large", "act", "size",
-              CHOICE,
-              "a token's probability moved by half: a kernel, a router or an alignment error, which means hide"),
-    HealthLimit("mismatch/chi2_token", lambda m: m.chi2_token, "<=", "chi2_moderate", "watch", "size", TREE,
-              "importance weights are noisy before anything was learned"),
-    HealthLimit("mismatch/chi2_token", lambda m: m.chi2_token, "<=", "chi2_heavy", "act", "size", TREE,
-              "importance weights are heavy-tailed before anything was learned"),
-    HealthLimit("tv_p95", lambda m: m.tv_p95, "<", "tv_budget", "ok", "budget", BUDGET, WIDE),
-    HealthLimit("mismatch/chi2_seq_largest", _metric("mismatch/chi2_seq_largest"), "<", "chi2_seq_budget", "ok",
-              "budget", BUDGET, WIDE),
-    HealthLimit("delta_router", lambda m: m.delta_router, "<", "router_flip", "ok", "budget", BUDGET, WIDE),
-)  # fmt: skip
+    HealthLimit(
+        "record_deviation",
+        lambda m: m.record_deviation,
+        "<",
+        "record_deviation",
+        "stop",
+        kind="record",
+        source=CONTRACT,
+        missed="the engine reports other log-probs than those of the distribution it recorded: raw ones under a "
+        "temperature, or another token's",
+    ),
+    HealthLimit(
+        "drawn_z",
+        lambda m: abs(m.drawn_z),
+        "<",
+        "drawn_z",
+        "stop",
+        kind="record",
+        source=CONTRACT,
+        missed="the tokens were not drawn from the distribution that the engine recorded: raw log-probs under a "
+        "temperature or a filter",
+    ),
+    HealthLimit(
+        "mismatch/pearson",
+        lambda m: m.pearson,
+        ">=",
+        "pearson_broken",
+        "stop",
+        kind="size",
+        source=TREE,
+        missed="probabilities hardly correlate: the engines do not compute the same model",
+    ),
+    HealthLimit(
+        "mismatch/pearson",
+        lambda m: m.pearson,
+        ">=",
+        "pearson_clean",
+        "watch",
+        kind="size",
+        source=TREE,
+        missed="probabilities correlate less than they should on one set of weights",
+    ),
+    HealthLimit(
+        "kl_mean",
+        lambda m: m.kl_mean,
+        "<=",
+        "kl_large",
+        "act",
+        kind="size",
+        source=TREE,
+        missed="the engines differ by as much as policy drift should",
+    ),
+    HealthLimit(
+        "kl_mean",
+        lambda m: m.kl_mean,
+        "<",
+        "kl_clean",
+        "watch",
+        kind="size",
+        source=TREE,
+        missed="the mismatch is larger than that of a healthy pair",
+    ),
+    HealthLimit(
+        "|mismatch/ppl_ratio - 1|",
+        lambda m: abs(_ppl_ratio(m) - 1),
+        "<",
+        "ppl_far",
+        "act",
+        kind="size",
+        source=CHOICE,
+        missed="perplexities are far apart on one set of weights",
+    ),
+    HealthLimit(
+        "|mismatch/ppl_ratio - 1|",
+        lambda m: abs(_ppl_ratio(m) - 1),
+        "<",
+        "ppl_near",
+        "watch",
+        kind="size",
+        source=CHOICE,
+        missed="perplexities differ on one set of weights",
+    ),
+    HealthLimit(
+        "mismatch/prob_diff_max",
+        _metric("mismatch/prob_diff_max"),
+        "<",
+        "prob_diff_large",
+        "act",
+        kind="size",
+        source=CHOICE,
+        missed="a token's probability moved by half: a kernel, a router or an alignment error, which means hide",
+    ),
+    HealthLimit(
+        "mismatch/chi2_token",
+        lambda m: m.chi2_token,
+        "<=",
+        "chi2_moderate",
+        "watch",
+        kind="size",
+        source=TREE,
+        missed="importance weights are noisy before anything was learned",
+    ),
+    HealthLimit(
+        "mismatch/chi2_token",
+        lambda m: m.chi2_token,
+        "<=",
+        "chi2_heavy",
+        "act",
+        kind="size",
+        source=TREE,
+        missed="importance weights are heavy-tailed before anything was learned",
+    ),
+    HealthLimit("tv_p95", lambda m: m.tv_p95, "<", "tv_budget", "ok", kind="budget", source=BUDGET, missed=WIDE),
+    HealthLimit(
+        "mismatch/chi2_seq_largest",
+        _metric("mismatch/chi2_seq_largest"),
+        "<",
+        "chi2_seq_budget",
+        "ok",
+        kind="budget",
+        source=BUDGET,
+        missed=WIDE,
+    ),
+    HealthLimit(
+        "delta_router", lambda m: m.delta_router, "<", "router_flip", "ok", kind="budget", source=BUDGET, missed=WIDE
+    ),
+)
 
 
 def thresholds(baseline: Measured, limits: Mapping[str, float] | None = None) -> list[dict[str, Any]]:

@@ -143,10 +143,10 @@ def _on_screen(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(screen=Screen(as_json, quiet), **options)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
-    own = [p.replace(kind=keyword) for p in signature.parameters.values() if p.name != "screen"]
+    parameters = [p.replace(kind=keyword) for p in signature.parameters.values() if p.name != "screen"]
     common = {"as_json": AsJson, "quiet": Quiet, "no_color": NoColor}
-    own += [inspect.Parameter(name, keyword, default=False, annotation=kind) for name, kind in common.items()]
-    run.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+    parameters += [inspect.Parameter(name, keyword, default=False, annotation=kind) for name, kind in common.items()]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return run
 
 

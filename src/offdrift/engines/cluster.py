@@ -121,10 +121,10 @@ def this_node() -> Node:
     """The node that a task or an actor runs on."""
     import ray
 
-    own = ray.get_runtime_context().get_node_id()
-    facts: Mapping[str, Any] = next((node for node in ray.nodes() if node["NodeID"] == own), {})
+    node_id = ray.get_runtime_context().get_node_id()
+    facts: Mapping[str, Any] = next((node for node in ray.nodes() if node["NodeID"] == node_id), {})
     address = str(facts.get("NodeManagerAddress", ""))
-    return Node(str(facts.get("NodeName") or address), socket.gethostname(), address, own)
+    return Node(str(facts.get("NodeName") or address), socket.gethostname(), address, node_id)
 
 
 def is_alive(ray: Any, node: str) -> bool:

@@ -101,10 +101,12 @@ class Support:
     @staticmethod
     def joined(parts: Sequence[Support | None]) -> Support | None:
         """Concatenate the supports of several parts; None unless every part has one."""
-        whole = [p for p in parts if p is not None]
-        if not whole or len(whole) < len(parts):
+        tensors = [p for p in parts if p is not None]
+        if not tensors or len(tensors) < len(parts):
             return None
-        return Support(torch.cat([p.ids for p in whole]), cumulative(torch.cat([p.cu_seqlens.diff() for p in whole])))
+        return Support(
+            torch.cat([p.ids for p in tensors]), cumulative(torch.cat([p.cu_seqlens.diff() for p in tensors]))
+        )
 
     def select(self, rows: Int[Tensor, " r"]) -> Support:
         """Return the support of the tokens at `rows`."""

@@ -239,14 +239,14 @@ class OffdriftMixin(Base):
             self._normalizer = max(sum(everyone), 1.0) / len(everyone)
         if not (method.needs_whole_step and (count > 1 or self.accelerator.num_processes > 1)):
             return
-        own = []
+        step_rows = []
         with torch.no_grad():
             for inputs in window:
                 if (piece := self._piece(inputs, *self._score(model, inputs)[:2])) is not None:
                     lp, batch_info = piece.logprobs, piece.batch_info
                     anchored = lp if method.anchor is None else method.anchor(lp, batch_info)
-                    own.append(method.observe(anchored, piece.advantages, batch_info).cpu())
-        parts = [part for process in self._everyone(own) for part in process]
+                    step_rows.append(method.observe(anchored, piece.advantages, batch_info).cpu())
+        parts = [part for process in self._everyone(step_rows) for part in process]
         if parts:
             self._observed = functools.reduce(Observed.merge, parts).to(self.accelerator.device)
 
@@ -326,8 +326,8 @@ class OffdriftMixin(Base):
     @property
     def _ends(self) -> list[int]:
         """Token ids that end a completion; before 1.14 TRL knows those of the tokenizer alone."""
-        own = (self._tokenizer.eos_token_id, self._tokenizer.pad_token_id)
-        return getattr(self, "eos_token_ids", None) or [token for token in own if token is not None]
+        special_ids = (self._tokenizer.eos_token_id, self._tokenizer.pad_token_id)
+        return getattr(self, "eos_token_ids", None) or [token for token in special_ids if token is not None]
 
     def _everyone(self, own: Any) -> list[Any]:
         """One object of every process, in every process."""

@@ -187,7 +187,7 @@ def recorded(
     lengths = present.sum(-1).where(~emptied, width)
     last = ids.gather(1, (lengths - 1)[:, None]).squeeze(1)
     truncated = emptied | ~torch.isin(last, ids.new_tensor(list(ends)))
-    whole = torch.arange(width, device=ids.device) < lengths[:, None]
+    inside = torch.arange(width, device=ids.device) < lengths[:, None]
     old = inputs.get("old_per_token_logps")
     return Unpacked(
         step=ids.new_tensor(version + 1),
@@ -206,7 +206,7 @@ def recorded(
         truncated=truncated.long(),
         response_lengths=lengths,
         prompts=tuple(decode(_lists(inputs["prompt_ids"], inputs["prompt_mask"].bool()))),
-        completions=tuple(decode(_lists(ids, whole))),
+        completions=tuple(decode(_lists(ids, inside))),
     )
 
 

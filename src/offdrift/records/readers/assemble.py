@@ -163,9 +163,9 @@ def _unusable(name: str, values: Tensor, trains: Tokens | None) -> dict[str, Tok
     there = values.isfinite() if trains is None else values.isfinite() & trains
     positive = there & (values > POSITIVE_SLACK)
     if 2 * int(positive.count_nonzero()) > int(there.count_nonzero()):
-        own = values[there]
-        if float(own.min()) >= 0:
-            return causes | {"probability" if float(own.max()) <= 1 else "negated": there}
+        present = values[there]
+        if float(present.min()) >= 0:
+            return causes | {"probability" if float(present.max()) <= 1 else "negated": there}
     return causes | {"placeholder": values <= least, "positive": values > POSITIVE_SLACK}
 
 

@@ -227,8 +227,8 @@ def _is_list(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    shown = repr(value)
-    return f"{shown[:40]}{'...' if len(shown) > 40 else ''} ({type(value).__name__})"
+    excerpt = repr(value)
+    return f"{excerpt[:40]}{'...' if len(excerpt) > 40 else ''} ({type(value).__name__})"
 
 
 def _lists(name: str, values: list[Any]) -> Lists:
@@ -295,8 +295,8 @@ def _numbers(name: str, f: LogField, values: list[Any]) -> Numbers:
     try:
         if all(isinstance(v, int) for v in plain if v is not None):
             absent = [v is None for v in plain]
-            whole = torch.tensor([v or 0 for v in plain], dtype=torch.int64)
-            return Numbers(whole, torch.tensor(absent) if any(absent) else None)
+            integers = torch.tensor([v or 0 for v in plain], dtype=torch.int64)
+            return Numbers(integers, torch.tensor(absent) if any(absent) else None)
         array = np.array([np.nan if v is None else v for v in plain], dtype=np.float64)
     except (*Conversion, RuntimeError) as e:
         raise OverflowError(too_large) from e

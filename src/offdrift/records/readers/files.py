@@ -285,8 +285,8 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 def _logs(files: list[str], folder: str) -> list[str]:
     """Files of a folder that may be logs, in order."""
     inside = len(folder.rstrip("/"))
-    kept = [f for f in files if f.endswith(SUFFIXES) and not any(p.startswith(".") for p in f[inside:].split("/"))]
-    return sorted(kept, key=_natural)
+    logs = [f for f in files if f.endswith(SUFFIXES) and not any(p.startswith(".") for p in f[inside:].split("/"))]
+    return sorted(logs, key=_natural)
 
 
 def _local(path: str, skipped: list[BadRow]) -> list[str]:
@@ -342,8 +342,8 @@ def unrepeated(files: Sequence[str]) -> tuple[list[str], int]:
         key = _identity(file)
         if key not in names or (os.path.islink(names[key]) and not os.path.islink(file)):
             names[key] = file
-    kept = set(names.values())
-    return [f for f in dict.fromkeys(files) if f in kept], len(files) - len(kept)
+    names_once = set(names.values())
+    return [f for f in dict.fromkeys(files) if f in names_once], len(files) - len(names_once)
 
 
 def _identity(file: str) -> object:

@@ -142,13 +142,13 @@ class _Kept:
     def add(self, block: bytes) -> None:
         """The next block. Only a line that spans blocks is looked at: one block is no burden."""
         first, last = block.find(b"\n") + 1, block.rfind(b"\n") + 1
-        whole = memoryview(block)
-        self._go_on(whole[:first] if first else whole, ends=first > 0)
+        view = memoryview(block)
+        self._go_on(view[:first] if first else view, ends=first > 0)
         if first:
-            self.parts.append(whole[first:last])
+            self.parts.append(view[first:last])
             self.number += block.count(b"\n")
             self.length, self.begun = 0, len(self.parts)
-            self._go_on(whole[last:], ends=False)
+            self._go_on(view[last:], ends=False)
 
     def _go_on(self, part: memoryview, *, ends: bool) -> None:
         self.length += len(part)

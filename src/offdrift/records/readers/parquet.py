@@ -93,9 +93,9 @@ class _Held(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         start = self.starts[i - 1] if (i := bisect(self.starts, self.at)) else 0
-        held = self.parts.get(start, b"")
-        if 0 <= size <= start + len(held) - self.at:
-            inside = held[self.at - start : self.at - start + size]
+        cached = self.parts.get(start, b"")
+        if 0 <= size <= start + len(cached) - self.at:
+            inside = cached[self.at - start : self.at - start + size]
         else:
             self.file.seek(self.at)
             inside = self.file.read(size)
@@ -327,18 +327,18 @@ class _PageBudget:
         self, run: Sequence[_Group], refuse: Callable[[int, int, Exception], None]
     ) -> Iterator[list[_Group]]:
         """The groups of a run that may be decoded, neighbors together; the others are refused."""
-        kept: list[_Group] = []
+        groups: list[_Group] = []
         for group in run:
             try:
                 self._spend(group)
-                kept.append(group)
+                groups.append(group)
             except Broken as e:
-                if kept:
-                    yield kept
-                kept = []
+                if groups:
+                    yield groups
+                groups = []
                 refuse(*group.rows, e)
-        if kept:
-            yield kept
+        if groups:
+            yield groups
 
     def _spend(self, group: _Group) -> None:
         """Raises: `ValueError` where a group, or its part, takes more than is left for the piece, or for the file."""

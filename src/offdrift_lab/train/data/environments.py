@@ -366,8 +366,10 @@ def find_environment(task: str, *, folder: Path | None = None) -> Environment:
     module = imported(module_name, f"task = {task!r}", [Path.cwd(), *([] if folder is None else [folder])])
     kind = getattr(module, name, None)
     if not callable(kind):
-        own = [n for n, x in vars(module).items() if isinstance(x, type) and x.__module__ == module.__name__]
-        raise RecipeError(f"task = {task!r}: {module_name} has no class {name!r}; it has {', '.join(own) or 'none'}")
+        classes = [n for n, x in vars(module).items() if isinstance(x, type) and x.__module__ == module.__name__]
+        raise RecipeError(
+            f"task = {task!r}: {module_name} has no class {name!r}; it has {', '.join(classes) or 'none'}"
+        )
     environment: Any = guarded(kind, task)
     if lacking := [x for x in ("name", "stops", "sample", "start") if not hasattr(environment, x)]:
         raise RecipeError(

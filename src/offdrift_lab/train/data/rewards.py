@@ -122,9 +122,9 @@ def find_reward(spec: str, *, folder: Path | None = None) -> RewardFunction:
     module = imported(module_name, f"reward = {spec!r}", [Path.cwd(), *([] if folder is None else [folder])])
     function = getattr(module, name, None)
     if not callable(function):
-        own = [n for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")]
+        functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")]
         raise RecipeError(
-            f"reward = {spec!r}: {module_name} has no function {name!r}; it has {', '.join(own) or 'none'}"
+            f"reward = {spec!r}: {module_name} has no function {name!r}; it has {', '.join(functions) or 'none'}"
         )
     return OwnReward(spec, function)
 
@@ -141,12 +141,12 @@ def imported(name: str, setting: str, folders: Sequence[Path]) -> ModuleType:
                 raise RecipeError(
                     f"{setting}: there is no file {name} in {' or '.join(map(str, dict.fromkeys(folders)))}"
                 )
-            found = importlib.util.spec_from_file_location(f"offdrift_own_{path.stem}", path)
-            assert found is not None
-            assert found.loader is not None
-            module = importlib.util.module_from_spec(found)
-            sys.modules[found.name] = module  # dataclasses and pickles of the file look for it there
-            found.loader.exec_module(module)
+            spec = importlib.util.spec_from_file_location(f"offdrift_own_{path.stem}", path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # dataclasses and pickles of the file look for it there
+            spec.loader.exec_module(module)
             return module
         for folder in folders:
             if str(folder) not in sys.path:
@@ -243,9 +243,9 @@ class OwnReward:
         )
 
     def _call(self, fields: Mapping[str, Any], i: int, completions: Sequence[str], problems: Sequence[Problem]) -> Any:
-        wanted = fields if self.takes_all else {name: fields[name] for name in self.names & set(fields)}
+        arguments = fields if self.takes_all else {name: fields[name] for name in self.names & set(fields)}
         try:
-            return self.function(**wanted)
+            return self.function(**arguments)
         except Exception as error:
             where = None if self.batched else (i, completions, problems)
             raise self._error(f"failed: {own_traceback(error)}", where) from error
@@ -318,8 +318,8 @@ def own_traceback(error: BaseException) -> str:
     """An error of the user's code with the lines of its traceback that are theirs."""
     frames = traceback.extract_tb(error.__traceback__)
     packages = {Path(__file__).parents[2], Path(offdrift.__file__).parent}
-    own = [f for f in frames if packages.isdisjoint(Path(f.filename).parents) and "importlib" not in f.filename]
-    return f"{type(error).__name__}: {error}\n" + "".join(traceback.format_list(own)).rstrip()
+    user_frames = [f for f in frames if packages.isdisjoint(Path(f.filename).parents) and "importlib" not in f.filename]
+    return f"{type(error).__name__}: {error}\n" + "".join(traceback.format_list(user_frames)).rstrip()
 
 
 def shortened(x: object) -> str:

@@ -299,8 +299,8 @@ class Source:
         if isinstance(file, ProblemFile) and self.recipe.draws.selects:
             last = len(file.problems["train"])
         problems = task.sample(max(last, self.recipe.rollout.prompts), seed=batch_seed(self.recipe.seed, index))
-        own = self.history.waiting_first(problems[shard.rank :: shard.world])
-        return own[count * turn : count * (turn + 1)]
+        waiting = self.history.waiting_first(problems[shard.rank :: shard.world])
+        return waiting[count * turn : count * (turn + 1)]
 
     def _answers(self, problems: list[Problem], index: int, turn: int) -> tuple[Rollouts, Bool[Tensor, " g"]]:
         """The groups of some problems, enlarged as long as the recipe wants; and whether their rewards differ."""
@@ -370,9 +370,9 @@ class Source:
         if mixture.difficulty == "given":
             difficulties = given_difficulties(problems)
         else:
-            drawn = probe(mixture.probe_samples)
-            assert drawn.rewards is not None
-            difficulties = probed_difficulties(drawn.rewards, drawn.group_ids, self.recipe.reward_range)
+            probes = probe(mixture.probe_samples)
+            assert probes.rewards is not None
+            difficulties = probed_difficulties(probes.rewards, probes.group_ids, self.recipe.reward_range)
         self._difficulties.append(difficulties)
         return shares * difficulties
 
@@ -405,11 +405,11 @@ def rollout(
     asked = [p for p in problems for _ in range(samples)]
     prompts = [prompt_ids(p, tokenizer) for p in asked]
     mixed = {} if alphas is None else {"alphas": alphas.repeat_interleave(samples).tolist()}
-    drawn = engine.generate(prompts, sampling, seed=seed, evidence=evidence, **mixed)
-    responses = drawn.tokens.split(drawn.lengths.tolist())
+    generation = engine.generate(prompts, sampling, seed=seed, evidence=evidence, **mixed)
+    responses = generation.tokens.split(generation.lengths.tolist())
     completions = tuple(str(tokenizer.decode(r.tolist(), skip_special_tokens=True)) for r in responses)
     rewards = rewards_of(task, completions, asked)
-    return drawn.with_(
+    return generation.with_(
         group_ids=torch.arange(len(problems)).repeat_interleave(samples),
         rewards=torch.tensor(rewards.total, dtype=torch.float32),
         components={k: torch.tensor(x, dtype=torch.float32) for k, x in rewards.components.items()} or None,

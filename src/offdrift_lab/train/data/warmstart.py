@@ -169,10 +169,10 @@ def _batch(
     digest = hashlib.sha256(f"warm start {plan.seed} {step}".encode()).digest()
     problems = task.sample(plan.batch_size, seed=int.from_bytes(digest[:8], "big"))
     end_id = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
-    shown: list[list[tuple[int, bool]]] = []
+    examples: list[list[tuple[int, bool]]] = []
     for problem in problems:
         if isinstance(task, Environment):
-            shown.append(demonstrated(problem, task, tokenizer))
+            examples.append(demonstrated(problem, task, tokenizer))
             continue
         if not isinstance(problem.demonstration, str):
             raise RecipeError(
@@ -181,10 +181,10 @@ def _batch(
             )
         answer = [*tokenizer.encode(problem.demonstration, add_special_tokens=False), end_id]
         prompt = prompt_ids(problem, tokenizer)
-        shown.append([(token, i >= len(prompt)) for i, token in enumerate([*prompt, *answer])])
-    tokens = torch.full((len(problems), max(map(len, shown))), end_id)
+        examples.append([(token, i >= len(prompt)) for i, token in enumerate([*prompt, *answer])])
+    tokens = torch.full((len(problems), max(map(len, examples))), end_id)
     labels = torch.full_like(tokens, IGNORED)
-    for i, pairs in enumerate(shown):
+    for i, pairs in enumerate(examples):
         ids, trained = torch.tensor(pairs).T
         tokens[i, : len(pairs)] = ids
         labels[i, : len(pairs)] = ids.where(trained > 0, IGNORED)

@@ -50,14 +50,14 @@ def half_precision(recipe: Recipe) -> torch.dtype | None:
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if launched not in LAUNCHED:
         raise RecipeError(f"--mixed_precision {launched}: this trainer computes in no, bf16 or fp16")
-    wanted = recipe.optim.dtype or LAUNCHED[launched]
-    if recipe.batch_invariant and wanted != recipe.rollout.dtype:  # the recipe's own are checked where it is read
+    dtype = recipe.optim.dtype or LAUNCHED[launched]
+    if recipe.batch_invariant and dtype != recipe.rollout.dtype:  # the recipe's own are checked where it is read
         raise RecipeError(
             f"batch_invariant = true needs one precision on both sides, and accelerate was launched with "
             f'--mixed_precision {launched}, but rollout.dtype = "{recipe.rollout.dtype}"; set optim.dtype to that'
         )
-    if launched != "no" and wanted != LAUNCHED[launched]:
+    if launched != "no" and dtype != LAUNCHED[launched]:
         raise RecipeError(
-            f'optim.dtype = "{wanted}", and accelerate was launched with --mixed_precision {launched}; leave out one'
+            f'optim.dtype = "{dtype}", and accelerate was launched with --mixed_precision {launched}; leave out one'
         )
-    return None if wanted == "float32" else getattr(torch, wanted)
+    return None if dtype == "float32" else getattr(torch, dtype)

@@ -324,8 +324,8 @@ def new_arm(run: RunContext, name: str) -> Arm:
 
 def restored(arm: Arm) -> Position | None:
     """Read the arm's newest checkpoint into model and optimizer; where it stands, None if there is none."""
-    whole = not any(feature.shares_model for feature in arm.features)
-    return load_checkpoint(arm.accelerator, arm.files.path / "checkpoints", whole=whole)
+    exclusive = not any(feature.shares_model for feature in arm.features)
+    return load_checkpoint(arm.accelerator, arm.files.path / "checkpoints", whole=exclusive)
 
 
 def diagnosed(run: RunContext, name: str) -> Context:

@@ -392,12 +392,12 @@ def _drafter(
             f"rollout.speculative.model = {settings.model!r} has a vocabulary of {sizes[0]} tokens, {recipe.model} one "
             f"of {sizes[1]}; proposals are judged token by token: name a drafter with the policy's tokenizer"
         )
-    own = WarmStartSettings(steps=settings.warm_start, batch_size=start.batch_size, lr=start.lr)
+    warm_start = WarmStartSettings(steps=settings.warm_start, batch_size=start.batch_size, lr=start.lr)
     _warm_started(
         drafter,
         tokenizer,
         task,
-        start=own,
+        start=warm_start,
         recipe=recipe,
         accelerator=accelerator,
         watch=watch,
@@ -477,8 +477,8 @@ def _check_equal(
 
     Raises: `EngineError` with the largest difference of a log-prob.
     """
-    drawn = engine.generate(prompts, sampling, seed=seed)
-    gap = (score_batch(model, drawn, token_budget=1, half=half).logp - drawn.logp_rollout).abs().max()
+    generation = engine.generate(prompts, sampling, seed=seed)
+    gap = (score_batch(model, generation, token_budget=1, half=half).logp - generation.logp_rollout).abs().max()
     if gap != 0:
         raise EngineError(
             f"batch_invariant = true, but log-probs of engine {engine.name!r} and trainer differ by up to "

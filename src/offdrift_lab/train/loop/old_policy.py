@@ -200,13 +200,13 @@ def weights_replaced(accelerator: Accelerator, model: nn.Module, weights: Weight
             for name, part in parts.items():
                 part.copy_(copies[name])
         return
-    own = {name: (p, p.data) for name, p in inner.named_parameters() if p.requires_grad}
+    parameters = {name: (p, p.data) for name, p in inner.named_parameters() if p.requires_grad}
     try:
-        for name, (p, data) in own.items():
+        for name, (p, data) in parameters.items():
             p.data = weights[name].to(data.device)
         yield model
     finally:
-        for p, data in own.values():
+        for p, data in parameters.values():
             p.data = data
 
 
@@ -324,18 +324,18 @@ class OldPolicy:
             batch, and their rows within those sequences. Where the model is sharded, every process yields the
             versions of all of them: the first sequence, and no rows of it, for one that it has no token of.
         """
-        drawn = rollouts.rollout_version
-        present = sorted(anywhere(self.accelerator.unwrap_model(model), drawn.unique().tolist()))
+        versions = rollouts.rollout_version
+        present = sorted(anywhere(self.accelerator.unwrap_model(model), versions.unique().tolist()))
         if not self.by_version or len(present) == 1:
-            every = torch.arange(len(drawn))
+            every = torch.arange(len(versions))
             yield present[0], rollouts, every, every
             return
         segments = Segments(rollouts.cu_seqlens)
         for v in present:
-            sequences = (segments.sum((drawn == v).double()) > 0).nonzero().squeeze(-1)
+            sequences = (segments.sum((versions == v).double()) > 0).nonzero().squeeze(-1)
             sequences = sequences if len(sequences) else torch.tensor([0])
             rows = segments.rows(sequences)
-            part_rows = (drawn[rows] == v).nonzero().squeeze(-1)
+            part_rows = (versions[rows] == v).nonzero().squeeze(-1)
             yield v, rollouts.select(sequences), rows[part_rows], part_rows
 
 
@@ -381,12 +381,12 @@ class Snapshots(OldPolicy):
 
     def retain(self, versions: Iterable[int], model: nn.Module, version: int) -> None:
         inner = self.accelerator.unwrap_model(model)
-        wanted = anywhere(inner, versions)
-        for old in self.kept.keys() - wanted:
+        retained = anywhere(inner, versions)
+        for old in self.kept.keys() - retained:
             snapshot = self.kept.pop(old)
             if isinstance(snapshot, Path) and (self.parts or self.accelerator.is_main_process):
                 snapshot.unlink(missing_ok=True)
-        if version in wanted and version not in self.kept:
+        if version in retained and version not in self.kept:
             self._keep(version, local_weights(inner, trained=True))
 
     def save(self, folder: Path) -> None:

@@ -223,8 +223,8 @@ def save_checkpoint(
         finally:
             log.setLevel(level)
         common = asdict(position)
-        own = partial / f"source-{accelerator.process_index:03d}.json"
-        own.write_text(json.dumps(common.pop("source")))
+        source_file = partial / f"source-{accelerator.process_index:03d}.json"
+        source_file.write_text(json.dumps(common.pop("source")))
         also(partial)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -260,8 +260,10 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, *, whole: bool = Tru
         return None
     newest = stored_checkpoints[-1]
     try:
-        own = newest / f"source-{accelerator.process_index:03d}.json"
-        position = Position(**json.loads((newest / "position.json").read_text()), source=json.loads(own.read_text()))
+        source_file = newest / f"source-{accelerator.process_index:03d}.json"
+        position = Position(
+            **json.loads((newest / "position.json").read_text()), source=json.loads(source_file.read_text())
+        )
         options: dict[str, Any] = {} if whole else {"strict": False}
         accelerator.load_state(str(newest), **options)
     except Exception as e:  # whatever a damaged file provokes in the libraries that read it

@@ -40,8 +40,8 @@ def make_accelerator(**options: Any) -> Accelerator:
     Raises: `RecipeError` if the launch asks for another kind of sharding than is supported.
     """
     accelerator = Accelerator(mixed_precision="no", **options)
-    wanted = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if wanted and accelerator.distributed_type == DistributedType.MULTI_CPU:
+    sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if sharded and accelerator.distributed_type == DistributedType.MULTI_CPU:
         if torch.accelerator.is_available():
             raise RecipeError("--use_fsdp with --cpu on a machine that has an accelerator: leave out one of the two")
         # Processes and their accelerators share these two.
@@ -53,7 +53,7 @@ def make_accelerator(**options: Any) -> Accelerator:
         _check_plugin(accelerator.state.fsdp_plugin)
         # Every process reads all weights: its engine and the reference model have them whole.
         disable_fsdp_ram_efficient_loading()
-    elif wanted:
+    elif sharded:
         raise RecipeError("--use_fsdp with one process has nothing to shard: raise --num_processes, or leave it out")
     return accelerator
 
@@ -123,9 +123,9 @@ def in_step(model: nn.Module, pieces: Iterable[T]) -> Iterator[tuple[T, bool]]:
     if not is_sharded(model):
         yield from ((piece, True) for piece in pieces)
         return
-    own = list(pieces)
-    for i in range(max(gather_object([len(own)]))):
-        yield own[min(i, len(own) - 1)], i < len(own)
+    local = list(pieces)
+    for i in range(max(gather_object([len(local)]))):
+        yield local[min(i, len(local) - 1)], i < len(local)
 
 
 def clip_gradients(accelerator: Accelerator, model: nn.Module, limit: float, *, scale: float = 1.0) -> Tensor:
@@ -141,5 +141,5 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, limit: float, *, 
 
 def anywhere(model: nn.Module, values: Iterable[T]) -> set[T]:
     """The values of all processes where the model is sharded, else this process's own."""
-    own = set(values)
-    return set().union(*gather_object([own])) if is_sharded(model) else own
+    local = set(values)
+    return set().union(*gather_object([local])) if is_sharded(model) else local

@@ -422,16 +422,16 @@ class Driver:
     def _draw(self, start: Start, now: float) -> Draw:
         key = start.key
         responses = self.groups.setdefault(key.group, {})
-        drawn = responses.get(key.sibling)
-        if drawn is None or drawn.attempt != key.attempt:
+        response = responses.get(key.sibling)
+        if response is None or response.attempt != key.attempt:
             job = self._job(key)
             waited = now - self._submitted.get(key.group, now)
-            drawn = responses[key.sibling] = Drawn(job, key.attempt, started=now, queue_seconds=waited)
+            response = responses[key.sibling] = Drawn(job, key.attempt, started=now, queue_seconds=waited)
         if not start.before:
-            drawn.deltas = []
-        before = tuple(t for d in drawn.deltas for t in d.tokens.tolist())
+            response.deltas = []
+        before = tuple(t for d in response.deltas for t in d.tokens.tolist())
         assert len(before) == start.before, f"{key}: {len(before)} tokens are here, {start.before} were reported"
-        return Draw(DrawJob(drawn.job.key, drawn.job.prompt, drawn.job.seed, before), start.limit)
+        return Draw(DrawJob(response.job.key, response.job.prompt, response.job.seed, before), start.limit)
 
     def _cancel(self, cancel: Cancel) -> None:
         """Forget responses, also those whose orders have not been sent yet."""
@@ -442,7 +442,7 @@ class Driver:
 
     def _hand_over(self, number: int) -> tuple[Drawn, ...]:
         """The responses of a group, which leave the driver once the trainer takes them."""
-        group = tuple(drawn for _, drawn in sorted(self.groups.pop(number).items()))
+        group = tuple(response for _, response in sorted(self.groups.pop(number).items()))
         self._handed_over[number] = group
         return group
 

@@ -131,8 +131,8 @@ class PipelineSource(Source):
             selected=self.schedule.selects,
             cache=self.schedule.weights.cache if mixes else None,
         )
-        drawn = [response for _, group in ready.groups for response in group]
-        rollouts = rollouts_of([d.job for d in drawn], {d.job.key: d.deltas for d in drawn}, provenance)
+        responses = [response for _, group in ready.groups for response in group]
+        rollouts = rollouts_of([d.job for d in responses], {d.job.key: d.deltas for d in responses}, provenance)
         problems = [self._problem(number)[0] for number, group in ready.groups for _ in group]
         texts = (self.tokenizer.decode(d, skip_special_tokens=True) for d in rollouts_tokens(rollouts))
         completions = tuple(map(str, texts))
@@ -144,9 +144,9 @@ class PipelineSource(Source):
             components={k: torch.tensor(x, dtype=torch.float32) for k, x in rewards.components.items()} or None,
             prompts=tuple(p.prompt for p in problems),
             completions=completions,
-            workers=tuple(d.worker for d in drawn),
-            queue_seconds=torch.tensor([d.queue_seconds for d in drawn]),
-            generation_seconds=torch.tensor([d.generation_seconds for d in drawn]),
+            workers=tuple(d.worker for d in responses),
+            queue_seconds=torch.tensor([d.queue_seconds for d in responses]),
+            generation_seconds=torch.tensor([d.generation_seconds for d in responses]),
         )
         return penalized(rollouts, self.recipe.penalties, max_tokens=self.recipe.horizon)
 

@@ -97,10 +97,10 @@ class Workers:
     def _room(self) -> int:
         """Workers that fit into the cluster. Raises: `EngineError` if none does."""
         s = self.settings
-        wanted = {"CPU": s.cpus, "GPU": s.gpus, **s.resources}
+        amounts = {"CPU": s.cpus, "GPU": s.gpus, **s.resources}
         more = f", resources = {json.dumps(s.resources)}" if s.resources else ""
         what = f"a rollout worker of [pipeline] cpus = {s.cpus:g}, gpus = {s.gpus:g}{more}"
-        return room(ray, wanted, what=what, way_out="lower them")
+        return room(ray, amounts, what=what, way_out="lower them")
 
     def make(self) -> list[str]:
         """Begin to make the workers that are missing; their names."""

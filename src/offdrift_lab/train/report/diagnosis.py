@@ -70,8 +70,8 @@ def stored_context(head: Row, arm: str) -> Context:
     """The context of an arm from `run.json`; what it lacks, as runs of earlier versions do, is unknown."""
     contexts = head.get("contexts")
     stored = contexts.get(arm) if isinstance(contexts, Mapping) else None
-    known = {f.name for f in fields(Context)} & set(FACTS)
-    facts = {name: stored[name] for name in known if name in stored} if isinstance(stored, Mapping) else {}
+    names = {f.name for f in fields(Context)} & set(FACTS)
+    facts = {name: stored[name] for name in names if name in stored} if isinstance(stored, Mapping) else {}
     return Context(framework="offdrift", **facts)
 
 

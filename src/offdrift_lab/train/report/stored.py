@@ -102,8 +102,8 @@ def overlap_numbers(metrics: Sequence[Row]) -> dict[str, float | None]:
 
     def mean(key: str, weights: Sequence[float]) -> float | None:
         values = [(v, w) for row, w in zip(rows, weights, strict=True) if (v := number(row.get(key))) is not None]
-        whole = sum(w for _, w in values)
-        return sum(v * w for v, w in values) / whole if whole else None
+        total_weight = sum(w for _, w in values)
+        return sum(v * w for v, w in values) / total_weight if total_weight else None
 
     def total(key: str) -> float:
         return sum(number(row.get(key)) or 0.0 for row in rows)
@@ -306,7 +306,7 @@ def read_run(run_dir: Path, rules: Path | None = None) -> Run:
     if chosen.given:
         contexts = [stored_context(head, folder.name) for folder in folders]
         again = [findings_again(arm.metrics, arm.evals, c, chosen.rules) for arm, c in zip(arms, contexts, strict=True)]
-        arms = [replace(arm, findings=tuple(found)) for arm, found in zip(arms, again, strict=True)]
+        arms = [replace(arm, findings=tuple(judged)) for arm, judged in zip(arms, again, strict=True)]
     without_folder = table.keys() - {arm.name for arm in arms}
     arms += [StoredArm(name, True, table[name], limits=chosen.rules.limits) for name in without_folder]
     planned = mapping(mapping(head.get("recipe")).get("arms"))  # in this order they run

@@ -216,8 +216,8 @@ class LiveProgress:
             evals = " → ".join(map(short, first_and_last))
             numbers = (value for _, value in self._numbers(arm))
             table.add_row(arm, str(newest.get("update", "")), *numbers, evals)
-        shown = [self.progress, table] if self.newest else [self.progress]
-        return Group(*shown, self.stage) if self.stage.tasks else Group(*shown)
+        parts = [self.progress, table] if self.newest else [self.progress]
+        return Group(*parts, self.stage) if self.stage.tasks else Group(*parts)
 
     def _print(self, text: Text) -> None:
         self.last_line = time.monotonic()

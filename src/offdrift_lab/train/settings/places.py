@@ -26,8 +26,10 @@ def recipe_file(path: Path) -> Path:
         >>> recipe_file(Path("tiny")).name, recipe_file(Path("mine/tiny.toml"))
         ('tiny.toml', PosixPath('mine/tiny.toml'))
     """
-    own = own_recipes() / f"{path.name.removesuffix('.toml')}.toml"
-    return own if not path.is_file() and path.parent in (Path(), Path("recipes")) and own.is_file() else path
+    user_copy = own_recipes() / f"{path.name.removesuffix('.toml')}.toml"
+    return (
+        user_copy if not path.is_file() and path.parent in (Path(), Path("recipes")) and user_copy.is_file() else path
+    )
 
 
 def base_recipe(name: str, sweep: Path) -> tuple[Path | None, list[Path]]:

@@ -379,8 +379,8 @@ class Recipe(Section):
         """Refuse draws, penalties and settings of them that cannot act."""
         estimators, rollout = {name: self.estimator(self.row(name)) for name in self.arms}, self.rollout
         self.draws.check(samples=rollout.samples, task=self.task, estimators=estimators)
-        own = ":" in (self.reward or "") or (is_environment(self.task) and self.task not in ENVIRONMENTS)
-        self.penalties.check(longest=self.horizon, reward_range=self.reward_range, own_reward=own)
+        user_code = ":" in (self.reward or "") or (is_environment(self.task) and self.task not in ENVIRONMENTS)
+        self.penalties.check(longest=self.horizon, reward_range=self.reward_range, own_reward=user_code)
         shaped = "rl_zvp" in estimators.values()
         if self.optim.zvp_alpha != OptimSettings.model_fields["zvp_alpha"].default and not shaped:
             raise ValueError('optim.zvp_alpha is read by advantage "rl_zvp" alone; set optim.advantage = "rl_zvp"')
@@ -482,8 +482,8 @@ class Recipe(Section):
 
     def estimator(self, row: Method) -> str:
         """The advantage estimator of a method: the recipe's, or what it was published with."""
-        wanted = self.optim.advantage
-        return (row.advantage or DEFAULT_ADVANTAGE) if wanted == "method" else wanted
+        name = self.optim.advantage
+        return (row.advantage or DEFAULT_ADVANTAGE) if name == "method" else name
 
     def inputs_of(self, name: str) -> set[str]:
         """Inputs that an arm's advantage estimators need, before and after a surge of lengths."""

@@ -199,8 +199,8 @@ class Setting:
     @property
     def folder(self) -> str:
         """Folder of the setting's runs, below runs/; contains only letters, digits and `._=,+-`."""
-        whole = ",".join(f"{key}={worded(value)}" for key, value in self.values)
-        return f"{self.arm}/{re.sub(r'[^A-Za-z0-9._=,+-]', '_', whole) or 'recipe'}"
+        settings = ",".join(f"{key}={worded(value)}" for key, value in self.values)
+        return f"{self.arm}/{re.sub(r'[^A-Za-z0-9._=,+-]', '_', settings) or 'recipe'}"
 
 
 def worded(value: Any) -> str:

@@ -232,9 +232,9 @@ def _on_ray(
                 return {}
 
         def begin() -> None:
-            wanted = {"CPU": float(cpus), "GPU": float(gpus)}
+            amounts = {"CPU": float(cpus), "GPU": float(gpus)}
             what = f"a run of --cpus {cpus:g} --gpus {gpus:g}"
-            most = min(jobs or len(waiting) + len(running), room(ray, wanted, what=what, way_out="lower them"))
+            most = min(jobs or len(waiting) + len(running), room(ray, amounts, what=what, way_out="lower them"))
             while len(running) < most and (cell := next_cell(waiting, running.values(), made)) is not None:
                 task = remote.remote(tuple(common), pickle.dumps(cell), board, max(1, int(cpus)))
                 running[task] = cell

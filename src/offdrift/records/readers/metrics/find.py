@@ -144,13 +144,13 @@ def _container(file: str) -> Container:
 
 def _walk(folder: str) -> list[str]:
     """Files of a folder to any depth, without hidden ones."""
-    found: list[str] = []
+    files: list[str] = []
     for inside, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [os.path.join(inside, name) for name in sorted(names) if not name.startswith(".")]
-        if len(found) > MOST_FILES:
+        files += [os.path.join(inside, name) for name in sorted(names) if not name.startswith(".")]
+        if len(files) > MOST_FILES:
             break
-    return found[:MOST_FILES]
+    return files[:MOST_FILES]
 
 
 def _in_folder(folder: str) -> MetricLog | None:
@@ -235,21 +235,21 @@ def _add(
 ) -> None:
     """The known numbers of one row, added to those of its step."""
     step = metric_names().step(row.values)
-    known: dict[str, float | int] = {}
+    numbers: dict[str, float | int] = {}
     for name, value in row.values.items():
         if not _known(name):
             if as_number(value) is not None and len(unused) < 1000 and not rows.has_step([name]):
                 unused[name] = None
         elif (number := as_number(value)) is not None:
-            known[name] = number
+            numbers[name] = number
         elif value is not None:
             bad.append(BadRow(file, row.number, f"{name} is no number: {str(value)[:40]!r}"))
-    if not known:
+    if not numbers:
         return
     if step is None:
         bad.append(BadRow(file, row.number, "the row has no step, a whole number from 0 on"))
     elif step in steps or len(steps) < MOST_STEPS:
-        steps.setdefault(step, {}).update(known)
+        steps.setdefault(step, {}).update(numbers)
 
 
 def _translated(
