@@ -26,6 +26,7 @@ from offdrift.stats import METRICS
 from offdrift_lab.plan.phases import Phases
 from offdrift_lab.schedules.table import SYMBOLS
 from offdrift_lab.schedules.table import catalog as schedule_catalog
+from offdrift_lab.train.settings.schema import recipe_schema, sweep_schema
 
 HERE = Path(__file__).parent
 anchor = runpy.run_path(str(HERE / "anchors.py"))["anchor"]
@@ -438,6 +439,11 @@ def evidence_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def schema_text(schema: dict[str, Any]) -> str:
+    """A schema beside the recipes that name it: for editors, on few lines."""
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
 PAGES = {
     "evidence.md": evidence_page,
     "certificates.md": certificates_page,
@@ -451,6 +457,8 @@ PAGES = {
     "logs.md": logs_page,
     "schedules.md": schedules_page,
     "plan.md": plan_page,
+    "../recipes/recipe.schema.json": lambda: schema_text(recipe_schema()),
+    "../recipes/sweep.schema.json": lambda: schema_text(sweep_schema()),
 }
 
 if __name__ == "__main__":

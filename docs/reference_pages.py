@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import textwrap
 import types
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -17,6 +15,7 @@ from typer.main import get_command
 
 from offdrift.cli import COMMANDS, application
 from offdrift_lab.train.settings.recipe import Recipe
+from offdrift_lab.train.settings.schema import attribute_docstrings
 from offdrift_lab.train.sweep.sweep import Sweep
 
 BAR = "\\|"
@@ -92,7 +91,7 @@ def settings_page(cell: Callable[[str], str]) -> str:
 
 def _settings(model: type[BaseModel], prefix: str, level: int, cell: Callable[[str], str]) -> list[str]:
     """A table of what the model has itself, then a section for each part of it."""
-    about = documented(model)
+    about = attribute_docstrings(model)
     rows, parts = [], []
     for name, field in model.model_fields.items():
         key = f"{prefix}{field.alias or name}"
@@ -110,22 +109,6 @@ def _settings(model: type[BaseModel], prefix: str, level: int, cell: Callable[[s
         lines += ["", f"{'#' * level} {key}", "", *([own, ""] if own else []), *([words, ""] if words else [])]
         lines += _settings(part, inner, min(level + 1, 6), cell)
     return lines
-
-
-def documented(model: type) -> dict[str, str]:
-    """The string under each field of a class and of those that it extends."""
-    words: dict[str, str] = {}
-    for cls in reversed(model.__mro__):
-        if cls.__module__.startswith("offdrift"):
-            body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
-            for field, text in pairwise(body):
-                if (
-                    isinstance(field, ast.AnnAssign)
-                    and isinstance(text, ast.Expr)
-                    and isinstance(text.value, ast.Constant)
-                ):
-                    words[field.target.id] = str(text.value.value)
-    return words
 
 
 def prose(text: str, cell: Callable[[str], str]) -> str:

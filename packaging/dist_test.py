@@ -63,6 +63,7 @@ audit = json.loads(run("audit", "log", "--out", "out", "--json").stdout)
 assert audit["counts"]["tokens"] == 4 * 64 * 8, audit["counts"]
 assert (open("out/report.html").read().count("<script") > 1)
 run("report", "out"), run("methods", "gspo"), run("bound", "--help"), run("plan", "--help")
+assert run("docs", "docs/rules.md").stdout.startswith("# Rules")
 assert run("--version").stdout.split() == ["offdrift", version("offdrift")]
 for words, extra in ((["train", "tiny"], "train"), (["plan"], "plan")):
     done = subprocess.run([sys.executable, "-m", "offdrift", *words], capture_output=True, text=True)

@@ -59,6 +59,8 @@ COMMANDS = leaves(typer.main.get_command(cli.application()))
 TAKE_RULES = {name for name, sub in COMMANDS.items() if any("--rules" in p.opts for p in sub.params)}
 JUDGE_NOTHING = {
     "demo": "writes a log",
+    "docs": "shows a page",
+    "schema": "describes files",
     "methods": "shows a table",
     "rules": "shows the rules themselves",
     "schedules": "shows a table",
@@ -422,3 +424,17 @@ def test_an_adapter_stores_its_rules_beside_the_record_and_the_audit_judges_by_t
     assert audit["rules"]["text"] == STRICT
     Adapter("token_tis", framework="plain", record=tmp_path / "plain", on_idle="warn").recorder.close()
     assert not (tmp_path / "plain" / "rules.json").exists()
+
+
+def test_one_rule_is_shown_in_full(monkeypatch, capsys):
+    text = " ".join(command(monkeypatch, capsys, "rules", "stale_engine", width=200).stdout.split())
+    rule = load_rules().rules["stale_engine"]
+    for words in (rule.symptom, rule.refuted_by, rule.when.describe(load_rules().thresholds)):
+        assert " ".join(words.split()) in text
+    told = json.loads(command(monkeypatch, capsys, "rules", "stale_engine", "--json").stdout)
+    assert (told["severity"], told["fix"]["do"]) == (rule.severity, load_rules().fixes[rule.fix].do)
+
+
+def test_every_rule_can_be_shown(monkeypatch, capsys):
+    for name in load_rules().rules:
+        assert command(monkeypatch, capsys, "rules", name).stdout.startswith(name)

@@ -33,22 +33,24 @@ COMMANDS = (
     "methods",
     "rules",
     "schedules",
+    "schema",
     "bound",
+    "docs",
     "lab",
 )
 """In the order of the help page."""
 EXTRAS = {
-    **dict.fromkeys(("check", "train", "sweep", "certify"), "train"),
+    **dict.fromkeys(("check", "train", "sweep", "certify", "schema"), "train"),
     "plan": "plan",
     **dict.fromkeys(("watch", "demo", "audit", "compare", "report"), "audit"),
-    **dict.fromkeys(("methods", "rules", "schedules", "bound", "lab"), "cli"),
+    **dict.fromkeys(("methods", "rules", "schedules", "bound", "docs", "lab"), "cli"),
 }
 """What to install for each command: pip install 'offdrift[EXTRA]'. `[train]` brings all of them."""
 LAB = "offdrift_lab.cli"
 """Where the commands of the trainer and of experiments stand. Nothing else in this package knows of that one."""
 MODULES = {
     **{name: (f"offdrift.cli.{name}",) for name in COMMANDS},
-    **{name: (f"{LAB}.{name}",) for name in ("plan", "train", "sweep", "schedules")},
+    **{name: (f"{LAB}.{name}",) for name in ("plan", "train", "sweep", "schedules", "schema")},
     "lab": (f"{LAB}.lab", f"{LAB}.lab_runs"),
 }
 """Modules that add a command, by its name."""

@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
+from offdrift.cli.complete import rows_of_methods
 from offdrift.cli.exit_codes import exit_codes_text
 
 if TYPE_CHECKING:
@@ -154,10 +155,12 @@ app = _Application(
     name="offdrift",
     cls=_CommandGroup,
     help="Measure, correct and certify off-policy drift in reinforcement learning of language models.",
-    epilog=f"Start with: offdrift demo\n\nExit status: {exit_codes_text()}",
+    epilog="Start with: offdrift demo\n\nWhere a message names docs/NAME.md: offdrift docs NAME.\n\n"
+    f"Exit status: {exit_codes_text()}",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 lab = _Application(
     name="lab",
@@ -186,7 +189,7 @@ def _version(chosen: bool) -> bool:
 @app.callback()
 def root(
     show_version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+        bool, typer.Option("--version", "-V", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     """Options of the program itself."""
@@ -230,6 +233,7 @@ MethodName = Annotated[
     str | None,
     typer.Option(
         help="Method that the run trains with, by its name in `offdrift methods` or in code: mine.py:mine.",
+        autocompletion=rows_of_methods,
         callback=_loaded,
     ),
 ]
@@ -342,6 +346,11 @@ class Screen:
     @property
     def width(self) -> int:
         return self.out.width
+
+    @property
+    def in_terminal(self) -> bool:
+        """Whether a person reads stdout: not a pipe, a file or a machine."""
+        return self.out.is_terminal and not self.as_json
 
     def show(self, *views: Any) -> None:
         """Print tables and texts for a person."""

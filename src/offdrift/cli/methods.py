@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from offdrift.cli.app import THEORY, Screen, app
+from offdrift.cli.complete import method_names
 from offdrift.cli.exit_codes import ExitCode
 
 
@@ -14,7 +15,10 @@ from offdrift.cli.exit_codes import ExitCode
 def methods(
     screen: Screen,
     name: Annotated[
-        str | None, typer.Argument(help="Show this method or system in full; mine.py:mine is one of yours.")
+        str | None,
+        typer.Argument(
+            help="Show this method or system in full; mine.py:mine is one of yours.", autocompletion=method_names
+        ),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Hold the method to the laws that those of the table pass.")

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from offdrift.cli.app import THEORY, Screen, app
+from offdrift.cli.complete import rule_names
+
+if TYPE_CHECKING:
+    from offdrift.judge import Rules
 
 
 @app.command(rich_help_panel=THEORY)
 def rules(
     screen: Screen,
     file: Annotated[
-        Path | None, typer.Argument(help="A rules file to check. Absent: the built-in thresholds are shown.")
+        Path | None,
+        typer.Argument(
+            metavar="[FILE|RULE]",
+            help="A rules file to check, or a rule to show in full. Absent: the built-in thresholds are shown.",
+            autocompletion=rule_names,
+        ),
     ] = None,
     toml: Annotated[
         bool, typer.Option("--toml", help="Print the thresholds as a rules file to start from, all as comments.")
     ] = False,
 ) -> None:
-    """Show the thresholds that verdicts depend on, or check a file of yours that changes them.
+    """Show the thresholds that verdicts depend on, one rule in full, or check a file of yours that changes them.
 
     Such a file is given to any command that judges, with --rules, and to a recipe, as diagnosis.rules. It names what
     it changes alone; a run stores it, and its pages judge by it. docs/rules.md has every rule and the format.
 
     \b
     offdrift rules
+    offdrift rules stale_engine            what shows it, what it means, what would refute it
     offdrift rules --toml > mine.toml
     offdrift rules mine.toml
     offdrift audit runs/tiny/arms/none --rules mine.toml
@@ -37,6 +47,9 @@ def rules(
 
     if file is not None and toml:
         raise typer.BadParameter("--toml prints the built-in thresholds; leave the file out")
+    if file is not None and not file.is_file() and str(file) in load_rules().rules:
+        _show_rule(screen, load_rules(), str(file))
+        return
     chosen = load_rules(file)
     if screen.as_json:
         about = chosen.as_record()
@@ -51,3 +64,14 @@ def rules(
         screen.next("offdrift rules --toml > mine.toml", "thresholds to change; then: offdrift rules mine.toml")
     else:
         screen.next(f"offdrift audit RUN --rules {file}", "judge a run by it")
+
+
+def _show_rule(screen: Screen, rules: Rules, name: str) -> None:
+    """One rule with its condition, meaning, fix and sources."""
+    from offdrift.show.rules import rule_facts, rule_view
+
+    if screen.as_json:
+        screen.json(rule_facts(rules, name))
+    else:
+        screen.show(rule_view(rules, name))
+    screen.next("offdrift rules --toml > mine.toml", "thresholds to change, for --rules mine.toml")

@@ -24,7 +24,56 @@ def thresholds_view(rules: Rules) -> RenderableType:
     for name, t in rules.thresholds.items():
         about = Text.assemble(safe(t.about), (f" ({safe(t.source)})", "dim"))
         table.add_row(Text(name), f"{t.value:g}", "" if t.unit == "1" else safe(t.unit), about)
-    return Group(table, Text(f"{len(rules.rules)} rules compare readings with them: docs/rules.md.", style="dim"))
+    return Group(
+        table,
+        Text(f"{len(rules.rules)} rules compare readings with them: `offdrift rules NAME` shows one.", style="dim"),
+    )
+
+
+def rule_facts(rules: Rules, name: str) -> dict[str, Any]:
+    """One rule as numbers and texts: condition, meaning, fix, and what would refute it."""
+    rule, limits = rules.rules[name], rules.thresholds
+    fix = rules.fixes[rule.fix]
+    return {
+        "rule": name,
+        "kind": "fact" if rule.fact else "question" if rule.decides and rule.confidence == "low" else "cause",
+        "severity": rule.severity,
+        "confidence": rule.confidence,
+        "symptom": rule.symptom,
+        "explanation": rule.explanation,
+        "when": rule.when.describe(limits),
+        "excluded_by": [condition.describe(limits) for condition in rule.excluded_by],
+        "suppressed_by": list(rule.suppressed_by),
+        "refuted_by": rule.refuted_by,
+        "decides": rule.decides,
+        "fix": {"do": fix.do, "method": fix.method, "snippets": dict(fix.snippets)},
+        "source": rule.source,
+    }
+
+
+def rule_view(rules: Rules, name: str) -> RenderableType:
+    """One rule in full, for a terminal."""
+    facts = rule_facts(rules, name)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    rows = {
+        "shown by": facts["when"],
+        "not if": "; ".join(facts["excluded_by"]),
+        "explained by": ", ".join(facts["suppressed_by"]),
+        "means": facts["explanation"],
+        "refuted by": facts["refuted_by"],
+        "decided by": facts["decides"],
+        "do": facts["fix"]["do"],
+        "method": facts["fix"]["method"] or "",
+        "source": facts["source"],
+    }
+    for label, words in rows.items():
+        if words:
+            table.add_row(label, safe(words))
+    head = f"{name}: {facts['symptom']}"
+    level = f"a {facts['kind']}; severity {facts['severity']}, confidence {facts['confidence']}"
+    return Group(Text(safe(head), style="bold"), Text(level), Text(""), table)
 
 
 def changes_view(rules: Rules, changed: Mapping[str, Any]) -> RenderableType:

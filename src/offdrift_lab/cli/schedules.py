@@ -12,13 +12,14 @@ from rich.text import Text
 
 from offdrift.cli.app import THEORY, Screen, app
 from offdrift.show.method_table import section
+from offdrift_lab.cli.complete import schedule_names
 from offdrift_lab.schedules.table import SYMBOLS, catalog, facts, lag_words, schedule
 
 
 @app.command(rich_help_panel=THEORY)
 def schedules(
     screen: Screen,
-    name: Annotated[str | None, typer.Argument(help="One schedule, in full.")] = None,
+    name: Annotated[str | None, typer.Argument(help="One schedule, in full.", autocompletion=schedule_names)] = None,
 ) -> None:
     """Schedules of asynchronous training: what each overlaps, how old its tokens get, what it costs.
 

@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from offdrift.cli.app import DURING, RulesFile, Screen, app, interruptible
 from offdrift.cli.exit_codes import ExitCode
+from offdrift_lab.cli.complete import sweep_names
 
 
 def counted(things: Sized, name: str) -> str:
@@ -39,7 +40,11 @@ class Interim:
 def sweep(
     screen: Screen,
     file: Annotated[
-        Path, typer.Argument(help="A sweep file (TOML), or the name of one that comes with the package, as sweep.")
+        Path,
+        typer.Argument(
+            help="A sweep file (TOML), or the name of one that comes with the package, as sweep.",
+            autocompletion=sweep_names,
+        ),
     ],
     changes: Annotated[
         list[str] | None,

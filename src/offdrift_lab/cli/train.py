@@ -14,6 +14,7 @@ from rich.markup import escape
 from offdrift.cli.app import DURING, RulesFile, Screen, app, interruptible
 from offdrift.cli.exit_codes import ExitCode
 from offdrift.texts import read_json
+from offdrift_lab.cli.complete import recipe_names
 
 if TYPE_CHECKING:
     from offdrift_lab.train.settings.recipe import Recipe
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 def train(
     screen: Screen,
     recipe: Annotated[
-        Path, typer.Argument(help="A recipe: a TOML file, or the name of one that comes with the package, as tiny.")
+        Path,
+        typer.Argument(
+            help="A recipe: a TOML file, or the name of one that comes with the package, as tiny.",
+            autocompletion=recipe_names,
+        ),
     ],
     changes: Annotated[
         list[str] | None,
