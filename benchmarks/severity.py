@@ -204,8 +204,10 @@ def trained(cell: Any, seed: int, folder: Path, deadline: float) -> Path:
 
     shutil.rmtree(folder, ignore_errors=True)
 
+    parent = os.getppid()
+
     def watch(event: Any) -> None:
-        if time.time() > deadline:
+        if time.time() > deadline or os.getppid() != parent:  # whoever asked for it is gone
             raise OutOfTime
 
     recipe = check_recipe(cell.content(seed), source=cell.name)
