@@ -62,7 +62,7 @@ class Seen:
     def cells(self) -> list[str]:
         """Found, with interval, base rate, and what was told late."""
         late = f"{self.still} of {self.late}" if self.late else ""
-        return [f"{self.fell} of {self.told}", _interval(self), f"{self.base:.0%}" if self.told else "", late]
+        return [f"{self.fell} of {self.told}", _interval(self), f"{100 * self.base:.0f} %" if self.told else "", late]
 
 
 def _interval(seen: Seen) -> str:
@@ -182,7 +182,7 @@ def record(runs: Sequence[Row], rules: Rules) -> str:
     lines = [
         "# What became of training runs in which a rule was told for the first time, and the level it has while a run",
         "# is going on. Made by `python -m benchmarks.severity --table`; docs/diagnosis.md says how. Not edited by hand.",
-        f"# told: in time, with {WITHIN} updates left; fell: of those, lost more than {LOST:.0%} of the best held-out reward",
+        f"# told: in time, with {WITHIN} updates left; fell: of those, lost more than {100 * LOST:.0f} % of the best held-out reward",
         "# within them; base: share of all runs at the same updates; late: told after that loss; still: of those, not back.",
         "",
         f"runs = {len(runs)}",
@@ -206,7 +206,7 @@ def render(runs: Sequence[Row], rules: Rules) -> str:
     lost = sum(lost_at(run) is not None for run in runs)
     head = (
         f"{len(runs)} runs ({', '.join(f'{n} of {f}' for f, n in by_family.items())}), {seeds} seeds, {starts} warm "
-        f"starts; {lost} of them lose more than {LOST:.0%} of their best held-out reward at some time. "
+        f"starts; {lost} of them lose more than {100 * LOST:.0f} % of their best held-out reward at some time. "
         f"Levels were set on {len(setting)} runs and tested on {len(testing)}, of other starts and seeds."
     )
     return "\n".join([head, "", *_levels(testing, levels, rules), "", *_rules(runs, levels, rules), ""])

@@ -49,18 +49,18 @@ class Track:
         """The numbers in words; "" where too few runs were told.
 
         Example:
-            >>> Track(level="stop", told=25, fell=23, base=0.31).sentence
-            'In 23 of 25 runs of tiny models with this finding, held-out reward fell by over 30 % within 20 updates (all runs: 31 %). Larger models may differ.'
+            >>> print(Track(level="stop", told=25, fell=23, base=0.31).sentence)
+            In 23 of 25 runs of tiny models, reward fell by over 30 % within 20 updates (all runs: 31 %). Yours may differ.
         """
         if self.told >= FEWEST:
             return (
-                f"In {self.fell} of {self.told} runs of tiny models with this finding, held-out reward fell by over 30 % "
-                f"within {self.within} updates (all runs: {self.base:.0%}). Larger models may differ."
+                f"In {self.fell} of {self.told} runs of tiny models, reward fell by over 30 % within {self.within} updates "
+                f"(all runs: {100 * self.base:.0f} %). Yours may differ."
             )
         if self.late >= FEWEST:
             return (
-                f"In {self.late} runs of tiny models this came after held-out reward had fallen by over 30 %; {self.still} "
-                f"had not recovered {self.within} updates later. Larger models may differ."
+                f"In {self.late} runs of tiny models, reward had already fallen by over 30 %; in {self.still} it had not "
+                f"recovered {self.within} updates later. Yours may differ."
             )
         return ""
 

@@ -191,7 +191,7 @@ class Watcher:
 
     @property
     def findings(self) -> list[Finding]:
-        """All findings so far, at their live levels, in the order in which to repair them; what can wait stands last."""
+        """All findings so far, at live levels, in the order in which to repair them; what can wait stands last."""
         return self._report({}, live=True)
 
     def conclude(self) -> list[Finding]:
