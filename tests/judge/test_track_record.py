@@ -46,8 +46,7 @@ def test_a_passing_finding_is_watch_at_most_even_if_its_live_level_is_stop():
 
 def test_the_numbers_are_in_the_finding_and_are_shown():
     (finding,) = diagnose(DRIFTING, rules=with_track(told=25, fell=23, base=0.314))
-    assert {"23 of 25", "31 %"} <= {finding.record[3:11], finding.record[-25:-21]} or "23 of 25" in finding.record
-    assert "31 %" in finding.record
+    assert [x in finding.record for x in ("23 of 25", "31 %")] == [True, True]
     assert shown(finding.as_dict()).record == finding.record
 
 
@@ -67,15 +66,19 @@ def test_few_runs_say_nothing():
     ],
 )
 def test_a_rule_that_a_user_changed_has_no_record(text):
-    name = next(n for n in tracks() if load_rules().rules[n].suppressed_by and load_rules().rules[n].severity != "watch")
+    name = next(
+        n for n in tracks() if load_rules().rules[n].suppressed_by and load_rules().rules[n].severity != "watch"
+    )
     changed = parse_rules(text.format(rule=name), "mine.toml")
-    assert name in load_rules().tracks and name not in changed.tracks
+    assert name in load_rules().tracks
+    assert name not in changed.tracks
     assert set(load_rules().tracks) - {name} <= set(changed.tracks), "the others keep theirs"
 
 
 def test_another_threshold_takes_the_record_of_the_rules_that_compare_with_it():
     kept = parse_rules("thresholds.chi2_last = 5", "mine.toml").tracks
-    assert "systems_fix" in load_rules().tracks and "systems_fix" not in kept
+    assert "systems_fix" in load_rules().tracks
+    assert "systems_fix" not in kept
     assert "stale_engine" in kept
 
 

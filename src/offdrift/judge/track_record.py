@@ -50,17 +50,17 @@ class Track:
 
         Example:
             >>> print(Track(level="stop", told=25, fell=23, base=0.31).sentence)
-            In 23 of 25 runs of tiny models, reward fell by over 30 % within 20 updates (all runs: 31 %). Yours may differ.
+            In 23 of 25 runs of tiny models, reward fell by over 30 % in 20 updates (all: 31 %). Yours may differ.
         """
         if self.told >= FEWEST:
             return (
-                f"In {self.fell} of {self.told} runs of tiny models, reward fell by over 30 % within {self.within} updates "
-                f"(all runs: {100 * self.base:.0f} %). Yours may differ."
+                f"In {self.fell} of {self.told} runs of tiny models, reward fell by over 30 % in {self.within} updates "
+                f"(all: {100 * self.base:.0f} %). Yours may differ."
             )
         if self.late >= FEWEST:
             return (
-                f"In {self.late} runs of tiny models, reward had already fallen by over 30 %; in {self.still} it had not "
-                f"recovered {self.within} updates later. Yours may differ."
+                f"In {self.late} runs of tiny models, reward had fallen by over 30 % before; {self.still} had not "
+                f"recovered in {self.within} updates. Yours may differ."
             )
         return ""
 
