@@ -71,7 +71,9 @@ def num_experts(model: Any) -> int:
 
 
 Severity = Literal["info", "watch", "act", "stop"]
-"""How urgent: for your information; keep an eye on it; correct it; do not train on."""
+"""How urgent: for your information; keep an eye on it; correct it; do not train on.
+
+Of a run that is going on, a forecast: see `judge.track_record`."""
 URGENCY: tuple[Severity, ...] = ("stop", "act", "watch", "info")
 """Severities, the most urgent first."""
 
@@ -133,6 +135,8 @@ class Finding:
     """The row of `METHODS` that the fix turns on, if it is a correction."""
     source: str = ""
     """Where the rule comes from."""
+    record: str = ""
+    """What became of training runs with this finding (`judge.track_record`), in a sentence; "" if too few had it."""
     step: int | None = None
     """The first step of the run at which it fired; None if it is about the whole."""
     steps: int = 0

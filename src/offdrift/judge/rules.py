@@ -37,6 +37,7 @@ from offdrift.errors import RecipeError
 from offdrift.judge.findings import Confidence, Evidence, Relation, Severity
 from offdrift.judge.readings import READINGS, worded
 from offdrift.judge.readings.view import Reading
+from offdrift.judge.track_record import Track, tracks
 from offdrift.methods import METHODS
 from offdrift.texts import parse_toml, read_text
 
@@ -198,6 +199,9 @@ class Rules:
     """The user's file that was merged over the built-in tables; "" for these alone."""
     text: str = ""
     """Content of that file."""
+    tracks: Mapping[str, Track] = field(default_factory=dict)
+    """What became of runs in which a rule was told, by its name: of built-in rules whose condition and severity nobody
+    changed."""
 
     @property
     def limits(self) -> dict[str, float]:
@@ -275,12 +279,27 @@ def parse_rules(text: str, file: str, *, limits: Mapping[str, float] = MappingPr
         changes = parse_toml(text)
     except ValueError as e:
         raise RecipeError(f"{file} cannot be read as TOML: {e}") from e
-    return replace(_parse(_merged(tables, changes, file), file), file=file, text=text)
+    rules, built_in = _parse(_merged(tables, changes, file), file), _built_in()
+    same = {name: track for name, track in built_in.tracks.items() if _judges_alike(name, rules, built_in)}
+    return replace(rules, file=file, text=text, tracks=MappingProxyType(same))
+
+
+def _judges_alike(name: str, one: Rules, other: Rules) -> bool:
+    """Whether a rule fires on the same readings in both, at the same severity."""
+    if name not in one.rules or one.rules[name].severity != other.rules[name].severity:
+        return False
+    return len({_conditions(rules.rules[name], rules.thresholds) for rules in (one, other)}) == 1
+
+
+def _conditions(rule: Rule, limits: Mapping[str, Threshold]) -> tuple[str, ...]:
+    """All conditions on which a rule fires, with their numbers."""
+    return (rule.when.describe(limits), *(c.describe(limits) for c in rule.excluded_by), *rule.suppressed_by)
 
 
 @cache
 def _built_in() -> Rules:
-    return _parse(_tables(), "the built-in rules")
+    rules = _parse(_tables(), "the built-in rules")
+    return replace(rules, tracks=MappingProxyType({n: t for n, t in tracks().items() if n in rules.rules}))
 
 
 def _tables() -> dict[str, Any]:

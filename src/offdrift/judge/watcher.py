@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from offdrift.judge.findings import URGENCY, Confidence, Context, Finding, Row
+from offdrift.judge.findings import URGENCY, Confidence, Context, Finding, Row, Severity
 from offdrift.judge.metric_names import metric_names
 from offdrift.judge.readings import READINGS
 from offdrift.judge.readings.history import at_same_weights
@@ -49,6 +49,7 @@ def judge(reading: Mapping[str, float], rules: Rules, context: Context = UNKNOWN
         raised = sum(c.holds(reading, rules.thresholds) is not None for c in rule.raised_by)
         level = min(len(LEVELS) - 1, LEVELS.index(rule.confidence) + raised)
         shared = {key: getattr(rule, key) for key in SHARED}
+        shared["record"] = rules.tracks[name].sentence if name in rules.tracks else ""
         if context.metrics_only and rule.letter:  # averages of another program: a cause is never proved by them
             level, shared["fact"] = min(level, LEVELS.index("medium")), False
         findings.append(
@@ -184,14 +185,14 @@ class Watcher:
             firing = self._firings.get(finding.rule)
             if firing is None:
                 firing = self._firings[finding.rule] = _Firing(self._window.step, 0, finding, 0)
-                new.append(replace(finding, step=self._window.step, steps=1))
+                new.append(replace(finding, step=self._window.step, steps=1, severity=self._live_level(finding)))
             firing.finding, firing.last, firing.steps = finding, self._window.steps, firing.steps + 1
         return [with_precursor(f, self.findings) if BEFORE in f.explanation else f for f in new]
 
     @property
     def findings(self) -> list[Finding]:
-        """All findings so far, in the order in which to repair them; what can wait stands last."""
-        return self._report({})
+        """All findings so far, at live levels, in the order in which to repair them; what can wait stands last."""
+        return self._report({}, live=True)
 
     def conclude(self) -> list[Finding]:
         """All findings of the run that ends here, judged as a whole as well."""
@@ -201,8 +202,17 @@ class Watcher:
         whole = judge(read(view, READINGS), self.rules, self.context)
         return self._report({f.rule: f for f in whole} if self.context.overall else {})
 
-    def _report(self, whole: Mapping[str, Finding]) -> list[Finding]:
-        """Findings of all steps and of the whole run, without those that another finding explains better."""
+    def _live_level(self, finding: Finding) -> Severity:
+        """Level of a finding while the run goes on: what runs with this finding came to, where that is known."""
+        track = self.rules.tracks.get(finding.rule)
+        return finding.severity if track is None or finding.severity == "info" else track.level
+
+    def _report(self, whole: Mapping[str, Finding], *, live: bool = False) -> list[Finding]:
+        """Findings of all steps and of the whole run, without those that another finding explains better.
+
+        Args:
+            live: at the levels of a run that is going on.
+        """
         findings, now = [], self._window.steps
         for name, rule in self.rules.rules.items():
             firing = self._firings.get(name)
@@ -215,6 +225,8 @@ class Watcher:
                     findings.append(replace(whole.get(name, firing.finding), step=None, steps=0))
             else:
                 finding = replace(whole.get(name, firing.finding), step=firing.first, steps=firing.steps)
+                if live:
+                    finding = replace(finding, severity=self._live_level(finding))
                 passing = firing.last < now and firing.steps < self._limits["passing"] * now
                 if passing and not rule.transient and name not in whole and finding.severity != "info":
                     finding = replace(finding, severity="watch")

@@ -139,6 +139,8 @@ class Shown:
     """Name of its place on a page."""
     page: str = ""
     """File name and place of the page that shows it, where that was stored."""
+    record: str = ""
+    """What became of training runs with this finding."""
 
 
 def shown(finding: Fields, framework: str = OWN, place: str = "") -> Shown:
@@ -168,6 +170,7 @@ def shown(finding: Fields, framework: str = OWN, place: str = "") -> Shown:
             "source",
             "method",
             "page",
+            "record",
         )
     }
     step, count = number(finding.get("step")), number(finding.get("steps"))
@@ -266,6 +269,7 @@ def shown_view(s: Shown, *, width: int = 100, brief: bool = False, folder: str =
         facts = [f"confidence {s.confidence}" if s.confidence else "", s.when, s.source]
         small = [f"To confirm: {s.decides}"] if s.decides else []
         small += [f"This finding is wrong if: {s.refuted_by}"] if s.refuted_by and not s.decides else []
+        small += [f"Track record: {s.record}"] if s.record else []
         small += [" · ".join(f for f in facts if f)] if any(facts) else []
         small += [f"Details: {f'{folder}/' if folder else ''}{s.page}"] if s.page else []
         parts += [Text(safe(line), style="dim") for line in small]

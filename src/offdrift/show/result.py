@@ -16,7 +16,7 @@ from offdrift.texts import as_json
 
 FINDINGS_SHOWN = 8
 """Findings that a notebook shows."""
-TEXTS = ("rule", "cause", "letter", "symptom", "explanation", "fix", "refuted_by", "decides", "source")
+TEXTS = ("rule", "cause", "letter", "symptom", "explanation", "fix", "refuted_by", "decides", "source", "record")
 """Fields of a finding that are free texts."""
 
 
