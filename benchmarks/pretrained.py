@@ -54,7 +54,7 @@ from offdrift.loss import policy_loss
 from offdrift.methods import Method, method
 from offdrift.methods.method import override
 from offdrift.segments import Segments
-from offdrift.stats.paired import compare_all, over_seeds, paired, student_p, student_t
+from offdrift.stats.paired import compare_all, over_seeds, student_t
 
 KL = "kl_rollout_current"
 DIGIT, SPACE, COMMA, NEWLINE, COLON, END = 32, 216, 28, 198, 42, 2
@@ -199,9 +199,9 @@ def prompts_of(found: Sequence[tuple[int, int, int]], size: Size) -> Tensor:
 def scored(tokens: Tensor, starts: Tensor, size: Size) -> tuple[Tensor, Tensor, Tensor]:
     """Prefix reward, exact, and length of responses [n, T] to counts from `starts` [n].
 
-        prefix = (numbers that are right before the first that is not) / (k + 1)
-        exact = 1 where every token is the right one, with the end of the line
-        length = tokens up to the first end of a line or of the text, with it
+    prefix = (numbers that are right before the first that is not) / (k + 1)
+    exact = 1 where every token is the right one, with the end of the line
+    length = tokens up to the first end of a line or of the text, with it
     """
     right = torch.tensor([counted(a, size.k) for a in range(100 - size.k)], device=tokens.device)[starts]
     same = (tokens == right).long()
@@ -413,7 +413,9 @@ def evaluate(lab: Lab, engine: Engine, runs: Sequence[Run], update: int, *, coun
         run.record["evals"].append([update, round(prefix, 6), round(exact, 6)])
 
 
-def draw_batches(lab: Lab, engine: Engine, runs: Sequence[Run], seeds: Sequence[int], streams: Any, version: int) -> list[Batch]:
+def draw_batches(
+    lab: Lab, engine: Engine, runs: Sequence[Run], seeds: Sequence[int], streams: Any, version: int
+) -> list[Batch]:
     """One batch for every run from its current weights; runs of one seed get the same prompts and noise."""
     size, arms = lab.size, len(runs) // len(seeds)
     for i, run in enumerate(runs):
@@ -471,7 +473,7 @@ def run_block(lab: Lab, runs: Sequence[Run], seeds: Sequence[int], *, updates: i
         push(update)
         for run, queue in zip(runs, waiting, strict=True):
             batch = queue.pop(0)
-            timed("train", lambda run=run, batch=batch: train(run, lab.shape, batch, size, update=update))
+            timed("train", lambda r=run, b=batch, u=update: train(r, lab.shape, b, size, update=u))
         if (update + 1) % every == 0 or update + 1 == updates:
             count = size.held_out if update + 1 == updates else size.eval_batch
             timed("held_out", lambda update=update, n=count: evaluate(lab, judge, runs, update + 1, count=n))
@@ -738,14 +740,16 @@ def signed(x: float) -> str:
 
 def table(store: Mapping[str, Any]) -> str:
     """Markdown: arms by cell, then the four contrasts."""
-    lines = ["| cell | arm | seeds | start | end, prefix | end, exact | collapsed | accepted | steps left out | KL per token |"]
+    mean = statistics.fmean
+    lines = [
+        "| cell | arm | seeds | start | end, prefix | end, exact | collapsed | accepted | steps left out | KL per token |"
+    ]
     lines += ["|---|---|---|---|---|---|---|---|---|---|"]
     for cell, arm in dict.fromkeys((cell, arm) for cell, arms in PLAN for arm in arms):
         runs = [r for r in store["runs"].values() if (r["cell"], r["arm"], r["complete"]) == (cell, arm, True)]
         if not runs:
             lines.append(f"| {cell} | {arm} | 0 | not run | | | | | | |")
             continue
-        mean = lambda values: statistics.fmean(values)  # noqa: E731
         end = over_seeds([r["evals"][-1][1] for r in runs])
         of = lambda name, runs=runs: mean([mean(r["metrics"][name]) for r in runs])  # noqa: E731
         lines.append(
@@ -753,7 +757,10 @@ def table(store: Mapping[str, Any]) -> str:
             f"| {end.mean:.3f} ({end.low:.3f} to {end.high:.3f}) | {mean([r['evals'][-1][2] for r in runs]):.3f} "
             f"| {sum(map(collapsed, runs))} | {of('accepted'):.0%} | {1 - of('stepped'):.0%} | {of('kl'):.2g} |"
         )
-    lines += ["", "| contrast | pairs | difference (95 %) | Student p, Holm | sign-flip p, Holm | seen with 80 % power |"]
+    lines += [
+        "",
+        "| contrast | pairs | difference (95 %) | Student p, Holm | sign-flip p, Holm | seen with 80 % power |",
+    ]
     lines += ["|---|---|---|---|---|---|"]
     for row in contrast_rows(store):
         name = f"{row['cell']}: {row['arm']} less {row['baseline']}"
