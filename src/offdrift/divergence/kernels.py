@@ -111,11 +111,11 @@ def with_normalizers(
     if n > 0:
         shape = SWEEP[min(x.element_size() for x in both)]
         packed = _packs(both)
-        r = VECTOR // (4 if packed else max(x.element_size() for x in both))
+        r = 4  # words: with more, the sums of a thread would take so many registers that an SM had one program less
         warps = _warps(v, 2 * r if packed else r, shape.warps)
         with torch.cuda.device_of(both[0]):
             one_sweep_rows[(n,)](
-                *(*both, drawn, sums, *strides, n, v, 1 / temperature),
+                *(*both, drawn, sums, *strides, n, v, -1 / temperature),
                 *(32 * warps, r, has_tokens, tv, packed, shape.ahead, shape.unroll),
                 num_warps=warps,
                 **OPTIONS,
@@ -154,7 +154,8 @@ def sweep_again(
     drawn = out if tokens is None else tokens.contiguous()
     arguments = (*both, drawn, out, both[0].stride(0), both[1].stride(0), n, v, _bits(temperature), each)
     programs = math.ceil(n / each)
-    _launch(exact_rows, both, again, *arguments, programs=programs, HAS_TOKENS=tokens is not None)
+    # Threads with 8 entries would take so many registers that an SM had one program.
+    _launch(exact_rows, both, again, *arguments, programs=programs, most_r=4, HAS_TOKENS=tokens is not None)
 
 
 def _packs(both: tuple[Tensor, ...]) -> bool:
@@ -278,13 +279,20 @@ def accumulate(
     return out
 
 
-def _launch(kernel: Any, rows: tuple[Tensor, ...], *arguments: Any, programs: int | None = None, **constants: Any) -> None:
+def _launch(
+    kernel: Any,
+    rows: tuple[Tensor, ...],
+    *arguments: Any,
+    programs: int | None = None,
+    most_r: int = VECTOR,
+    **constants: Any,
+) -> None:
     """One program per row, or so many in all, with tiles that fit the row and its dtype."""
     n, width = rows[0].shape
     if n == 0:
         return
     size = min(x.element_size() for x in rows)
-    r = VECTOR // size
+    r = min(VECTOR // size, most_r)
     warps = _warps(width, r, WARPS[size])
     grid = (n if programs is None else programs,)
     with torch.cuda.device_of(rows[0]):

@@ -480,29 +480,35 @@ def exact_rows(
 
 @triton.jit
 @no_type_check
-def _sweep_tile(sums, a, b, inside, offsets, over_t, MASKED: tl.constexpr):
-    """The sums with one tile."""
+def _sweep_tile(sums, a, b, inside, offsets, minus_over_t, MASKED: tl.constexpr):
+    """The sums with one tile. With -x in place of x no score is negated, which would be an instruction each."""
     total, moved_total, curved_total, moved_x, moved_rise, m_bits, p_bits, squared, furthest = sums
-    bits = tl.fma(a, LOG2E, -offsets[0])
-    x = tl.fma(b, over_t, -a) + offsets[1]
+    bits = tl.fma(a, LOG2E, offsets[0])
+    minus_x = tl.fma(b, minus_over_t, a) + offsets[1]
     if MASKED:
         bits = tl.where(inside, bits, NO_MASS)
-        x = tl.where(inside, x, 0.0)
+        minus_x = tl.where(inside, minus_x, 0.0)
     m = tl.exp2(bits)
-    curved = tl.where(tl.abs(x) < SERIES_BELOW, expm1_minus(x), tl.exp2(x * LOG2E) - 1 - x)
-    rise = x + curved
+    # `expm1_minus`, and beyond its series the hardware's exponential.
+    series = tl.fma(minus_x, SERIES_4, -SERIES_3)
+    series = tl.fma(minus_x, series, SERIES_2)
+    series = tl.fma(minus_x, series, -SERIES_1)
+    near = minus_x * minus_x * tl.fma(minus_x, series, 0.5)
+    far = tl.exp2(minus_x * -LOG2E) - 1 + minus_x
+    curved = tl.where(tl.abs(minus_x) < SERIES_BELOW, near, far)
+    rise = curved - minus_x
     moved = m * rise
     p = m + moved
     return (
         total + m,
         moved_total + moved,
         tl.fma(m, curved, curved_total),
-        tl.fma(moved, x, moved_x),
+        tl.fma(moved, minus_x, moved_x),
         tl.fma(moved, rise, moved_rise),
         tl.fma(m, bits, m_bits),
         tl.fma(p, bits, p_bits),
         tl.fma(p, p, squared),
-        tl.maximum(furthest, tl.abs(x)),
+        tl.maximum(furthest, tl.abs(minus_x)),
     )
 
 
@@ -533,26 +539,26 @@ def _halves(words):
 
 @triton.jit
 @no_type_check
-def _sweep_loaded(sums, a, b, offsets, over_t, PACKED: tl.constexpr):
+def _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED: tl.constexpr):
     if PACKED:
         low_a, high_a = _halves(a)
         low_b, high_b = _halves(b)
-        sums = _sweep_tile(sums, low_a, low_b, True, offsets, over_t, False)
-        return _sweep_tile(sums, high_a, high_b, True, offsets, over_t, False)
+        sums = _sweep_tile(sums, low_a, low_b, True, offsets, minus_over_t, False)
+        return _sweep_tile(sums, high_a, high_b, True, offsets, minus_over_t, False)
     else:
-        return _sweep_tile(sums, a.to(tl.float32), b.to(tl.float32), True, offsets, over_t, False)
+        return _sweep_tile(sums, a.to(tl.float32), b.to(tl.float32), True, offsets, minus_over_t, False)
 
 
 @triton.jit
 @no_type_check
-def _tv_loaded(tv, a, b, offsets, apart, over_t, PACKED: tl.constexpr, WIDE: tl.constexpr):
+def _tv_loaded(tv, a, b, offsets, apart, minus_over_t, PACKED: tl.constexpr, WIDE: tl.constexpr):
     if PACKED:
         low_a, high_a = _halves(a)
         low_b, high_b = _halves(b)
-        tv = _tv_tile(tv, low_a, low_b, True, offsets, apart, over_t, False, WIDE)
-        return _tv_tile(tv, high_a, high_b, True, offsets, apart, over_t, False, WIDE)
+        tv = _tv_tile(tv, low_a, low_b, True, offsets, apart, minus_over_t, False, WIDE)
+        return _tv_tile(tv, high_a, high_b, True, offsets, apart, minus_over_t, False, WIDE)
     else:
-        return _tv_tile(tv, a.to(tl.float32), b.to(tl.float32), True, offsets, apart, over_t, False, WIDE)
+        return _tv_tile(tv, a.to(tl.float32), b.to(tl.float32), True, offsets, apart, minus_over_t, False, WIDE)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -561,12 +567,12 @@ def one_sweep_rows(
     scores_rollout,  # [n, v]
     scores,  # [n, v]
     tokens,  # [n], read only if HAS_TOKENS
-    out,  # [14, n]: nine sums, two offsets, both scores of the token, TV's sum
+    out,  # [14, n]: nine sums (S negative), two offsets, both scores of the token, TV's sum
     stride_rollout,
     stride,
     n,
     width,
-    over_t,  # 1 / temperature of the current policy
+    minus_over_t,  # -1 / temperature of the current policy
     LANES: tl.constexpr,
     R: tl.constexpr,  # numbers, or words of two, that a thread loads at once
     HAS_TOKENS: tl.constexpr,
@@ -593,7 +599,7 @@ def one_sweep_rows(
         first = columns_of(0, LANES, R)
         ref_mu = tl.max(tl.max(load_scores(row_mu, first, width, True, False), 1), 0)
         ref_pi = tl.max(tl.max(load_scores(row_pi, first, width, True, False), 1), 0)
-    offsets = (ref_mu * LOG2E, -tl.fma(ref_pi, over_t, -ref_mu))
+    offsets = (-(ref_mu * LOG2E), -tl.fma(ref_pi, minus_over_t, ref_mu))
 
     zero = tl.zeros([LANES, R], tl.float32)
     sums = (zero, zero, zero, zero, zero, zero, zero, zero, zero)
@@ -601,7 +607,7 @@ def one_sweep_rows(
         rest = columns_of(start, LANES, R)
         rest_a = load_scores(row_mu, rest, width, True, True)
         rest_b = load_scores(row_pi, rest, width, True, True)
-        sums = _sweep_tile(sums, rest_a, rest_b, rest < width, offsets, over_t, True)
+        sums = _sweep_tile(sums, rest_a, rest_b, rest < width, offsets, minus_over_t, True)
     if AHEAD:
         columns = columns_of(0, LANES, R)
         inside = columns < tiles * step
@@ -611,7 +617,7 @@ def one_sweep_rows(
             columns = columns_of(tl.minimum(k, tiles - 1) * step, LANES, R)
             next_a = _load(words_mu, columns, not TV)
             next_b = _load(words_pi, columns, not TV)
-            sums = _sweep_loaded(sums, a, b, offsets, over_t, PACKED)
+            sums = _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED)
             a = next_a
             b = next_b
     else:
@@ -619,7 +625,7 @@ def one_sweep_rows(
             columns = columns_of(k * step, LANES, R)
             a = _load(words_mu, columns, not TV)
             b = _load(words_pi, columns, not TV)
-            sums = _sweep_loaded(sums, a, b, offsets, over_t, PACKED)
+            sums = _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED)
     out += i
     for field in tl.static_range(8):
         tl.store(out + field * n, lane_sum(sums[field]))
@@ -637,41 +643,41 @@ def one_sweep_rows(
             rest = columns_of(start, LANES, R)
             rest_a = load_scores(row_mu, rest, width, True, True)
             rest_b = load_scores(row_pi, rest, width, True, True)
-            tv = _tv_tile(tv, rest_a, rest_b, rest < width, offsets, apart, over_t, True, True)
+            tv = _tv_tile(tv, rest_a, rest_b, rest < width, offsets, apart, minus_over_t, True, True)
         # Backward: what the first sweep read last is what the L2 still holds.
         if furthest < 1:  # and |D| < 1 for a row that is not swept again
             for k in tl.range(0, tiles, loop_unroll_factor=UNROLL):
                 columns = columns_of((tiles - 1 - k) * step, LANES, R)
                 a = _load(words_mu, columns, True)
                 b = _load(words_pi, columns, True)
-                tv = _tv_loaded(tv, a, b, offsets, apart, over_t, PACKED, False)
+                tv = _tv_loaded(tv, a, b, offsets, apart, minus_over_t, PACKED, False)
         else:
             for k in tl.range(0, tiles):
                 columns = columns_of((tiles - 1 - k) * step, LANES, R)
                 a = _load(words_mu, columns, True)
                 b = _load(words_pi, columns, True)
-                tv = _tv_loaded(tv, a, b, offsets, apart, over_t, PACKED, True)
+                tv = _tv_loaded(tv, a, b, offsets, apart, minus_over_t, PACKED, True)
         tl.store(out + 13 * n, lane_sum(tv))
 
 
 @triton.jit
 @no_type_check
-def _tv_tile(tv, a, b, inside, offsets, apart, over_t, MASKED: tl.constexpr, WIDE: tl.constexpr):
+def _tv_tile(tv, a, b, inside, offsets, apart, minus_over_t, MASKED: tl.constexpr, WIDE: tl.constexpr):
     """sum m |e^x - 1|, x with the right normalizers: m |e^x - 1| = 2 m e^(x / 2) |sinh(x / 2)|, one exponential.
 
     The series is for |x| < 2; WIDE takes the difference of two exponentials beyond it.
     """
-    x = tl.fma(b, over_t, -a) + offsets[1] + apart
-    bits = tl.fma(a, LOG2E, -offsets[0])
+    minus_x = tl.fma(b, minus_over_t, a) + offsets[1] - apart
+    bits = tl.fma(a, LOG2E, offsets[0])
     if MASKED:
         bits = tl.where(inside, bits, NO_MASS)
-        x = tl.where(inside, x, 0.0)
-    square = x * x
+        minus_x = tl.where(inside, minus_x, 0.0)
+    square = minus_x * minus_x
     series = tl.fma(square, 1 / 322560, 1 / 1920)  # 2 sinh(x / 2) = x (1 + x^2 / 24 + x^4 / 1920 + ...)
     series = tl.fma(square, series, 1 / 24)
-    term = tl.exp2(tl.fma(x, LOG2E * 0.5, bits)) * (x * tl.fma(square, series, 1.0))
+    term = tl.exp2(tl.fma(minus_x, LOG2E * -0.5, bits)) * (minus_x * tl.fma(square, series, 1.0))
     if WIDE:
-        term = tl.where(tl.abs(x) < 1, term, tl.exp2(tl.fma(x, LOG2E, bits)) - tl.exp2(bits))
+        term = tl.where(tl.abs(minus_x) < 1, term, tl.exp2(tl.fma(minus_x, -LOG2E, bits)) - tl.exp2(bits))
     return tv + tl.abs(term)
 
 
@@ -702,14 +708,14 @@ def finish_rows(
     total = _column(sums, 0, i, n)
     moved = _column(sums, 1, i, n)
     curved = _column(sums, 2, i, n)
-    moved_x = _column(sums, 3, i, n)
+    moved_x = -_column(sums, 3, i, n)
     moved_rise = _column(sums, 4, i, n)
     m_bits = _column(sums, 5, i, n)
     p_bits = _column(sums, 6, i, n)
     squared = _column(sums, 7, i, n)
     furthest = _column(sums, 8, i, n)
-    offset_bits = _column(sums, 9, i, n)
-    offset_x = _column(sums, 10, i, n)
+    offset_bits = -_column(sums, 9, i, n)
+    offset_x = -_column(sums, 10, i, n)
     u = moved / total
     p = total + moved
     # log(1 + u) to 1e-16, which is what a difference of two probabilities would be known to.
