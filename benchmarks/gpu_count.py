@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from offdrift.divergence import kernels, kernels_triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-POINTERS = {"tokens": "*i64", "total": "*fp64", "total_rollout": "*fp64", "new_total": "*fp64"}
+POINTERS = {"tokens": "*i64", "total": "*fp64", "total_rollout": "*fp64", "new_total": "*fp64", "again": "*i32"}
 ALIGNED = ("stride", "stride_rollout", "width")
 """What a vocabulary that is a multiple of 16 lets the compiler know: vectors of 16 bytes."""
 
@@ -73,9 +73,9 @@ def _facts(kernel: Any, constants: dict[str, Any], dtype: str, arch: int) -> dic
 def _type_of(name: str, constants: dict[str, Any], dtype: str) -> str:
     if name in constants:
         return "constexpr"
-    if name in ("n", *ALIGNED):
+    if name in ("n", "each", *ALIGNED):
         return "i32"
-    if name.startswith(("bits", "scale", "soft_cap", "over_t")):
+    if name.startswith(("bits", "scale", "soft_cap", "over_t", "minus_over_t")):
         return "fp32"
     if name in ("scores", "scores_rollout"):
         return f"*{dtype}"

@@ -33,6 +33,26 @@ VECTOR = 16
 WARPS = {2: 8, 4: 16}
 """The most warps per program, by bytes of a score: see `kernels_triton`."""
 
+
+class Sweep(NamedTuple):
+    """How `one_sweep_rows` is launched."""
+
+    warps: int
+    """The most per program."""
+    ahead: bool
+    """Whether a tile is asked for before the one before it is summed."""
+    unroll: int
+
+
+SWEEP = {2: Sweep(8, True, 1), 4: Sweep(8, True, 1)}
+"""By bytes of a score: see `kernels_triton`."""
+
+FINISHED_TOGETHER = 128
+"""Rows of one program of `finish_rows`."""
+
+SWEPT_AGAIN = 1024
+"""Programs that look for rows to sweep again: a few for each SM, so that they share the work if all rows need it."""
+
 # The compiler's own default differs between versions of Triton.
 OPTIONS = {"enable_fp_fusion": False}
 
@@ -64,28 +84,85 @@ def with_normalizers(
     logits: Float[Tensor, "n v"],
     tokens: Int[Tensor, " n"] | None = None,
     temperature: float | int = 1.0,
+    *,
+    tv: bool = True,
 ) -> tuple[ExactDivergences, Normalizers]:
-    """Every exact divergence of every row, `exact.definition` in one launch, and what `gradient` needs to know.
+    """Every exact divergence of every row, the numbers of `exact.definition`, and what `gradient` needs to know.
 
-    Args: as `fused.exact_divergences`, which checks them; rows may lie apart in memory.
+    All but TV come from one sweep over each row pair, relative to the scores of the drawn token; TV is a second sweep
+    with the normalizers of the first. Rows for which that is too coarse (a token that only one policy can draw, a ratio
+    beyond e^8, a reference that neither policy is likely to draw) are swept again with more care; the host does not
+    wait to know which.
+
+    Args: as `fused.exact_divergences`, which checks them; rows may lie apart in memory. With `tv=False` the field
+        `tv` is NaN.
 
     Returns: float32. Gradient: none. Raises: `BadValueError` for a dtype that is not in `DTYPES`.
     """
-    from offdrift.divergence.kernels_triton import exact_rows
+    from offdrift.divergence.kernels_triton import finish_rows, one_sweep_rows
 
     both = (_readable(logits_rollout), _readable(logits))
     n, v = logits.shape
-    out = torch.empty(13, n, device=logits.device)
-    _launch(
-        exact_rows,
-        both,
-        *both,
-        *(out if tokens is None else tokens.contiguous(), out),
-        *(both[0].stride(0), both[1].stride(0), n, v, _bits(temperature)),
-        HAS_TOKENS=tokens is not None,
-    )
+    sums, out = torch.empty(14, n, device=logits.device), torch.empty(13, n, device=logits.device)
+    again = torch.empty(n, dtype=torch.int32, device=logits.device)
+    drawn = out if tokens is None else tokens.contiguous()
+    strides = (both[0].stride(0), both[1].stride(0))
+    bits, has_tokens = _bits(temperature), tokens is not None
+    if n > 0:
+        shape = SWEEP[min(x.element_size() for x in both)]
+        packed = _packs(both)
+        r = 4  # words: with more, the sums of a thread would take so many registers that an SM had one program less
+        warps = _warps(v, 2 * r if packed else r, shape.warps)
+        with torch.cuda.device_of(both[0]):
+            one_sweep_rows[(n,)](
+                *(*both, drawn, sums, *strides, n, v, -1 / temperature),
+                *(32 * warps, r, has_tokens, tv, packed, shape.ahead, shape.unroll),
+                num_warps=warps,
+                **OPTIONS,
+            )
+            finish_rows[(math.ceil(n / FINISHED_TOGETHER),)](
+                *(sums, drawn, out, again, n, v, bits, 1 / temperature, has_tokens, tv, FINISHED_TOGETHER),
+                num_warps=4,
+                **OPTIONS,
+            )
+        sweep_again(again, both, tokens, temperature, out)
     token_logps = (None, None) if tokens is None else out[7:9]
-    return ExactDivergences(*out[:7], *token_logps), Normalizers(*out[9:])
+    fields = ExactDivergences(*out[:7], *token_logps)
+    return fields if tv else fields._replace(tv=torch.full_like(out[2], math.nan)), Normalizers(*out[9:])
+
+
+@torch.no_grad()
+def sweep_again(
+    again: Int[Tensor, " n"],
+    both: tuple[Float[Tensor, "n v"], Float[Tensor, "n v"]],
+    tokens: Int[Tensor, " n"] | None,
+    temperature: float | int,
+    out: Float[Tensor, "13 n"],
+) -> None:
+    """All numbers of the rows whose flag in `again` is not 0, by two sweeps or three, whatever is in them.
+
+    Args:
+        both: scores of the rollout and of the current policy, as `with_normalizers` reads them.
+        out: what is written: seven fields, two log-probs if there are tokens, four normalizers.
+    """
+    from offdrift.divergence.kernels_triton import exact_rows
+
+    n, v = both[0].shape
+    if n == 0:
+        return
+    each = math.ceil(n / SWEPT_AGAIN)
+    drawn = out if tokens is None else tokens.contiguous()
+    arguments = (*both, drawn, out, both[0].stride(0), both[1].stride(0), n, v, _bits(temperature), each)
+    programs = math.ceil(n / each)
+    # Threads with 8 entries would take so many registers that an SM had one program.
+    _launch(exact_rows, both, again, *arguments, programs=programs, most_r=4, HAS_TOKENS=tokens is not None)
+
+
+def _packs(both: tuple[Tensor, ...]) -> bool:
+    """Whether two bfloat16 scores of each row can be read as one word of 32 bits."""
+    return all(
+        x.dtype is torch.bfloat16 and x.stride(0) % 2 == 0 and x.data_ptr() % 4 == 0 and x.shape[1] > 1 for x in both
+    )
 
 
 @torch.no_grad()
@@ -202,16 +279,29 @@ def accumulate(
     return out
 
 
-def _launch(kernel: Any, rows: tuple[Tensor, ...], *arguments: Any, **constants: Any) -> None:
-    """One program per row, with tiles that fit the row and its dtype."""
+def _launch(
+    kernel: Any,
+    rows: tuple[Tensor, ...],
+    *arguments: Any,
+    programs: int | None = None,
+    most_r: int = VECTOR,
+    **constants: Any,
+) -> None:
+    """One program per row, or so many in all, with tiles that fit the row and its dtype."""
     n, width = rows[0].shape
     if n == 0:
         return
     size = min(x.element_size() for x in rows)
-    r = VECTOR // size
-    warps = max(1, min(WARPS[size], 2 ** round(math.log2(max(1, width / (32 * r))))))
+    r = min(VECTOR // size, most_r)
+    warps = _warps(width, r, WARPS[size])
+    grid = (n if programs is None else programs,)
     with torch.cuda.device_of(rows[0]):
-        kernel[(n,)](*arguments, LANES=32 * warps, R=r, num_warps=warps, **constants, **OPTIONS)
+        kernel[grid](*arguments, LANES=32 * warps, R=r, num_warps=warps, **constants, **OPTIONS)
+
+
+def _warps(width: int, r: int, most: int) -> int:
+    """Warps of a program whose threads read r entries at once: no more than the row has work for."""
+    return max(1, min(most, 2 ** round(math.log2(max(1, width / (32 * r))))))
 
 
 def _readable(rows: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# In float64 programs: the number that LOG2E is in the float32 ones, whose sums they finish.
+LOG2E_32 = tl.constexpr(1.4426950216293335)
 SERIES_BELOW = tl.constexpr(0.25)
 # (e^x - 1 - x) / x^2 on |x| <= 1/4: the interpolant at Chebyshev's five points, as good in float32
 # (3e-8, half an ulp) as Taylor's series with one term more.
@@ -41,8 +43,14 @@ def columns_of(start, LANES: tl.constexpr, R: tl.constexpr):
 @triton.jit
 @no_type_check
 def row_of(pointer, stride):
+    return row_at(pointer, tl.program_id(0), stride)
+
+
+@triton.jit
+@no_type_check
+def row_at(pointer, i, stride):
     # 64 bits: tokens x vocabulary exceeds 2^31.
-    return pointer + tl.program_id(0).to(tl.int64) * stride
+    return pointer + i.to(tl.int64) * stride
 
 
 @triton.jit
@@ -331,29 +339,30 @@ def _token_log_prob(row, token, width, high, low, bits):
 
 @triton.jit
 @no_type_check
-def exact_rows(
-    scores_rollout,  # [n, v]
-    scores,  # [n, v]
-    tokens,  # [n], read only if HAS_TOKENS
-    out,  # [13, n]: seven fields, two log-probs, high and low of both policies
+def _two_sweeps(
+    i,
+    scores_rollout,
+    scores,
+    tokens,
+    out,
     stride_rollout,
     stride,
     n,
     width,
-    bits,  # log2(e) / temperature of the current policy
+    bits,
     LANES: tl.constexpr,
     R: tl.constexpr,
     HAS_TOKENS: tl.constexpr,
 ):
-    """Normalizers, then every sum, of one row of each policy.
+    """Normalizers, then every sum, of row i of each policy.
 
     Weights are relative to the largest score of the first tile: any score of the row will do unless
     another is 88 nats above it, and searching for the largest would cost more than summing.
     The second sweep runs backward: what the first read last is what the L2 still holds.
     """
     tile: tl.constexpr = LANES * R
-    row_mu = row_of(scores_rollout, stride_rollout)
-    row_pi = row_of(scores, stride)
+    row_mu = row_at(scores_rollout, i, stride_rollout)
+    row_pi = row_at(scores, i, stride)
     tiles = width // tile
     rest = columns_of(tiles * tile, LANES, R)
 
@@ -364,8 +373,8 @@ def exact_rows(
     ref_pi_bits = ref_pi * bits
     total_mu = tl.zeros([LANES, R], tl.float32)
     total_pi = tl.zeros([LANES, R], tl.float32)
-    for i in tl.range(0, tiles, loop_unroll_factor=4):
-        columns = columns_of(i * tile, LANES, R)
+    for k in tl.range(0, tiles, loop_unroll_factor=4):
+        columns = columns_of(k * tile, LANES, R)
         mu = load_scores(row_mu, columns, width, False, False)
         pi = load_scores(row_pi, columns, width, False, False)
         total_mu = _weights(total_mu, mu, LOG2E, ref_mu_bits)
@@ -386,8 +395,8 @@ def exact_rows(
         mu = load_scores(row_mu, rest, width, True, True)
         pi = load_scores(row_pi, rest, width, True, True)
         sums = _quick_tile(sums, mu, pi, rest < width, highs, lows, bits, True)
-    for i in tl.range(0, tiles):
-        columns = columns_of((tiles - 1 - i) * tile, LANES, R)
+    for k in tl.range(0, tiles):
+        columns = columns_of((tiles - 1 - k) * tile, LANES, R)
         mu = load_scores(row_mu, columns, width, False, True)
         pi = load_scores(row_pi, columns, width, False, True)
         sums = _quick_tile(sums, mu, pi, True, highs, lows, bits, False)
@@ -400,18 +409,18 @@ def exact_rows(
     else:
         fields = _careful_fields(row_mu, row_pi, width, highs, lows, LOG2E, bits, LANES, R)
 
-    out += tl.program_id(0)
+    out += i
     # One policy's NaN makes every field NaN, also those that the other alone would decide.
     nan_or_0 = fields[2] * 0.0
-    for i in tl.static_range(7):
-        field = fields[i] + nan_or_0
-        if i == 2:  # rounding may not leave [0, 1], nor make an entropy negative
+    for k in tl.static_range(7):
+        field = fields[k] + nan_or_0
+        if k == 2:  # rounding may not leave [0, 1], nor make an entropy negative
             field = tl.minimum(field, 1.0, propagate_nan=tl.PropagateNan.ALL)
-        if i == 4 or i == 5:
+        if k == 4 or k == 5:
             field = tl.maximum(field, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(out + i * n, field)
+        tl.store(out + k * n, field)
     if HAS_TOKENS:
-        token = tl.load(tokens + tl.program_id(0))
+        token = tl.load(tokens + i)
         logp_mu = _token_log_prob(row_mu, token, width, high_mu, low_mu, LOG2E)
         logp_pi = _token_log_prob(row_pi, token, width, high_pi, low_pi, bits)
         tl.store(out + 7 * n, logp_mu + nan_or_0)
@@ -420,6 +429,351 @@ def exact_rows(
     tl.store(out + 10 * n, low_mu)
     tl.store(out + 11 * n, high_pi)
     tl.store(out + 12 * n, low_pi)
+
+
+
+@triton.jit(do_not_specialize=["n", "each"])
+@no_type_check
+def exact_rows(
+    again,  # [n], which rows to compute
+    scores_rollout,  # [n, v]
+    scores,  # [n, v]
+    tokens,  # [n], read only if HAS_TOKENS
+    out,  # [13, n]: seven fields, two log-probs, high and low of both policies
+    stride_rollout,
+    stride,
+    n,
+    width,
+    bits,  # log2(e) / temperature of the current policy
+    each,  # rows of a program
+    LANES: tl.constexpr,
+    R: tl.constexpr,
+    HAS_TOKENS: tl.constexpr,
+):
+    """Every number of the rows that `finish_rows` has marked, whatever is in them.
+
+    A program looks after several rows, since most of them are done already and starting a program costs a microsecond.
+    """
+    first = tl.program_id(0) * each
+    for k in tl.range(0, each):
+        i = first + k
+        if tl.load(again + i, mask=i < n, other=0) != 0:
+            _two_sweeps(
+                i, scores_rollout, scores, tokens, out, stride_rollout, stride, n, width, bits, LANES, R, HAS_TOKENS
+            )
+
+
+# The same from one sweep, all but TV. Weights of a row are relative to the scores A, B of one of its tokens: with
+#
+#     m = e^(a - A)      x = (b / T - B / T) - (a - A)      r = e^x - 1      c = r - x
+#     M = sum m      R = sum m r      C = sum m c      S = sum m r x      Q = sum m r^2
+#     L = sum m (a - A)      P = sum m (1 + r) (a - A)      P2 = sum (m (1 + r))^2
+#
+# and u = R / M, D = -log(1 + u), the difference of the two log-normalizers, everything follows without another look:
+#
+#     KL(mu || pi) = C / M - (u + D)          KL(pi || mu) = (S - C) / (M + R) + u / (1 + u) + D
+#     chi2 = (Q / (1 + u)^2 - u^2) / M ...    see `finish_rows`
+#
+# No term is large where mu is, because the token is one that was drawn, so that x is small there: the sums may be
+# float32, and the corrections, a handful per row, are float64. TV alone has a kink at pi = mu, which moves with D.
+
+
+@triton.jit
+@no_type_check
+def _sweep_tile(sums, a, b, inside, offsets, minus_over_t, MASKED: tl.constexpr):
+    """The sums with one tile. With -x in place of x no score is negated, which would be an instruction each."""
+    total, moved_total, curved_total, moved_x, moved_rise, m_bits, p_bits, squared, furthest = sums
+    bits = tl.fma(a, LOG2E, offsets[0])
+    minus_x = tl.fma(b, minus_over_t, a) + offsets[1]
+    if MASKED:
+        bits = tl.where(inside, bits, NO_MASS)
+        minus_x = tl.where(inside, minus_x, 0.0)
+    m = tl.exp2(bits)
+    # `expm1_minus`, and beyond its series the hardware's exponential.
+    series = tl.fma(minus_x, SERIES_4, -SERIES_3)
+    series = tl.fma(minus_x, series, SERIES_2)
+    series = tl.fma(minus_x, series, -SERIES_1)
+    near = minus_x * minus_x * tl.fma(minus_x, series, 0.5)
+    far = tl.exp2(minus_x * -LOG2E) - 1 + minus_x
+    curved = tl.where(tl.abs(minus_x) < SERIES_BELOW, near, far)
+    rise = curved - minus_x
+    moved = m * rise
+    p = m + moved
+    return (
+        total + m,
+        moved_total + moved,
+        tl.fma(m, curved, curved_total),
+        tl.fma(moved, minus_x, moved_x),
+        tl.fma(moved, rise, moved_rise),
+        tl.fma(m, bits, m_bits),
+        tl.fma(p, bits, p_bits),
+        tl.fma(p, p, squared),
+        tl.maximum(furthest, tl.abs(minus_x)),
+    )
+
+
+@triton.jit
+@no_type_check
+def _words(row, PACKED: tl.constexpr):
+    """A row, or where two bfloat16 scores are one word of 32 bits, its words."""
+    if PACKED:
+        return row.to(tl.pointer_type(tl.int32), bitcast=True)
+    else:
+        return row
+
+
+@triton.jit
+@no_type_check
+def _load(row, columns, LAST_USE: tl.constexpr):
+    if LAST_USE:
+        return tl.load(row + columns, eviction_policy="evict_first")
+    return tl.load(row + columns)
+
+
+@triton.jit
+@no_type_check
+def _halves(words):
+    """Two bfloat16 numbers of a word as float32: a shift and a mask, where the compiler's own way takes three."""
+    return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+@no_type_check
+def _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED: tl.constexpr):
+    if PACKED:
+        low_a, high_a = _halves(a)
+        low_b, high_b = _halves(b)
+        sums = _sweep_tile(sums, low_a, low_b, True, offsets, minus_over_t, False)
+        return _sweep_tile(sums, high_a, high_b, True, offsets, minus_over_t, False)
+    else:
+        return _sweep_tile(sums, a.to(tl.float32), b.to(tl.float32), True, offsets, minus_over_t, False)
+
+
+@triton.jit
+@no_type_check
+def _tv_loaded(tv, a, b, offsets, apart, minus_over_t, PACKED: tl.constexpr, WIDE: tl.constexpr):
+    if PACKED:
+        low_a, high_a = _halves(a)
+        low_b, high_b = _halves(b)
+        tv = _tv_tile(tv, low_a, low_b, True, offsets, apart, minus_over_t, False, WIDE)
+        return _tv_tile(tv, high_a, high_b, True, offsets, apart, minus_over_t, False, WIDE)
+    else:
+        return _tv_tile(tv, a.to(tl.float32), b.to(tl.float32), True, offsets, apart, minus_over_t, False, WIDE)
+
+
+@triton.jit(do_not_specialize=["n"])
+@no_type_check
+def one_sweep_rows(
+    scores_rollout,  # [n, v]
+    scores,  # [n, v]
+    tokens,  # [n], read only if HAS_TOKENS
+    out,  # [14, n]: nine sums (S negative), two offsets, both scores of the token, TV's sum
+    stride_rollout,
+    stride,
+    n,
+    width,
+    minus_over_t,  # -1 / temperature of the current policy
+    LANES: tl.constexpr,
+    R: tl.constexpr,  # numbers, or words of two, that a thread loads at once
+    HAS_TOKENS: tl.constexpr,
+    TV: tl.constexpr,
+    PACKED: tl.constexpr,
+    AHEAD: tl.constexpr,  # a tile is asked for before the one before it is summed
+    UNROLL: tl.constexpr,
+):
+    """The sums of one row."""
+    i = tl.program_id(0)
+    row_mu = row_at(scores_rollout, i, stride_rollout)
+    row_pi = row_at(scores, i, stride)
+    words_mu = _words(row_mu, PACKED)
+    words_pi = _words(row_pi, PACKED)
+    step: tl.constexpr = LANES * R
+    entries: tl.constexpr = 2 * step if PACKED else step
+    tiles = width // entries
+    if HAS_TOKENS:
+        token = tl.load(tokens + i)
+        token = tl.where((token >= 0) & (token < width), token, 0)
+        ref_mu = tl.load(row_mu + token).to(tl.float32)
+        ref_pi = tl.load(row_pi + token).to(tl.float32)
+    else:
+        first = columns_of(0, LANES, R)
+        ref_mu = tl.max(tl.max(load_scores(row_mu, first, width, True, False), 1), 0)
+        ref_pi = tl.max(tl.max(load_scores(row_pi, first, width, True, False), 1), 0)
+    offsets = (-(ref_mu * LOG2E), -tl.fma(ref_pi, minus_over_t, ref_mu))
+
+    zero = tl.zeros([LANES, R], tl.float32)
+    sums = (zero, zero, zero, zero, zero, zero, zero, zero, zero)
+    for start in tl.range(tiles * entries, width, step):
+        rest = columns_of(start, LANES, R)
+        rest_a = load_scores(row_mu, rest, width, True, True)
+        rest_b = load_scores(row_pi, rest, width, True, True)
+        sums = _sweep_tile(sums, rest_a, rest_b, rest < width, offsets, minus_over_t, True)
+    if AHEAD:
+        columns = columns_of(0, LANES, R)
+        inside = columns < tiles * step
+        a = tl.load(words_mu + columns, mask=inside, other=0)
+        b = tl.load(words_pi + columns, mask=inside, other=0)
+        for k in tl.range(1, tiles + 1, loop_unroll_factor=UNROLL):
+            columns = columns_of(tl.minimum(k, tiles - 1) * step, LANES, R)
+            next_a = _load(words_mu, columns, not TV)
+            next_b = _load(words_pi, columns, not TV)
+            sums = _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED)
+            a = next_a
+            b = next_b
+    else:
+        for k in tl.range(0, tiles, loop_unroll_factor=UNROLL):
+            columns = columns_of(k * step, LANES, R)
+            a = _load(words_mu, columns, not TV)
+            b = _load(words_pi, columns, not TV)
+            sums = _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED)
+    out += i
+    for field in tl.static_range(8):
+        tl.store(out + field * n, lane_sum(sums[field]))
+    furthest = tl.max(tl.max(sums[8], 1), 0)
+    tl.store(out + 8 * n, furthest)
+    tl.store(out + 9 * n, offsets[0])
+    tl.store(out + 10 * n, offsets[1])
+    tl.store(out + 11 * n, ref_mu)
+    tl.store(out + 12 * n, ref_pi)
+    if TV:
+        u = lane_sum(sums[1]).to(tl.float64) / lane_sum(sums[0]).to(tl.float64)
+        apart = -tl.log(1 + u).to(tl.float32)
+        tv = zero
+        for start in tl.range(tiles * entries, width, step):
+            rest = columns_of(start, LANES, R)
+            rest_a = load_scores(row_mu, rest, width, True, True)
+            rest_b = load_scores(row_pi, rest, width, True, True)
+            tv = _tv_tile(tv, rest_a, rest_b, rest < width, offsets, apart, minus_over_t, True, True)
+        # Backward: what the first sweep read last is what the L2 still holds.
+        if furthest < 1:  # and |D| < 1 for a row that is not swept again
+            for k in tl.range(0, tiles, loop_unroll_factor=UNROLL):
+                columns = columns_of((tiles - 1 - k) * step, LANES, R)
+                a = _load(words_mu, columns, True)
+                b = _load(words_pi, columns, True)
+                tv = _tv_loaded(tv, a, b, offsets, apart, minus_over_t, PACKED, False)
+        else:
+            for k in tl.range(0, tiles):
+                columns = columns_of((tiles - 1 - k) * step, LANES, R)
+                a = _load(words_mu, columns, True)
+                b = _load(words_pi, columns, True)
+                tv = _tv_loaded(tv, a, b, offsets, apart, minus_over_t, PACKED, True)
+        tl.store(out + 13 * n, lane_sum(tv))
+
+
+@triton.jit
+@no_type_check
+def _tv_tile(tv, a, b, inside, offsets, apart, minus_over_t, MASKED: tl.constexpr, WIDE: tl.constexpr):
+    """sum m |e^x - 1|, x with the right normalizers: m |e^x - 1| = 2 m e^(x / 2) |sinh(x / 2)|, one exponential.
+
+    The series is for |x| < 2; WIDE takes the difference of two exponentials beyond it.
+    """
+    minus_x = tl.fma(b, minus_over_t, a) + offsets[1] - apart
+    bits = tl.fma(a, LOG2E, offsets[0])
+    if MASKED:
+        bits = tl.where(inside, bits, NO_MASS)
+        minus_x = tl.where(inside, minus_x, 0.0)
+    square = minus_x * minus_x
+    series = tl.fma(square, 1 / 322560, 1 / 1920)  # 2 sinh(x / 2) = x (1 + x^2 / 24 + x^4 / 1920 + ...)
+    series = tl.fma(square, series, 1 / 24)
+    term = tl.exp2(tl.fma(minus_x, LOG2E * -0.5, bits)) * (minus_x * tl.fma(square, series, 1.0))
+    if WIDE:
+        term = tl.where(tl.abs(minus_x) < 1, term, tl.exp2(tl.fma(minus_x, -LOG2E, bits)) - tl.exp2(bits))
+    return tv + tl.abs(term)
+
+
+@triton.jit(do_not_specialize=["n"])
+@no_type_check
+def finish_rows(
+    sums,  # [14, n], as `one_sweep_rows` left them
+    tokens,  # [n], read only if HAS_TOKENS
+    out,  # [13, n], as `exact_rows` writes them
+    again,  # [n], rows that need `exact_rows`
+    n,
+    width,
+    bits,
+    over_t,
+    HAS_TOKENS: tl.constexpr,
+    TV: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The numbers of many rows from their sums, in float64, and which rows are to be swept with more care.
+
+    Those are: rows with an infinity or NaN among the sums (what one policy or both cannot draw); |x| beyond 8 somewhere
+    (a token whose m underflows may still count in chi2; r = x + c loses digits); normalizers so far apart that M + R
+    loses digits; and rows whose token neither policy is likely to draw, where what cancels is large: C / M and u + D beyond
+    128 times the KL, log M beyond 8 times the entropy.
+    """
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    total = _column(sums, 0, i, n)
+    moved = _column(sums, 1, i, n)
+    curved = _column(sums, 2, i, n)
+    moved_x = -_column(sums, 3, i, n)
+    moved_rise = _column(sums, 4, i, n)
+    m_bits = _column(sums, 5, i, n)
+    p_bits = _column(sums, 6, i, n)
+    squared = _column(sums, 7, i, n)
+    furthest = _column(sums, 8, i, n)
+    offset_bits = -_column(sums, 9, i, n)
+    offset_x = -_column(sums, 10, i, n)
+    u = moved / total
+    p = total + moved
+    # log(1 + u) to 1e-16, which is what a difference of two probabilities would be known to.
+    apart = -tl.log(1 + u)  # D
+    log_m = tl.log(total)
+    log_p = tl.log(p)
+    kl = curved / total - (u + apart)
+    kl_back = (moved_x - curved) / p + u / (1 + u) + apart
+    chi2 = moved_rise / total / ((1 + u) * (1 + u)) - u * u / ((1 + u) * (1 + u))
+    entropy_mu = log_m - m_bits / total * LN2
+    x_p = moved - curved + moved_x  # sum m (1 + r) x
+    entropy_pi = log_p - (p_bits * LN2 + x_p) / p
+    sane = curved + moved_x + moved_rise + m_bits + p_bits + squared
+    quick = (tl.abs(sane) < float("inf")) & (furthest < 8) & (tl.abs(apart) < 1)
+    quick = quick & (curved / total <= 128 * kl + 1e-12)
+    quick = quick & (log_m <= 8 * entropy_mu + 0.25) & (log_p <= 8 * entropy_pi + 0.25)
+    tl.store(again + i, tl.where(quick, 0, 1), mask=inside)
+
+    kl = tl.maximum(kl, 0.0)  # by rounding only
+    kl_back = tl.maximum(kl_back, 0.0)
+    _put(out, 0, i, n, kl)
+    _put(out, 1, i, n, kl_back)
+    if TV:
+        _put(out, 2, i, n, tl.minimum(_column(sums, 13, i, n) / total * 0.5, 1.0))
+    _put(out, 3, i, n, tl.maximum(chi2, 0.0))
+    _put(out, 4, i, n, tl.maximum(entropy_mu, 0.0))
+    _put(out, 5, i, n, tl.maximum(entropy_pi, 0.0))
+    _put(out, 6, i, n, squared / (p * p))
+    if HAS_TOKENS:
+        token = tl.load(tokens + i, mask=inside, other=0)
+        ref_mu = _column(sums, 11, i, n)
+        ref_pi = _column(sums, 12, i, n)
+        of_mu = (ref_mu * LOG2E_32 - offset_bits) * LN2
+        of_pi = of_mu + (ref_pi * over_t - ref_mu) + offset_x
+        known = (token >= 0) & (token < width)
+        _put(out, 7, i, n, tl.where(known, tl.minimum(of_mu - log_m, 0.0), float("nan")))
+        _put(out, 8, i, n, tl.where(known, tl.minimum(of_pi - log_p, 0.0), float("nan")))
+    # Both log-normalizers in bits, each as a rounded score and what the rounding lost.
+    bits_mu = log_m * LOG2E + offset_bits
+    bits_pi = (log_p - offset_x) * LOG2E + offset_bits
+    high_mu = (bits_mu / LOG2E_32).to(tl.float32)
+    high_pi = (bits_pi / bits).to(tl.float32)
+    _put(out, 9, i, n, high_mu)
+    _put(out, 10, i, n, bits_mu - high_mu.to(tl.float64) * LOG2E_32)
+    _put(out, 11, i, n, high_pi)
+    _put(out, 12, i, n, bits_pi - high_pi.to(tl.float64) * bits)
+
+
+@triton.jit
+@no_type_check
+def _column(sums, k: tl.constexpr, i, n):
+    return tl.load(sums + k * n + i, mask=i < n, other=1.0).to(tl.float64)
+
+
+@triton.jit
+@no_type_check
+def _put(out, k: tl.constexpr, i, n, x):
+    tl.store(out + k * n + i, x.to(tl.float32), mask=i < n)
 
 
 # One vocabulary chunk of recomputed scores, and gradients.

@@ -135,7 +135,7 @@ class _ChunkedLoss(torch.autograd.Function):
         normalizers: tuple[Tensor, ...] = ()
         if route_of(*policies, compiled=compiled) == "triton":
             both = (policies[-1], policies[0])
-            fields, normalizers = kernels.with_normalizers(*both, temperature=temperature)
+            fields, normalizers = kernels.with_normalizers(*both, temperature=temperature, tv=False)
             value = getattr(fields, of)
         elif of == "entropy":
             scale = temperature_of(policies[0], temperature)
