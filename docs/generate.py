@@ -21,6 +21,7 @@ from offdrift.methods.describe import catalog, catalog_text
 from offdrift.methods.table import FAMILIES, SYSTEM_FAMILIES
 from offdrift.penalty import ESTIMATORS
 from offdrift.records import schema
+from offdrift.show.manual import FIRST, pages, title
 from offdrift.show.method_table import ABOUT, RATIOS, shown
 from offdrift.stats import METRICS
 from offdrift_lab.plan.phases import Phases
@@ -444,7 +445,24 @@ def schema_text(schema: dict[str, Any]) -> str:
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
+def llms_page() -> str:
+    """A list of the pages for language models, as llmstxt.org describes it: newcomers' pages first."""
+    lines = {name: f"- [{title(file)}]({name}.md)" for name, file in pages().items() if name != "index"}
+    first = [line for name, line in lines.items() if name in FIRST]
+    frameworks = [line for name, line in lines.items() if name.startswith("integrations/")]
+    others = [line for line in lines.values() if line not in first and line not in frameworks]
+    parts = {"Start": first, "Frameworks": frameworks, "Optional": others}
+    about = "Measure, correct and certify off-policy drift in reinforcement learning of language models."
+    notes = (
+        "A log of rollouts in, a verdict with its evidence out: `offdrift audit LOGS --json`. Every command has `--help` "
+        "and `--json`; `offdrift docs NAME` prints a page; `offdrift schema recipe` prints what a recipe may hold."
+    )
+    body = [line for heading, rows in parts.items() for line in ("", f"## {heading}", "", *rows)]
+    return "\n".join(["# offdrift", "", f"> {about}", "", notes, *body, ""])
+
+
 PAGES = {
+    "llms.txt": llms_page,
     "evidence.md": evidence_page,
     "certificates.md": certificates_page,
     "commands.md": commands_page,

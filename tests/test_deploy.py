@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import subprocess
+import tomllib
 
 import yaml
 
@@ -99,3 +100,18 @@ def test_the_dashboard_is_one_that_grafana_imports():
         assert all(target["datasource"] == panel["datasource"] for target in panel["targets"])
     assert [v["name"] for v in DASHBOARD["templating"]["list"]] == ["datasource", "run", "source"]
     assert "id" not in DASHBOARD, "a number of another Grafana"
+
+
+def test_the_image_is_built_from_what_the_package_offers():
+    """The Dockerfile installs extras that there are, under the pins, and compose starts its program by Ray's commands."""
+    lines = (ROOT / "deploy" / "Dockerfile").read_text().splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extras,) = (line.removeprefix("ARG EXTRAS=").split(",") for line in lines if line.startswith("ARG EXTRAS="))
+    assert set(extras) <= set(project["optional-dependencies"])
+    (torch,) = (line.removeprefix("ARG TORCH=") for line in lines if line.startswith("ARG TORCH="))
+    assert torch in (ROOT / "Makefile").read_text()
+    (entry,) = (json.loads(line.removeprefix("ENTRYPOINT ")) for line in lines if line.startswith("ENTRYPOINT "))
+    assert entry[0] in project["scripts"]
+    for service in COMPOSE.values():
+        assert (ROOT / "deploy" / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+        assert service["entrypoint"] == []

@@ -26,7 +26,6 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from offdrift.cli.complete import rows_of_methods
 from offdrift.cli.exit_codes import exit_codes_text
 
 if TYPE_CHECKING:
@@ -229,11 +228,17 @@ def _loaded(name: str | None) -> str | None:
     return name
 
 
+def _method_names(incomplete: str) -> list[str]:
+    from offdrift.cli.complete import rows_of_methods
+
+    return rows_of_methods(incomplete)
+
+
 MethodName = Annotated[
     str | None,
     typer.Option(
         help="Method that the run trains with, by its name in `offdrift methods` or in code: mine.py:mine.",
-        autocompletion=rows_of_methods,
+        autocompletion=_method_names,
         callback=_loaded,
     ),
 ]

@@ -20,7 +20,7 @@ def rules(
     file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[FILE|RULE]",
+            metavar="FILE|RULE",
             help="A rules file to check, or a rule to show in full. Absent: the built-in thresholds are shown.",
             autocompletion=rule_names,
         ),
@@ -36,7 +36,7 @@ def rules(
 
     \b
     offdrift rules
-    offdrift rules stale_engine            what shows it, what it means, what would refute it
+    offdrift rules stale_engine      what shows it, what would refute it
     offdrift rules --toml > mine.toml
     offdrift rules mine.toml
     offdrift audit runs/tiny/arms/none --rules mine.toml

@@ -431,7 +431,6 @@ def _two_sweeps(
     tl.store(out + 12 * n, low_pi)
 
 
-
 @triton.jit(do_not_specialize=["n", "each"])
 @no_type_check
 def exact_rows(

@@ -16,8 +16,6 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pydantic import BaseModel
-
 from offdrift.methods import METHODS
 from offdrift_lab.schedules import SCHEDULES
 from offdrift_lab.train.features.fusion import MixtureSettings
@@ -26,7 +24,7 @@ from offdrift_lab.train.settings.arm_tables import ABSENT
 from offdrift_lab.train.settings.keys import STANDS_FOR_ARMS
 from offdrift_lab.train.settings.recipe import ArmSettings, Recipe
 from offdrift_lab.train.settings.rollout import ReplaySettings
-from offdrift_lab.train.settings.sections import OldPolicySettings, PipelineSettings
+from offdrift_lab.train.settings.sections import OldPolicySettings, PipelineSettings, Section
 from offdrift_lab.train.sweep.sweep import Sweep
 
 ARM_TABLES = {
@@ -81,7 +79,7 @@ def sweep_schema() -> dict[str, Any]:
     return schema
 
 
-def _schema(model: type[BaseModel], title: str) -> dict[str, Any]:
+def _schema(model: type[Section], title: str) -> dict[str, Any]:
     content = model.model_json_schema(by_alias=True)
     content = {"$schema": DIALECT, **content, "title": title}
     models = {m.__name__: m for m in _sections(model)}
@@ -92,14 +90,14 @@ def _schema(model: type[BaseModel], title: str) -> dict[str, Any]:
     return _draft_7(content)
 
 
-def _sections(model: type[BaseModel]) -> Iterable[type[BaseModel]]:
+def _sections(model: type[Section]) -> Iterable[type[Section]]:
     """Every class whose schema may be among the definitions: those of the modules of settings."""
     modules = [m for name, m in sys.modules.items() if name.startswith("offdrift_lab.train.") and m is not None]
     for module in (*modules, sys.modules[model.__module__]):
-        yield from (c for c in vars(module).values() if isinstance(c, type) and issubclass(c, BaseModel))
+        yield from (c for c in vars(module).values() if isinstance(c, type) and issubclass(c, Section))
 
 
-def _describe(table: dict[str, Any], model: type[BaseModel]) -> None:
+def _describe(table: dict[str, Any], model: type[Section]) -> None:
     """Add what stands below each field in the source as its description."""
     texts = attribute_docstrings(model)
     for name, field in model.model_fields.items():
@@ -113,11 +111,11 @@ def _describe(table: dict[str, Any], model: type[BaseModel]) -> None:
                 entry["allOf"] = [{"$ref": entry.pop("$ref")}]
 
 
-def attribute_docstrings(model: type[BaseModel]) -> dict[str, str]:
+def attribute_docstrings(model: type[Section]) -> dict[str, str]:
     """Return the text below each field of a class and of the classes it is made from, on one line."""
     texts: dict[str, str] = {}
     for kind in reversed(model.__mro__):
-        if kind is BaseModel or not issubclass(kind, BaseModel):
+        if not issubclass(kind, Section):
             continue
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
         assert isinstance(node, ast.ClassDef)
