@@ -21,7 +21,7 @@ from offdrift.methods.describe import catalog, catalog_text
 from offdrift.methods.table import FAMILIES, SYSTEM_FAMILIES
 from offdrift.penalty import ESTIMATORS
 from offdrift.records import schema
-from offdrift.show.manual import FIRST, pages, title
+from offdrift.show import manual
 from offdrift.show.method_table import ABOUT, RATIOS, shown
 from offdrift.stats import METRICS
 from offdrift_lab.plan.phases import Phases
@@ -447,8 +447,8 @@ def schema_text(schema: dict[str, Any]) -> str:
 
 def llms_page() -> str:
     """A list of the pages for language models, as llmstxt.org describes it: newcomers' pages first."""
-    lines = {name: f"- [{title(file)}]({name}.md)" for name, file in pages().items() if name != "index"}
-    first = [line for name, line in lines.items() if name in FIRST]
+    lines = {name: f"- [{manual.title(file)}]({name}.md)" for name, file in manual.pages().items() if name != "index"}
+    first = [line for name, line in lines.items() if name in manual.FIRST]
     frameworks = [line for name, line in lines.items() if name.startswith("integrations/")]
     others = [line for line in lines.values() if line not in first and line not in frameworks]
     parts = {"Start": first, "Frameworks": frameworks, "Optional": others}

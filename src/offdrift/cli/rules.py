@@ -20,7 +20,6 @@ def rules(
     file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="FILE|RULE",
             help="A rules file to check, or a rule to show in full. Absent: the built-in thresholds are shown.",
             autocompletion=rule_names,
         ),
