@@ -136,13 +136,15 @@ def supported(seen: Seen, severity: str) -> tuple[str, str]:
     if seen.told >= FEWEST:
         fell, of, words = seen.fell, seen.told, f"lose their reward within {WITHIN} updates"
     elif seen.late >= FEWEST and seen.late > seen.told:
-        fell, of, words = seen.still, seen.late, f"told after the loss, are not back {WITHIN} updates later"
+        fell, of, words = seen.still, seen.late, f"of those told after the loss are not back {WITHIN} updates later"
     elif severity == "stop":
         return "act", "too few findings for a forecast"
     else:
         return severity, "too few findings: as in an audit"
     low = wilson(fell, of)[0]
-    level = next((x for x, least in (("stop", STOP), ("act", ACT)) if fell >= least * of and low > least - MARGIN), "watch")
+    level = next(
+        (x for x, least in (("stop", STOP), ("act", ACT)) if fell >= least * of and low > least - MARGIN), "watch"
+    )
     why = f"{100 * fell / of:.0f} % {words}"
     if seen.told >= FEWEST and _weaker(severity, level) and low <= seen.base:
         return severity, f"{why}, no more than other runs"
