@@ -35,6 +35,7 @@ LOST = 0.3
 """Share of the best reward that is lost: `reward_lost` of the rules."""
 STOP, ACT = 0.8, 0.5
 """Shares of runs that lose their reward from which on a level says so."""
+MARGIN = 0.1
 FEWEST = 10
 """Findings from which on a level is set by them."""
 Row = dict[str, Any]
@@ -126,17 +127,28 @@ def halves(runs: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     return [r for r in runs if r["start"] % 2 == 0], [r for r in runs if r["start"] % 2]
 
 
-def supported(seen: Seen, now: str) -> tuple[str, str]:
-    """The level that the findings of a rule support, and why."""
+def supported(seen: Seen, severity: str) -> tuple[str, str]:
+    """The level that the findings of a rule support, and why.
+
+    A share counts from `STOP` or `ACT` on, if its interval does not reach `MARGIN` below: what is just over the line on
+    the runs that set a level is under it on others. A level above the rule's own severity has to beat the base rate.
+    """
     if seen.told >= FEWEST:
-        share = seen.share
-        level = "stop" if share >= STOP else "act" if share >= ACT else "watch"
-        return level, f"{100 * share:.0f} % lose their reward within {WITHIN} updates"
-    if seen.late >= FEWEST and seen.late > seen.told:
-        share = seen.still / seen.late
-        level = "stop" if share >= STOP else "act" if share >= ACT else "watch"
-        return level, f"told after the loss: {100 * share:.0f} % have not recovered {WITHIN} updates later"
-    return now, "too few findings"
+        fell, of, words = seen.fell, seen.told, f"lose their reward within {WITHIN} updates"
+    elif seen.late >= FEWEST and seen.late > seen.told:
+        fell, of, words = seen.still, seen.late, f"of those told after the loss are not back {WITHIN} updates later"
+    elif severity == "stop":
+        return "act", "too few findings for a forecast"
+    else:
+        return severity, "too few findings: as in an audit"
+    low = wilson(fell, of)[0]
+    level = next(
+        (x for x, least in (("stop", STOP), ("act", ACT)) if fell >= least * of and low > least - MARGIN), "watch"
+    )
+    why = f"{100 * fell / of:.0f} % {words}"
+    if seen.told >= FEWEST and _weaker(severity, level) and low <= seen.base:
+        return severity, f"{why}, no more than other runs"
+    return level, why
 
 
 def levels_of(setting: Sequence[Row], rules: Rules) -> dict[str, tuple[str, str]]:

@@ -224,7 +224,7 @@ def _letter(letter: str, rules: Rules) -> str:
 
 
 def _rule(name: str, rule: Rule, rules: Rules) -> str:
-    fix = rules.fixes[rule.fix]
+    fix, track = rules.fixes[rule.fix], rules.tracks.get(name)
     raised = "; ".join(f"`{c.describe(rules.thresholds)}`" for c in rule.raised_by)
     excluded = "; ".join(f"`{c.describe(rules.thresholds)}`" for c in rule.excluded_by)
     by = ", ".join(f"`{n}`" for n in rule.suppressed_by)
@@ -241,6 +241,7 @@ def _rule(name: str, rule: Rule, rules: Rules) -> str:
         f"- why: {rule.explanation.replace(BEFORE, 'Its likely cause is what came first in time, which the finding names.')}",
         f"- fix: {fix.do}{method}{shown}",
         *([f"- decides: {rule.decides}"] if rule.decides else []),
+        *([f"- while a run goes on: {track.level} ({track.why}). {track.sentence}".rstrip()] if track else []),
         f"- refuted by: {rule.refuted_by}",
         f"- source: {rule.source}"
         + (f"; explained away by {by}" if by else "")

@@ -51,14 +51,24 @@ def test_a_level_is_told_when_the_first_of_its_rules_is():
     assert [told(run(1, a=9, b=1, c=4)), told(run(1, b=1))] == [4, None]
 
 
-@pytest.mark.parametrize(("fell", "level"), [(16, "stop"), (15, "act"), (10, "act"), (9, "watch")])
+@pytest.mark.parametrize(("fell", "level"), [(80, "stop"), (79, "act"), (50, "act"), (49, "watch")])
 def test_levels_are_what_the_shares_support(fell, level):
-    assert supported(severity_tables.Seen(told=20, fell=fell), "act")[0] == level
+    assert supported(severity_tables.Seen(told=100, fell=fell), "act")[0] == level
+
+
+def test_a_share_that_few_runs_show_has_to_be_larger():
+    assert [supported(severity_tables.Seen(told=10, fell=n), "act")[0] for n in (10, 9, 6)] == ["stop", "act", "watch"]
+
+
+@pytest.mark.parametrize(("base", "level"), [(0.3, "act"), (0.6, "watch")])
+def test_no_level_is_raised_by_what_other_runs_show_as_well(base, level):
+    assert supported(severity_tables.Seen(told=100, fell=60, base=base), "watch")[0] == level
 
 
 def test_few_findings_change_no_level_and_late_ones_count_by_what_stays_lost():
-    few, late = severity_tables.Seen(told=9, fell=9), severity_tables.Seen(told=5, fell=0, late=20, still=17)
+    few, late = severity_tables.Seen(told=9, fell=9), severity_tables.Seen(told=5, fell=0, late=100, still=85)
     assert [supported(x, "act")[0] for x in (few, late)] == ["act", "stop"]
+    assert supported(few, "stop")[0] == "act", "no stop without numbers"
 
 
 def test_no_warm_start_sets_levels_and_tests_them():

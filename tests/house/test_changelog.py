@@ -155,6 +155,9 @@ CHECKS: dict[str, Callable[[Path], None]] = {
         "../tests_lab/train/report/test_summary.py",
         "test_the_note_on_few_sequences_is_that_of_the_rules_it_is_shown_by",
     ),
+    "`watch --fail-on`, an alarm or `stop_on`": held_by(
+        "judge/test_track_record.py", "test_a_run_that_goes_on_is_told_at_the_live_level"
+    ),
     "parts of an unfinished audit from 0.1": parts_of_an_audit,
 }
 
