@@ -734,15 +734,29 @@ def contrast_rows(store: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def signed(x: float) -> str:
-    """A number of three digits with its sign, without the zero before the point; a dash for none."""
-    return f"{x:+.3f}".replace("0.", ".", 1) if math.isfinite(x) else "-"
+    """A number of three digits with its sign, without a zero before the point."""
+    return f"{x:+.3f}".replace("0.", ".", 1) if abs(x) < 1 else f"{x:+.0f}"
 
 
-def table(store: Mapping[str, Any]) -> str:
-    """Markdown: arms by cell, then the four contrasts."""
+def engine_table(store: Mapping[str, Any]) -> list[str]:
+    """What every engine differs by before training."""
+    lines = [
+        "| engine | KL per token, nat | largest gap of a log-prob | accepted at .05 | threshold that accepts 95 % |"
+    ]
+    lines += ["|---|---|---|---|---|"]
+    words = {"lag8": "bfloat16", "fp8": "float8 e4m3 weights and cache", "equal": "float32"}
+    for name, row in store["thresholds"].items():
+        lines.append(
+            f"| {words[name]} | {row['kl']:.1e} | {row['gap_max']:.3f} | {row['accepted_05']:.0%} | {row['delta95']:.2g} |"
+        )
+    return lines
+
+
+def arm_table(store: Mapping[str, Any]) -> list[str]:
+    """Complete runs by cell and arm, with those of the plan that were not run."""
     mean = statistics.fmean
     lines = [
-        "| cell | arm | seeds | start | end, prefix | end, exact | collapsed | accepted | steps left out | KL per token |"
+        "| cell | arm | seeds | start | end, prefix (95 %) | end by seed | collapsed | accepted | steps left out | KL |"
     ]
     lines += ["|---|---|---|---|---|---|---|---|---|---|"]
     for cell, arm in dict.fromkeys((cell, arm) for cell, arms in PLAN for arm in arms):
@@ -750,28 +764,40 @@ def table(store: Mapping[str, Any]) -> str:
         if not runs:
             lines.append(f"| {cell} | {arm} | 0 | not run | | | | | | |")
             continue
-        end = over_seeds([r["evals"][-1][1] for r in runs])
-        of = lambda name, runs=runs: mean([mean(r["metrics"][name]) for r in runs])  # noqa: E731
+        ends = [r["evals"][-1][1] for r in runs]
+        end = over_seeds(ends).within(0.0, 1.0)
+        interval = f" ({end.low:.3f} to {end.high:.3f})" if math.isfinite(end.low) else ""
+        of = {name: mean([mean(r["metrics"][name]) for r in runs]) for name in ("accepted", "stepped", "kl")}
         lines.append(
-            f"| {cell} | {arm} | {len(runs)} | {mean([r['evals'][0][1] for r in runs]):.3f} "
-            f"| {end.mean:.3f} ({end.low:.3f} to {end.high:.3f}) | {mean([r['evals'][-1][2] for r in runs]):.3f} "
-            f"| {sum(map(collapsed, runs))} | {of('accepted'):.0%} | {1 - of('stepped'):.0%} | {of('kl'):.2g} |"
+            f"| {cell} | {arm} | {len(runs)} | {mean([r['evals'][0][1] for r in runs]):.3f} | {end.mean:.3f}{interval} "
+            f"| {', '.join(f'{x:.3f}' for x in ends)} | {sum(map(collapsed, runs))} of {len(runs)} "
+            f"| {of['accepted']:.0%} | {1 - of['stepped']:.0%} | {of['kl']:.2g} |"
         )
-    lines += [
-        "",
-        "| contrast | pairs | difference (95 %) | Student p, Holm | sign-flip p, Holm | seen with 80 % power |",
-    ]
+    return lines
+
+
+def contrast_table(store: Mapping[str, Any]) -> list[str]:
+    """The four contrasts."""
+    lines = ["| contrast | pairs | difference (95 %) | Student p, Holm | sign-flip p, Holm | seen with 80 % power |"]
     lines += ["|---|---|---|---|---|---|"]
     for row in contrast_rows(store):
         name = f"{row['cell']}: {row['arm']} less {row['baseline']}"
         if not row["n"]:
             lines.append(f"| {name} | 0 | not run | | | |")
             continue
+        low, high = max(row["low"], -1.0), min(row["high"], 1.0)  # rewards are shares: no difference is larger
+        seen = f"{row['seen']:.2f}" if row["seen"] < 1 else "none"
         lines.append(
-            f"| {name} | {row['n']} | {signed(row['mean'])} ({signed(row['low'])} to {signed(row['high'])}) "
-            f"| {row['p']:.3f}, {row['p_holm']:.3f} | {row['flip']:.4f}, {row['flip_holm']:.4f} | {signed(row['seen'])[1:]} |"
+            f"| {name} | {row['n']} | {signed(row['mean'])} ({signed(low)} to {signed(high)}) "
+            f"| {row['p']:.3f}, {row['p_holm']:.3f} | {row['flip']:.4f}, {row['flip_holm']:.4f} | {seen} |"
         )
-    return "\n".join(lines)
+    return lines
+
+
+def table(store: Mapping[str, Any]) -> str:
+    """Markdown: engines at equal weights, arms by cell, the four contrasts."""
+    tables = (engine_table(store), arm_table(store), contrast_table(store))
+    return "\n\n".join("\n".join(lines) for lines in tables)
 
 
 MARK = "<!-- tables of benchmarks/pretrained.py -->"

@@ -418,7 +418,8 @@ def evidence_page() -> str:
         "A verdict is about the testbed beside it, mostly models of a million parameters on two CPU cores, and not about "
         "the claim at every size. Brackets are 95 % intervals; those of rewards are of the held-out prompts alone, "
         "unless seeds are named, and leave out the scatter between seeds, which may be larger. Claims that one seed cannot decide are called undecided; "
-        "`offdrift sweep` ([sweeps.md](sweeps.md)) is the way to decide them, and to test a claim on a task of your own.",
+        "`offdrift sweep` ([sweeps.md](sweeps.md)) is the way to decide them, and to test a claim on a task of your own. "
+        "[A pretrained model](pretrained.md) at 124 tokens has a page of its own.",
     ]
     for verdict in VERDICTS:
         lines += [

@@ -386,10 +386,20 @@ def test_the_tables_say_what_was_not_run(grid):
             [a_run(grid, "lag8", "token_tis", seed, 0.1), a_run(grid, "lag8", "trm_05_skip", seed, 0.5 + seed / 100)]
         )
     text = grid.table(store)
-    assert "| lag8 | token_tis | 8 | 0.200 | 0.100 (0.100 to 0.100) | 0.100 | 8 |" in text
+    ends = ", ".join(["0.100"] * 8)
+    assert f"| lag8 | token_tis | 8 | 0.200 | 0.100 (0.100 to 0.100) | {ends} | 8 of 8 |" in text
     assert "| lag8: trm_05_skip less token_tis | 8 | +.435" in text
     assert "| 0.0078, 0.0312 |" in text
     assert text.count("not run") == 12 + 3
+
+
+def test_the_page_has_the_tables_of_the_stored_runs(grid):
+    store = json.loads((BENCHMARKS / "results" / "pretrained.json").read_text())
+    page = (BENCHMARKS.parent / "docs" / "pretrained.md").read_text()
+    assert grid.with_table(page, grid.table(store)) == page
+    assert grid.with_table(page, "another") != page
+    ends = {run["lr"]: (run["evals"][0][1], run["evals"][-1][1]) for run in store["pilot"]["runs"]}
+    assert grid.chosen_rate(ends) == store["lr"] == 4.5e-5
 
 
 def test_it_runs_stops_at_its_limit_and_goes_on(grid, tmp_path, monkeypatch):
