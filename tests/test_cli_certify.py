@@ -327,6 +327,26 @@ def test_four_prompts_in_eight_files_are_four_draws(tmp_path):
     )
 
 
+def test_prompts_that_share_a_source_are_one_draw(tmp_path):
+    import pyarrow.parquet as pq
+
+    files = same_prompts(tmp_path, 2, answers=1)
+    for i, file in enumerate(files):
+        table = pq.read_table(file)
+        # Both files ask the same four prompts in some order: named by its last token, each has one source.
+        sources = [tokens[-1] // 2 for tokens in table.column("prompt_tokens").to_pylist()]
+        pq.write_table(table.append_column("source", [[f"text {s}" for s in sources]]), file)
+        assert len(set(sources)) == 2, i
+    found = answer(*files, *TINY, "--cluster", "source")
+    assert (found["sequences"], found["prompts"]) == (8, 2)
+    assert "clusters of prompts" in found["averages_over"]
+    both = certify(*files, *TINY, "--cluster", "source", "--prompts", "drawn")
+    assert both.exit_code == 2
+    assert "a cluster is one draw" in " ".join(both.output.replace("│", " ").split())
+    absent = certify(*files, *TINY, "--cluster", "document")
+    assert "has no column 'document'" in str(absent.exception)
+
+
 def reading_until(stop: int, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Ctrl-C while the file at `stop` is read."""
     opened: list[Path] = []

@@ -28,7 +28,8 @@ SHARES = {
     "prefix_error": 1 / 144,
     "prefix_shift": 1 / 72,
     "kl_seq": 1 / 72,
-    "shift": 1 / 72,
+    "shift": 1 / 144,
+    "mean_ratio": 1 / 144,
     "unseen": 1 / 72,
 }
 """Parts of alpha, the same for every batch: nearly all for the direct guarantee, which can win; together 1."""
@@ -79,12 +80,16 @@ def reward_columns(host: HostEvidence, rewards: Column, accepted: Bool[np.ndarra
     surrogate_masked  M R sum_t (w_t - 1)
     """
     surrogate = rewards * host["excess"]
-    product = np.exp(np.minimum(host["log_product"], LOG_RATIO_LIMIT))
     return {
-        "gain": rewards * (product - 1),
+        "gain": rewards * (_ratio(host) - 1),
         "surrogate": surrogate,
         "surrogate_masked": np.where(accepted, surrogate, 0.0),
     }
+
+
+def _ratio(host: HostEvidence) -> Column:
+    """w = prod_t w_t of each sequence, limited above, which only lowers its mean: E_mu[w] <= 1 if mu drew it."""
+    return np.exp(np.minimum(host["log_product"], LOG_RATIO_LIMIT))
 
 
 class Variable(NamedTuple):
@@ -104,7 +109,7 @@ def variables(
 
     The ranges are known beforehand: `kl_seq` and `shift` are limited by the region, which is the
     premise they serve; `prefix_kl`, `prefix_error` and `prefix_shift` stop at the region's edge whatever the
-    policies do.
+    policies do. `mean_ratio` is at most 1 whatever the policies are, if the recorded one drew: what tests the record.
 
     Args:
         host: the batch.
@@ -119,6 +124,7 @@ def variables(
         "prefix_shift": Variable(host["prefix_shift"], 0.0, widest, "high"),
         "kl_seq": Variable(host["kl_sum"], 0.0, most, "high"),
         "shift": Variable(host["shift"], 0.0, widest, "high"),
+        "mean_ratio": Variable(_ratio(host), 0.0, math.inf, "low"),
     }
     if rewards is not None:
         of_rewards = reward_columns(host, rewards, accepted)

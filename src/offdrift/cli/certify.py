@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from offdrift.cli.app import AFTER, Look, Of, Prompts, RulesFile, Screen, app
+from offdrift.cli.app import AFTER, Cluster, Look, Of, Prompts, RulesFile, Screen, app
 from offdrift.cli.exit_codes import ExitCode
 from offdrift.texts import read_json
 
@@ -79,6 +79,7 @@ def certify(
         bool, typer.Option("--power", help="Estimate how many prompts would certify the gain that was seen.")
     ] = False,
     prompts: Prompts = None,
+    cluster: Cluster = None,
     rules: RulesFile = None,
     token_budget: Annotated[int, typer.Option(help="Padded tokens per forward pass.")] = 4096,
 ) -> None:
@@ -93,7 +94,8 @@ def certify(
     --look for looks at new ones, --anytime for one policy looked at while rollouts arrive.
 
     A policy that learned from these rollouts can not be certified by them, for instance the model of an
-    arm by the rollouts of that arm. Prompts that come more than once have two readings: --prompts says which.
+    arm by the rollouts of that arm. Prompts that come more than once have two readings: --prompts says which. Prompts
+    that share a source are no independent draws: --cluster names it.
 
     J is the mean reward of a response. Aggregation by response length and normalization by a group's deviation make
     training raise another return, which is said beside it for the model of an arm (`offdrift methods NAME`: raises).
@@ -105,17 +107,20 @@ def certify(
     offdrift certify fresh/ --model checkpoints/step-200 --delta 0.05
     offdrift certify fresh/ --model checkpoints/best --of 8
     offdrift certify fresh/ --model checkpoints/200 --old checkpoints/190
+    offdrift certify fresh/ --model checkpoints/200 --cluster document
     offdrift certify fresh/*.parquet --model checkpoints/200 --tau 0.05 --json
     """
     from offdrift.certificate import Looks, TrustRegion
     from offdrift.certificate.certify import certify as certificate_of
     from offdrift.certificate.certify import power as power_of
     from offdrift.certificate.guarantees import ABOUT
+    from offdrift.certificate.prompts import PromptDesign
     from offdrift.judge.rules_record import choose_rules, record_above
     from offdrift.models import load_model
     from offdrift.prove.certify import (
         JudgedBatches,
         certificate_view,
+        check_clusters,
         check_design,
         judge,
         longest_response,
@@ -127,6 +132,10 @@ def certify(
         raise typer.BadParameter("--anytime and --look: what holds at every moment is one look; give one of the two")
     if anytime and power:
         raise typer.BadParameter("--anytime and --power: a plan is for a size fixed beforehand; leave out --anytime")
+    if prompts is not None and cluster is not None:
+        raise typer.BadParameter(
+            "--cluster and --prompts: a cluster is one draw, whatever its prompts; give one of the two"
+        )
     looks = Looks(at=look, of=of, anytime=anytime)
     files = rollout_files(rollouts)
     own = [p / "model" for p in rollouts if (p / "rollouts").is_dir() and (p / "model").is_dir()]
@@ -136,8 +145,11 @@ def certify(
         model = str(own[0])
     version, chosen = newest_policy(files)
     skipped, files = len(files) - len(chosen), chosen
-    if prompts is None:
+    if cluster is not None:
+        check_clusters(files, cluster)
+    elif prompts is None:
         check_design(files)
+    design: PromptDesign | None = prompts if cluster is None else "clustered"
     trained_on = trained_on or _learned_from(model, files)
     chosen_rules = choose_rules(rules, *record_above(files[0]))
     delta = chosen_rules.rules.limits["trust_region"] if delta is None else delta
@@ -154,7 +166,7 @@ def certify(
         looks=looks,
         constants=constants,
         fresh=not trained_on,
-        prompts=prompts,
+        prompts=design,
     )
     judged: JudgedBatches | None = None
     with screen.until_interrupted("files") as progress:
@@ -175,7 +187,8 @@ def certify(
             tail_log_ratio_cap=tail_log_ratio_cap,
             arriving=anytime,
             old=before,
-            prompts=prompts or "listed",
+            prompts=design or "listed",
+            cluster=cluster or "",
             watch=watch,
         )
     if judged is None:
