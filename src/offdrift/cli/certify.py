@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -14,6 +14,9 @@ from rich.text import Text
 from offdrift.cli.app import AFTER, Cluster, Look, Of, Prompts, RulesFile, Screen, app
 from offdrift.cli.exit_codes import ExitCode
 from offdrift.texts import read_json
+
+if TYPE_CHECKING:
+    from offdrift.certificate.plan import Plan
 
 
 @app.command(rich_help_panel=AFTER)
@@ -76,7 +79,21 @@ def certify(
         ),
     ] = None,
     power: Annotated[
-        bool, typer.Option("--power", help="Estimate how many prompts would certify the gain that was seen.")
+        bool,
+        typer.Option(
+            "--power",
+            help="Estimate how many prompts would certify the gain that was seen, by rollouts like these and by fresh "
+            "answers of both policies, and say which to use.",
+        ),
+    ] = False,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh",
+            help="Compare two policies by fresh answers of both to the same prompts: `certify A B --fresh` bounds "
+            "J(B) - J(A). Only prompts and rewards are read, from rollouts or rows with prompt and reward (.jsonl, "
+            ".parquet); no log-probs, no --model. Better than ratios where responses are long or policies far apart.",
+        ),
     ] = False,
     prompts: Prompts = None,
     cluster: Cluster = None,
@@ -102,18 +119,22 @@ def certify(
 
     The exit status does not tell whether there is a certificate; "certified" in the JSON does.
 
+    Where ratios say little (long responses, policies far apart), let both policies answer the same prompts and
+    compare the rewards: --fresh. --power says which of the two takes fewer prompts.
+
     \b
     offdrift certify runs/tiny/arms/trm_max
     offdrift certify fresh/ --model checkpoints/step-200 --delta 0.05
     offdrift certify fresh/ --model checkpoints/best --of 8
     offdrift certify fresh/ --model checkpoints/200 --old checkpoints/190
     offdrift certify fresh/ --model checkpoints/200 --cluster document
+    offdrift certify before.jsonl after.jsonl --fresh
     offdrift certify fresh/*.parquet --model checkpoints/200 --tau 0.05 --json
     """
     from offdrift.certificate import Looks, TrustRegion
     from offdrift.certificate.certify import certify as certificate_of
-    from offdrift.certificate.certify import power as power_of
     from offdrift.certificate.guarantees import ABOUT
+    from offdrift.certificate.plan import plan as plan_of
     from offdrift.certificate.prompts import PromptDesign
     from offdrift.judge.rules_record import choose_rules, record_above
     from offdrift.models import load_model
@@ -137,6 +158,15 @@ def certify(
             "--cluster and --prompts: a cluster is one draw, whatever its prompts; give one of the two"
         )
     looks = Looks(at=look, of=of, anytime=anytime)
+    if fresh:
+        said = {"--model": model, "--anytime": anytime, "--power": power, "--old": old, "--trained-on": trained_on}
+        if wrong := [name for name, value in said.items() if value]:
+            raise typer.BadParameter(
+                f"--fresh and {wrong[0]}: fresh answers are compared by their rewards, at one look"
+            )
+        settings = {"reward_range": reward_range, "looks": looks, "prompts": prompts}
+        _compare_fresh(screen, rollouts, cluster, alpha, rules, settings)
+        return
     files = rollout_files(rollouts)
     own = [p / "model" for p in rollouts if (p / "rollouts").is_dir() and (p / "model").is_dir()]
     if model is None:
@@ -194,7 +224,7 @@ def certify(
     if judged is None:
         raise typer.Exit(ExitCode.INTERRUPTED)
     proof, raised = prove(judged.evidence), _raised_by(model)
-    curve = power_of(judged.evidence, reward_range=reward_range, alpha=alpha, looks=looks) if power else {}
+    planned = plan_of(judged.evidence, reward_range=reward_range, alpha=alpha, looks=looks) if power else None
     if screen.as_json:
         about = {
             "files": judged.files,
@@ -209,7 +239,9 @@ def certify(
             **chosen_rules.rules.as_record(chosen_rules.words),
         }
         if power:
+            curve = {} if planned is None else planned.curves["direct"]
             about["power"] = [{"prompts": n, "probability": p} for n, p in curve.items()]
+            about["plan"] = None if planned is None else planned.as_dict()
         screen.json({**about, **proof.as_dict()})
     else:
         screen.show(certificate_view(proof, width=screen.width, alphas=judged.alphas))
@@ -224,10 +256,11 @@ def certify(
             about += f"; {judged.repeated:,} sequences answer prompts of an earlier file, and were left out"
         screen.out.print(Text(f"{about}. {chosen_rules.words}", style="dim"), soft_wrap=True)
         if power:
-            chances = ", ".join(f"{n:,} prompts {p:.0%}" for n, p in curve.items()) or "no rewards are recorded"
-            screen.show(f"A fresh batch would certify the gain seen here, if these prompts stand for all: {chances}.")
+            _show_plan(screen, planned)
             if trained_on:
                 screen.warn("the policy has learned from these prompts: the gain seen here is too large")
+            if proof.record_refuted:
+                screen.warn("the record is refuted: the gain seen here is another policy's")
         if raised is not None:
             words = f"The certificate is about {ABOUT}. What the arm's steps raise ({raised['advantage']}): "
             screen.out.print(Text(f"{words}{raised['words']}.", style="dim" if raised["is_j"] else "yellow"))
@@ -235,6 +268,48 @@ def certify(
         screen.warn(f"interrupted after {judged.files} of {len(files)} files; the numbers are of those")
         raise typer.Exit(ExitCode.INTERRUPTED)
     screen.next(f"offdrift bound --T {longest} --solve delta --target 0.1", "drift for a useful bound")
+
+
+def _show_plan(screen: Screen, planned: Plan | None) -> None:
+    """Chances of both routes by number of prompts, and which to use."""
+    if planned is None:
+        screen.show("No rewards are recorded, so that no gain can be planned for.")
+        return
+    titles = {"direct": "Rollouts like these", "fresh": "Fresh answers of both policies (--fresh)"}
+    for route, curve in planned.curves.items():
+        chances = ", ".join(f"{n:,} prompts {p:.0%}" for n, p in curve.items())
+        screen.show(f"{titles[route]} would certify the gain seen here, if these prompts stand for all: {chances}.")
+    screen.show(planned.words)
+
+
+def _compare_fresh(
+    screen: Screen,
+    paths: list[Path],
+    cluster: str | None,
+    alpha: float | None,
+    rules: Path | None,
+    settings: dict[str, Any],
+) -> None:
+    """`certify A B --fresh`."""
+    from offdrift.certificate.paired import certify_fresh
+    from offdrift.judge.rules_record import choose_rules, record_above
+    from offdrift.prove.fresh import paired_view, read_answers
+
+    if len(paths) != 2:
+        raise typer.BadParameter(f"--fresh compares two policies, A and B: give two paths, not {len(paths)}")
+    if paths[0].resolve() == paths[1].resolve():
+        raise typer.BadParameter(f"{paths[0]} is named twice: A and B are two policies' answers")
+    chosen = choose_rules(rules, *record_above(paths[0]))
+    limit = chosen.rules.limits["certificate_error"] if alpha is None else alpha
+    a, b = (read_answers(path, cluster=cluster) for path in paths)
+    design = settings["prompts"] if cluster is None else "clustered"
+    proof = certify_fresh(a, b, alpha=limit, **{**settings, "prompts": design})
+    names = [str(path) for path in paths]
+    if screen.as_json:
+        screen.json({"a": names[0], "b": names[1], **chosen.rules.as_record(chosen.words), **proof.as_dict()})
+        return
+    screen.show(paired_view(proof, names, width=screen.width))
+    screen.out.print(Text(chosen.words, style="dim"), soft_wrap=True)
 
 
 def _raised_by(model: str) -> dict[str, Any] | None:

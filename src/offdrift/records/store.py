@@ -263,6 +263,17 @@ def read_prompts(path: str | os.PathLike[str]) -> tuple[Tensor, Tensor]:
         return keys_of(*_stream(table, "prompt_tokens")), _tensor(table.column("group_id").chunk(0))
 
 
+def read_rewards(path: str | os.PathLike[str]) -> Tensor:
+    """Return the reward of each sequence, and read little else.
+
+    Raises: `RecordError` naming the file if it has no rewards, is missing, corrupt, or not one of ours.
+    """
+    with _table(Path(path), ["reward"]) as (table, _):
+        if "reward" not in table.column_names:
+            raise RecordError(f"{path} has no rewards")
+        return torch.tensor(table.column("reward").to_pylist(), dtype=torch.float32)
+
+
 def read_clusters(path: str | os.PathLike[str], column: str) -> Tensor:
     """Return a key of each sequence's value in a column of texts or whole numbers, equal where values are, in any file.
 
