@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from benchmarks.certificate_fresh import at_distance, kl_of, measured
 
 from offdrift.certificate import Looks
 from offdrift.certificate.batch import HostEvidence
@@ -140,3 +141,12 @@ def test_a_plan_of_fresh_answers_is_cautious_and_of_the_right_gain(answers):
         done += certify_fresh(answered(x, share, g, answers), answered(x, share + 0.2, g, answers)).certified
     assert done >= 0.7 * 40
     assert size <= 600
+
+
+@pytest.mark.parametrize(("kl", "better"), [(0.02, "direct"), (0.83, "fresh")])
+def test_ratios_are_better_between_near_policies_and_fresh_answers_between_far_ones(kl, better):
+    row = measured(16, kl, 256, repetitions=10)
+    assert kl_of(at_distance(kl, 16), 16) == pytest.approx(kl)
+    assert min((row.direct, "direct"), (row.fresh, "fresh"))[1] == better
+    assert max(row.direct, row.fresh) > 2 * min(row.direct, row.fresh)
+    assert min(row.direct, row.fresh) > 0

@@ -1,5 +1,6 @@
 """The page on certificates: its snippets run, its commands parse, its links lead somewhere."""
 
+import json
 import math
 import re
 import shlex
@@ -67,6 +68,18 @@ def test_the_weights_of_prompts_under_grpo_are_those_of_their_formula():
             assert number == f"{weight_under_grpo(int(n), p):.2f}", (n, p)
     assert len(rows) == 5
     assert last[1:] == [f"{(p * (1 - p)) ** -0.5:.2f}" for p in shares]
+
+
+def test_the_table_of_fresh_answers_is_that_of_its_benchmark():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "certificate_fresh.json").read_text("utf-8"))["rows"]
+    table = PAGE.partition("<!-- The table of fresh answers. -->")[2].partition("<!-- End of the table")[0]
+    shown = [line.strip("|").split("|") for line in table.strip().splitlines()[2:]]
+    expected = [r for r in rows if r["horizon"] == 128]
+    assert len(shown) == len(expected) == 12
+    for cells, r in zip(shown, expected, strict=True):
+        numbers = [f"{r[k]:.3f}" for k in ("gain", "direct", "fresh")]
+        ratio = f"{r['fresh'] / r['direct']:.2f}"
+        assert [c.strip() for c in cells] == [str(r["kl"]), f"{r['prompts']:,}", *numbers, ratio]
 
 
 def weight_under_grpo(n: int, p: float) -> float:
