@@ -151,12 +151,12 @@ def test_prompts_of_one_cluster_are_one_draw(monkeypatch):
         found = stored(proof_of).as_dict()
         assert found["why_not"] is None
         assert found["prompts"] == B / GROUP / 4
-        assert "clusters of prompts, each counted once" in found["averages_over"]
-        assert "answers to one prompt are of one cluster" in found["verdict"]
+        assert "clusters of prompts" in found["averages_over"]
+        assert "are of one cluster" in found["verdict"]
     some = whole.select(torch.arange(30))
-    assert "and some do not" in Proof.of(some).merge(Proof.of(log().select(torch.arange(30, B)))).as_dict()["why_not"]
+    assert "some do not" in Proof.of(some).merge(Proof.of(log().select(torch.arange(30, B)))).as_dict()["why_not"]
     holes = log(clusters=("", *clusters[1:]))
-    assert "some prompts have no cluster" in Proof.of(holes).as_dict()["why_not"]
+    assert "have no cluster" in Proof.of(holes).as_dict()["why_not"]
     assert "leave out --prompts drawn" in Proof.of(whole).as_dict(prompts="drawn")["why_not"]
     monkeypatch.setattr(proof, "TOKENS", 300)  # of 720
     thinned = Proof.of(whole)

@@ -58,7 +58,7 @@ def test_rollouts_that_were_drawn_colder_than_they_are_labelled_are_refuted():
         assert {p.gain_low for p in proofs} == {-math.inf}
         assert not any(p.certified for p in proofs)
     proof = proofs[0]
-    assert proof.verdict.startswith("no certificate: the record is refuted. The mean ratio of sequences is 1.")
+    assert "record is refuted" in proof.verdict
     assert "temperature" in proof.verdict
     assert proof.as_dict()["record_refuted"] is True
     assert proof.as_metrics()["certificate/record_refuted"] == 1
@@ -70,7 +70,7 @@ def test_a_policy_that_learned_from_the_rollouts_says_nothing_about_their_record
     proof = Drawn(label=1.0).certificate(400, torch.Generator().manual_seed(1), fresh=False)
     assert proof.estimates["mean_ratio"].low > 1
     assert not proof.record_refuted
-    assert "learned from these very prompts" in proof.verdict
+    assert "very prompts" in proof.verdict
 
 
 @pytest.mark.parametrize("between", [0.85, 0.3])

@@ -172,17 +172,9 @@ class Proof:
         limits = load_rules().limits if limits is None else limits
         if self.why_not:
             return _none(self.why_not)
-        if self.clustered and prompts in ("listed", "drawn"):
-            return _none(f"the log names clusters of prompts, each one draw; leave out --prompts {prompts}")
+        if refused := self.refuses(prompts):
+            return _none(refused)
         prompts = "clustered" if self.clustered else prompts
-        distinct, draws = (len(np.unique(self.arrays[name])) for name in ("keys", "draws"))
-        if draws > distinct and prompts is None:
-            return _none(two_readings(draws, distinct, command="offdrift audit --prompts"))
-        if prompts == "drawn" and self.level:
-            return _none(
-                "of so many tokens a share of the prompts is kept, and draws of prompts that are left out cannot be "
-                "counted; audit fewer steps, or --prompts listed"
-            )
         from offdrift.certificate import Looks, TrustRegion  # few logs hold evidence
         from offdrift.certificate.batch import BatchEvidence
         from offdrift.certificate.certify import certify
@@ -211,21 +203,11 @@ class Proof:
         except OffdriftError as e:
             return _none(str(e))
         certificate = proof.as_dict()
-        # What the log cannot show and the certificate takes for granted, besides `ALWAYS`.
         provided = [
             f"rewards lie in [{fits[0][0]:g}, {fits[0][1]:g}]",
             f"no response can be longer than the longest logged, {longest} tokens",
+            *self.takes_for_granted(prompts),
         ]
-        if self.reused:
-            provided.append(
-                "which rollouts of these weights were used first did not depend on what was drawn, as on their length"
-            )
-        if prompts == "drawn":
-            provided.append("draws of one prompt have group ids of their own, in all files of the step")
-        if self.clustered:
-            provided.append("answers to one prompt are of one cluster")
-        if self.masked:
-            provided.append("tokens that are not trained on were not drawn by the policy")
         return certificate | {
             "verdict": "; ".join([certificate["verdict"], *provided]),
             "why_not": None,
@@ -234,6 +216,32 @@ class Proof:
             "share_of_prompts": 0.5**self.level,
             "provided": provided,
         }
+
+    def refuses(self, prompts: PromptDesign | None) -> str:
+        """Why these prompts cannot be judged by a design; "" if they can."""
+        if self.clustered and prompts in ("listed", "drawn"):
+            return f"the log names clusters of prompts, each one draw; leave out --prompts {prompts}"
+        distinct, draws = (len(np.unique(self.arrays[name])) for name in ("keys", "draws"))
+        if draws > distinct and prompts is None:
+            return two_readings(draws, distinct, command="offdrift audit --prompts")
+        if prompts == "drawn" and self.level:
+            return (
+                "of so many tokens a share of the prompts is kept, and draws of prompts that are left out cannot be "
+                "counted; audit fewer steps, or --prompts listed"
+            )
+        return ""
+
+    def takes_for_granted(self, prompts: PromptDesign | None) -> list[str]:
+        """What the log cannot show and a certificate takes for granted, besides `ALWAYS`, rewards and lengths."""
+        told = {
+            "which rollouts of these weights were used first did not depend on what was drawn, as on their length": (
+                self.reused
+            ),
+            "draws of one prompt have group ids of their own, in all files of the step": prompts == "drawn",
+            "answers to one prompt are of one cluster": self.clustered,
+            "tokens that are not trained on were not drawn by the policy": self.masked,
+        }
+        return [words for words, applies in told.items() if applies]
 
     def _thinned(self, level: int) -> Proof:
         """Keep only prompts of this sampling level, and raise the level until few enough tokens are left."""

@@ -144,7 +144,12 @@ def certify_fresh(
         if draws > distinct and prompts is None:
             raise RecordError(f"{name}: {two_readings(draws, distinct)}")
         units[name] = _ordered(side) if prompts == "drawn" else side.prompts
-    _check_same(*units.values())
+    one, other = (set(ids.tolist()) for ids in units.values())
+    if one != other:
+        raise RecordError(
+            f"{len(one - other):,} prompts have answers of A alone and {len(other - one):,} of B alone; a pair needs "
+            "both, and leaving out prompts may favor one policy. Have both answer the same prompts"
+        )
     keys = np.unique(units["A"])
     scaled = {name: unit_rewards(side.rewards, reward_range) for name, side in sides.items()}
     means = {name: cluster_means(scaled[name], units[name]) for name in sides}
@@ -175,16 +180,6 @@ def _ordered(side: Answers) -> Int[np.ndarray, " b"]:
         number[i] = hash((key, times.setdefault(key, 0)))
         times[key] += 1
     return number[of]
-
-
-def _check_same(a: Int[np.ndarray, " a"], b: Int[np.ndarray, " b"]) -> None:
-    """Raise `RecordError` unless both answered the same prompts: to leave out those of one may select."""
-    one, other = set(a.tolist()), set(b.tolist())
-    if one != other:
-        raise RecordError(
-            f"{len(one - other):,} prompts have answers of A alone and {len(other - one):,} of B alone; a pair needs "
-            "both, and leaving out prompts may favor one policy. Have both answer the same prompts"
-        )
 
 
 def _clusters(a: Answers, b: Answers, keys: Int[np.ndarray, " g"]) -> Int[np.ndarray, " g"]:

@@ -164,8 +164,8 @@ def certify(
             raise typer.BadParameter(
                 f"--fresh and {wrong[0]}: fresh answers are compared by their rewards, at one look"
             )
-        settings = {"reward_range": reward_range, "looks": looks, "prompts": prompts}
-        _compare_fresh(screen, rollouts, cluster, alpha, rules, settings)
+        settings = {"reward_range": reward_range, "looks": looks, "prompts": prompts, "alpha": alpha}
+        compare_fresh(screen, rollouts, cluster=cluster, rules=rules, settings=settings)
         return
     files = rollout_files(rollouts)
     own = [p / "model" for p in rollouts if (p / "rollouts").is_dir() and (p / "model").is_dir()]
@@ -256,7 +256,7 @@ def certify(
             about += f"; {judged.repeated:,} sequences answer prompts of an earlier file, and were left out"
         screen.out.print(Text(f"{about}. {chosen_rules.words}", style="dim"), soft_wrap=True)
         if power:
-            _show_plan(screen, planned)
+            show_plan(screen, planned)
             if trained_on:
                 screen.warn("the policy has learned from these prompts: the gain seen here is too large")
             if proof.record_refuted:
@@ -270,7 +270,7 @@ def certify(
     screen.next(f"offdrift bound --T {longest} --solve delta --target 0.1", "drift for a useful bound")
 
 
-def _show_plan(screen: Screen, planned: Plan | None) -> None:
+def show_plan(screen: Screen, planned: Plan | None) -> None:
     """Chances of both routes by number of prompts, and which to use."""
     if planned is None:
         screen.show("No rewards are recorded, so that no gain can be planned for.")
@@ -282,13 +282,8 @@ def _show_plan(screen: Screen, planned: Plan | None) -> None:
     screen.show(planned.words)
 
 
-def _compare_fresh(
-    screen: Screen,
-    paths: list[Path],
-    cluster: str | None,
-    alpha: float | None,
-    rules: Path | None,
-    settings: dict[str, Any],
+def compare_fresh(
+    screen: Screen, paths: list[Path], *, cluster: str | None, rules: Path | None, settings: dict[str, Any]
 ) -> None:
     """`certify A B --fresh`."""
     from offdrift.certificate.paired import certify_fresh
@@ -300,10 +295,11 @@ def _compare_fresh(
     if paths[0].resolve() == paths[1].resolve():
         raise typer.BadParameter(f"{paths[0]} is named twice: A and B are two policies' answers")
     chosen = choose_rules(rules, *record_above(paths[0]))
+    alpha = settings["alpha"]
     limit = chosen.rules.limits["certificate_error"] if alpha is None else alpha
     a, b = (read_answers(path, cluster=cluster) for path in paths)
     design = settings["prompts"] if cluster is None else "clustered"
-    proof = certify_fresh(a, b, alpha=limit, **{**settings, "prompts": design})
+    proof = certify_fresh(a, b, **{**settings, "alpha": limit, "prompts": design})
     names = [str(path) for path in paths]
     if screen.as_json:
         screen.json({"a": names[0], "b": names[1], **chosen.rules.as_record(chosen.words), **proof.as_dict()})

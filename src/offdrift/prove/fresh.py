@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from rich import box
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -20,8 +18,8 @@ from offdrift.certificate.paired import Answers, PairedCertificate
 from offdrift.errors import RecordError
 from offdrift.prove.certify import number
 from offdrift.records.rollouts import text_id
-from offdrift.records.store import read_clusters, read_drawn_by, read_prompts, read_rewards
-from offdrift.texts import LARGEST_DATA, check_file, parse_json, read_bytes
+from offdrift.records.store import read_clusters, read_drawn_by, read_prompts, read_rewards, read_rows
+from offdrift.texts import LARGEST_DATA, parse_json, read_bytes
 
 ENDINGS = (".parquet", ".jsonl")
 
@@ -69,20 +67,24 @@ def read_answers(path: Path, *, cluster: str | None = None) -> Answers:
 
 def _rows(file: Path, cluster: str | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[int]]:
     """Keys of prompts, groups, rewards and clusters of a file's rows, and the versions of the weights that drew."""
-    try:
-        if file.suffix == ".parquet":
-            check_file(file)
-            if (pq.read_schema(file).metadata or {}).get(b"offdrift") is not None:
-                return _of_rollouts(file, cluster)
-            wanted = {"prompt", "reward", "group_id", cluster} & set(pq.read_schema(file).names)
-            rows = pq.read_table(file, columns=sorted(wanted)).to_pylist()
-        else:
+    if file.suffix == ".parquet":
+        rows = read_rows(file, ["prompt", "reward", "group_id", *([] if cluster is None else [cluster])])
+        if rows is None:
+            return _of_rollouts(file, cluster)
+    else:
+        try:
             lines = read_bytes(file, limit=LARGEST_DATA).splitlines()
             rows = [parse_json(line) for line in lines if line.strip()]
-    except (OSError, ValueError, pa.ArrowException) as e:
-        raise RecordError(f"cannot read {file}: {e}") from e
+        except (OSError, ValueError) as e:
+            raise RecordError(f"cannot read {file}: {e}") from e
+    wanted = ("prompt", "reward", *(() if cluster is None else (cluster,)))
     for i, row in enumerate(rows, 1):
-        _check_row(file, i, row, cluster)
+        missing = [name for name in wanted if not isinstance(row, Mapping) or row.get(name) is None]
+        if missing:
+            words = " and no ".join(missing)
+            raise RecordError(f'{file}, row {i}: no {words}; write {{"prompt": ..., "reward": ...}}')
+        if not isinstance(row["reward"], bool | int | float) or not np.isfinite(row["reward"]):
+            raise RecordError(f"{file}, row {i}: reward = {row['reward']!r} is no finite number")
     keys = [_key(row["prompt"]) for row in rows]
     draws = [key if row.get("group_id") is None else _key([key, row["group_id"]]) for key, row in zip(keys, rows)]
     return (
@@ -92,16 +94,6 @@ def _rows(file: Path, cluster: str | None) -> tuple[np.ndarray, np.ndarray, np.n
         np.array([0 if cluster is None else text_id(str(row[cluster])) for row in rows], dtype=np.int64),
         [],
     )
-
-
-def _check_row(file: Path, i: int, row: Any, cluster: str | None) -> None:
-    """Raise `RecordError` unless the row has a prompt, a reward, and a cluster if one is named."""
-    wanted = ("prompt", "reward", *(() if cluster is None else (cluster,)))
-    missing = [name for name in wanted if not isinstance(row, Mapping) or row.get(name) is None]
-    if missing:
-        raise RecordError(f'{file}, row {i}: no {" and no ".join(missing)}; write {{"prompt": ..., "reward": ...}}')
-    if not isinstance(row["reward"], bool | int | float) or not np.isfinite(row["reward"]):
-        raise RecordError(f"{file}, row {i}: reward = {row['reward']!r} is no finite number")
 
 
 def _of_rollouts(file: Path, cluster: str | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[int]]:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -272,6 +272,21 @@ def read_rewards(path: str | os.PathLike[str]) -> Tensor:
         if "reward" not in table.column_names:
             raise RecordError(f"{path} has no rewards")
         return torch.tensor(table.column("reward").to_pylist(), dtype=torch.float32)
+
+
+def read_rows(path: str | os.PathLike[str], columns: Sequence[str]) -> list[dict[str, Any]] | None:
+    """Return some columns of a Parquet file that is not ours, row by row, those that it has; None for one of ours.
+
+    Raises: `RecordError` naming the file if it is missing or corrupt.
+    """
+    try:
+        check_file(path)
+        schema = pq.read_schema(path)
+        if KEY in (schema.metadata or {}):
+            return None
+        return pq.read_table(path, columns=[name for name in columns if name in schema.names]).to_pylist()
+    except (OSError, ValueError, pa.ArrowException) as e:
+        raise RecordError(f"cannot read {path}: {e}") from e
 
 
 def read_clusters(path: str | os.PathLike[str], column: str) -> Tensor:
