@@ -104,6 +104,10 @@ def test_power_says_how_many_prompts_would_certify_the_gain_that_was_seen(arm, t
     sizes, chances = zip(*((p["prompts"], p["probability"]) for p in curve))
     assert list(sizes) == sorted(sizes)
     # Every interval of a looser certificate is narrower.
+    plan = answer(certain, "--model", arm / "model", "--power", "--T", LONGEST)["plan"]
+    assert plan["curves"]["direct"] == curve
+    assert set(plan["needed"]) == {"direct", "fresh"}
+    assert plan["words"].startswith(f"For KL of sequences {plan['kl_seq']:.3g} nat, {plan['length']:.4g} tokens")
     looser = answer(certain, "--model", arm / "model", "--power", "--T", LONGEST, "--alpha", 0.9)["power"]
     both = [(p["probability"], chances[sizes.index(p["prompts"])]) for p in looser if p["prompts"] in sizes]
     assert len(both) >= 3
@@ -312,7 +316,7 @@ def test_four_prompts_in_eight_files_are_four_draws(tmp_path):
     assert "32 groups of answers are to 4 distinct prompts" in str(refused.exception)
     drawn = answer(*files, *TINY, "--prompts", "drawn", "--anytime")
     assert (drawn["sequences"], drawn["prompts"], drawn["repeated"]) == (64, 32, 0)
-    assert "a prompt counts as often as it is drawn" in drawn["averages_over"]
+    assert "is drawn" in drawn["averages_over"]
     listed = (*TINY, "--prompts", "listed")
     found = answer(*files, *listed)
     assert (found["files"], found["sequences"], found["prompts"], found["repeated"]) == (8, 64, 4, 0)
@@ -325,6 +329,47 @@ def test_four_prompts_in_eight_files_are_four_draws(tmp_path):
     assert "56 sequences answer prompts of an earlier file, and were left out" in " ".join(
         certify(*files, *listed, "--anytime").stdout.split()
     )
+
+
+def test_prompts_that_share_a_source_are_one_draw(tmp_path):
+    import pyarrow.parquet as pq
+
+    files = same_prompts(tmp_path, 2, answers=1)
+    for i, file in enumerate(files):
+        table = pq.read_table(file)
+        # Both files ask the same four prompts in some order: named by its last token, each has one source.
+        sources = [tokens[-1] // 2 for tokens in table.column("prompt_tokens").to_pylist()]
+        pq.write_table(table.append_column("source", [[f"text {s}" for s in sources]]), file)
+        assert len(set(sources)) == 2, i
+    found = answer(*files, *TINY, "--cluster", "source")
+    assert (found["sequences"], found["prompts"]) == (8, 2)
+    assert "clusters of prompts" in found["averages_over"]
+    both = certify(*files, *TINY, "--cluster", "source", "--prompts", "drawn")
+    assert both.exit_code == 2
+    assert "--cluster and --prompts" in " ".join(both.output.replace("│", " ").split())
+    absent = certify(*files, *TINY, "--cluster", "document")
+    assert "has no column 'document'" in str(absent.exception)
+
+
+def test_two_policies_are_compared_by_fresh_answers_without_a_model(tmp_path):
+    for name, share in (("before", 4), ("after", 2)):
+        rows = [json.dumps({"prompt": f"p{i}", "reward": int(i % share == 0), "text": i // 4}) for i in range(200)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    before, after = tmp_path / "before.jsonl", tmp_path / "after.jsonl"
+    found = answer(before, after, "--fresh")
+    assert found["certified"] is True
+    assert (found["prompts"], found["answers"], found["rewards"]) == (200, [200, 200], [0.25, 0.5])
+    assert 0.15 < found["gain_low"] < found["gain"]["mean"] == 0.25
+    assert answer(after, before, "--fresh")["certified"] is False
+    shared = answer(before, after, "--fresh", "--of", 8, "--cluster", "text")
+    assert (shared["prompts"], shared["alpha"]) == (50, 0.05 / 8)
+    said = " ".join(certify(before, after, "--fresh").stdout.replace("│", " ").split())
+    assert "J(B) exceeds J(A)" in said
+    for words in ((before, "--fresh"), (before, before, "--fresh"), (before, after, "--fresh", "--anytime")):
+        assert certify(*words).exit_code == 2
+    (tmp_path / "more.jsonl").write_text(before.read_text() + '\n{"prompt": "more", "reward": 1}')
+    refused = certify(before, tmp_path / "more.jsonl", "--fresh")
+    assert "of A alone" in str(refused.exception)
 
 
 def reading_until(stop: int, monkeypatch: pytest.MonkeyPatch) -> list[Path]:

@@ -64,7 +64,7 @@ def test_it_is_what_the_parts_certify_of_the_old_policy():
     assert found["fresh"] is True
     assert found["prompts"] == B / GROUP
     assert found["grades"] == {"kl": "exact", "tv": "exact"}
-    assert compared(found, direct(log())) == 31
+    assert compared(found, direct(log())) == 32
 
 
 def test_what_a_log_cannot_show_is_part_of_the_verdict():
@@ -86,7 +86,7 @@ def test_only_the_newest_rollouts_at_the_first_step_that_used_them_count():
     first = whole.select((torch.tensor(kind) == 1).nonzero().squeeze(-1))
     found = Proof.of(whole).as_dict()
     assert found["sequences"] == first.num_sequences == 81
-    assert compared(found, direct(first)) == 31
+    assert compared(found, direct(first)) == 32
     assert "which rollouts of these weights were used first" in found["verdict"]
     assert "used first" not in Proof.of(first).as_dict()["verdict"]
 
@@ -144,6 +144,25 @@ def test_four_prompts_in_eight_files_are_four_draws(texts: bool):
         assert "a prompt counts as often as it is drawn" in drawn["verdict"]
 
 
+def test_prompts_of_one_cluster_are_one_draw(monkeypatch):
+    clusters = tuple(f"document {i // (4 * GROUP)}" for i in range(B))
+    whole = log(clusters=clusters)
+    for proof_of in (Proof.of(whole), Proof.over([whole.select(torch.arange(r, B, 2)) for r in range(2)])):
+        found = stored(proof_of).as_dict()
+        assert found["why_not"] is None
+        assert found["prompts"] == B / GROUP / 4
+        assert "clusters of prompts" in found["averages_over"]
+        assert "are of one cluster" in found["verdict"]
+    some = whole.select(torch.arange(30))
+    assert "some do not" in Proof.of(some).merge(Proof.of(log().select(torch.arange(30, B)))).as_dict()["why_not"]
+    holes = log(clusters=("", *clusters[1:]))
+    assert "have no cluster" in Proof.of(holes).as_dict()["why_not"]
+    assert "leave out --prompts drawn" in Proof.of(whole).as_dict(prompts="drawn")["why_not"]
+    monkeypatch.setattr(proof, "TOKENS", 300)  # of 720
+    thinned = Proof.of(whole)
+    assert set(np.unique(thinned.arrays["keys"], return_counts=True)[1].tolist()) == {4 * GROUP}, "whole clusters"
+
+
 def test_several_audits_share_alpha_and_say_so():
     one, four = Proof.of(log()).as_dict(), Proof.of(log()).as_dict(of=4, look=2)
     assert (one["holds_for"], one["alpha"]) == ("one policy, one look", 0.05)
@@ -170,7 +189,7 @@ def test_the_current_policy_is_judged_at_the_first_version_that_was_trained():
     first = given.select((version == 8).nonzero().squeeze(-1))
     found = Proof.of(given).as_dict()
     assert found["judged"] == "current"
-    assert compared(found, direct(first, "current")) == 31
+    assert compared(found, direct(first, "current")) == 32
     # Evidence about the old policy is preferred, whichever comes first.
     for merged in (Proof.of(given).merge(Proof.of(whole)), Proof.of(whole).merge(Proof.of(given))):
         assert merged.as_dict()["judged"] == "old"

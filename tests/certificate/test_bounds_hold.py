@@ -85,6 +85,23 @@ def test_sharp_tv_constants_are_attained_at_every_horizon():
     assert compared == 25
 
 
+def test_where_pi_draws_what_mu_cannot_the_limits_are_over_contexts_of_either_policy():
+    """mu never draws 1; pi does with probability e, and then a wrong token where mu would draw a right one."""
+    e = 0.1
+    first, second = ([[1.0, 0.0]], [[1 - e, e]]), ([[1.0, 0.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]])
+    mu, pi = (TabularPolicy(tuple(torch.tensor([x[i]], dtype=torch.float64) for x in (first, second))) for i in (0, 1))
+    found = returns(mu, pi, torch.tensor([[0.0, 0.0, 1.0, 0.0]]).double())  # reward: 1, then 0
+    assert [float(x) for x in (found.rollout, found.current, found.surrogate)] == pytest.approx([0, 0, e])
+    d = divergences(mu, pi)
+    either = bound_values(d, 0, 2, "sharp")
+    limits = all_bounds(horizon=2, delta=-math.log(1 - e), eps=e, kl_seq=float(d.kl_seq), constants="sharp")
+    met = {b.name: b.value for b in limits}
+    assert met["coupling"] == pytest.approx(2 * e**2)
+    assert met["coupling"] < e, "false of the other reading, over the contexts that mu meets"
+    assert min(either.values()) >= e - 1e-12
+    assert met["sequence_kl"] >= e, "for either reading"
+
+
 def test_sharp_constants_are_attained_at_two_tokens():
     eps = 0.05
     mu, pi = tilted_pair(eps, horizon=2)

@@ -549,7 +549,7 @@ def test_everything_is_json(made: BatchEvidence, constants: str):
     c: Certificate = certify(made, constants=constants)
     for found in (c.as_dict(), c.as_metrics()):
         assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert len(c.as_metrics()) == 18
+    assert len(c.as_metrics()) == 20
     assert c.verdict.startswith("no certificate: ")
 
 

@@ -1,5 +1,7 @@
 """The page on certificates: its snippets run, its commands parse, its links lead somewhere."""
 
+import json
+import math
 import re
 import shlex
 import subprocess
@@ -54,6 +56,40 @@ def test_the_picture_of_lengths_is_that_of_the_package():
     for row in length_rows(MEASURED):
         if row["name"] in ("vLLM bfloat16", "lag 1", "lag 64", "vLLM FP8 cache"):
             assert all(f"{row['passes'][which]:,}" in PAGE for which in ("sharp", "others", "paper"))
+
+
+def test_the_weights_of_prompts_under_grpo_are_those_of_their_formula():
+    table = re.search(r"\| n \| p = .5 .*?\n\n", PAGE, flags=re.S)
+    assert table is not None
+    head, _, *rows, last = (line.strip("| \n").split(" | ") for line in table[0].strip().splitlines())
+    shares = [float(word.removeprefix("p = ")) for word in head[1:]]
+    for n, *shown in rows:
+        for p, number in zip(shares, shown, strict=True):
+            assert number == f"{weight_under_grpo(int(n), p):.2f}", (n, p)
+    assert len(rows) == 5
+    assert last[1:] == [f"{(p * (1 - p)) ** -0.5:.2f}" for p in shares]
+
+
+def test_the_table_of_fresh_answers_is_that_of_its_benchmark():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "certificate_fresh.json").read_text("utf-8"))["rows"]
+    table = PAGE.partition("<!-- The table of fresh answers. -->")[2].partition("<!-- End of the table")[0]
+    shown = [line.strip("|").split("|") for line in table.strip().splitlines()[2:]]
+    expected = [r for r in rows if r["horizon"] == 128]
+    assert len(shown) == len(expected) == 12
+    for cells, r in zip(shown, expected, strict=True):
+        numbers = [f"{r[k]:.3f}" for k in ("gain", "direct", "fresh")]
+        ratio = f"{r['fresh'] / r['direct']:.2f}"
+        assert [c.strip() for c in cells] == [str(r["kl"]), f"{r['prompts']:,}", *numbers, ratio]
+
+
+def weight_under_grpo(n: int, p: float) -> float:
+    """E[sqrt((n-k-1)(n-1) / (n (k+1))) + sqrt(k (n-1) / (n (n-k)))], k right ones among n - 1 siblings."""
+    total = 0.0
+    for k in range(n):
+        right = math.sqrt((n - k - 1) * (n - 1) / (n * (k + 1)))
+        wrong = math.sqrt(k * (n - 1) / (n * (n - k)))
+        total += math.comb(n - 1, k) * p**k * (1 - p) ** (n - 1 - k) * (right + wrong)
+    return total
 
 
 def test_its_own_links_lead_to_its_own_sections():

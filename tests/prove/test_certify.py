@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,15 @@ from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.score import chunks
 from offdrift.errors import RecordError, ShapeError
 from offdrift.logprobs import LogProbs
-from offdrift.prove.certify import JudgedBatches, check_design, judge, longest_response, newest_policy, rollout_files
+from offdrift.prove.certify import (
+    JudgedBatches,
+    check_clusters,
+    check_design,
+    judge,
+    longest_response,
+    newest_policy,
+    rollout_files,
+)
 from offdrift.records import Provenance, Rollouts, Sampling
 from offdrift.records.store import read, write
 from tests.engines.models import tiny
@@ -318,6 +328,80 @@ def test_draws_of_a_prompt_that_comes_more_often_than_others_are_counted_as_draw
     assert false == int(arriving)  # as docs/certificates.md says; at alpha = .05, 4 or more of 20 have probability .016
     assert max(lowest) > -0.2, "it says something"
     assert merged == runs, "what goes wrong where draws are merged"
+
+
+def _with_column(path: Path, column: str, values: list) -> Path:
+    table = pq.read_table(path)
+    pq.write_table(table.append_column(column, pa.array(values)), path)
+    return path
+
+
+@pytest.mark.parametrize("arriving", [False, True])
+def test_prompts_that_share_a_document_are_one_draw(tmp_path, arriving):
+    """40 documents of 8 prompts each, which all reward one side of a coin: a gain of +-1/4 each, and of 0 on average."""
+    runs, documents, g, model = 30, 40, torch.Generator().manual_seed(3), Constant()
+    region, looks = TrustRegion(horizon=1, delta=1.0), Looks(anytime=arriving)
+    provenance = Provenance("coin", "0", "none", "float32", None, Sampling(max_tokens=1))
+    b, apart, shared = 16 * documents, 0, 0
+    for run in range(runs):
+        document = torch.arange(documents).repeat_interleave(16)
+        wanted = torch.randint(2, (documents,), generator=g)[document]
+        tokens = torch.randint(2, (b,), generator=g)
+        path = write(Rollouts(
+            tokens=tokens, logp_rollout=torch.full((b,), math.log(0.5)), cu_seqlens=torch.arange(b + 1),
+            rollout_version=torch.zeros(b, dtype=torch.int64), prompt_tokens=torch.arange(b) // 2,
+            prompt_cu_seqlens=torch.arange(b + 1), group_ids=torch.arange(b) // 2, finish=("length",) * b,
+            provenance=provenance, rewards=(tokens == wanted).float(),
+        ), tmp_path / f"{run}.parquet")  # fmt: skip
+        _with_column(path, "document", [f"document {i}" for i in document.tolist()])
+        check_clusters([path], "document")
+        kept = judge([path], model, region=region, prompts="clustered", cluster="document", arriving=arriving)
+        proof = certify(kept.evidence, looks=looks, prompts="clustered")
+        assert proof.prompts == documents
+        assert "clusters of prompts" in proof.verdict
+        shared += proof.certified
+        apart += certify(judge([path], model, region=region, arriving=arriving).evidence, looks=looks).certified
+    assert shared <= 0.1 * runs, "3 of 30 or fewer have probability .94 where each is false with .05"
+    assert apart > 0.15 * runs, "what goes wrong where prompts of one document pass for independent"
+
+
+def test_a_document_that_arrives_again_was_judged_already(policies, drawn, stored, tmp_path):
+    files = [write(drawn["full"], tmp_path / f"{i}.parquet") for i in range(2)]
+    for i, path in enumerate(files):
+        documents = (torch.arange(PROMPTS * ANSWERS) // ANSWERS).clamp(max=1) + i
+        _with_column(path, "document", documents.tolist())
+    with pytest.raises(RecordError, match=r"answers to one prompt are of several clusters \(document\)"):
+        check_clusters(files, "document")
+    region = TrustRegion(horizon=LONGEST, delta=0.05)
+    how = {"region": region, "prompts": "clustered", "cluster": "document"}
+    found = judge(files, policies[0], **how)
+    assert certify(found.evidence, prompts="clustered").prompts == 3
+    later = judge(files, policies[0], **how, arriving=True)
+    assert later.repeated == ANSWERS, "those of document 1 in the second file"
+    assert len(later.evidence) == (2 * PROMPTS - 1) * ANSWERS
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [(None, "has no column 'document'; it has tokens"), ([0.5], "holds double"), (["a", None], "sequences have no")],
+)
+def test_a_column_that_names_no_clusters_is_refused(drawn, tmp_path, values, words):
+    path, b = write(drawn["full"], tmp_path / "a.parquet"), PROMPTS * ANSWERS
+    if values is not None:
+        _with_column(path, "document", [values[min(i, len(values) - 1)] for i in range(b)])
+    with pytest.raises(RecordError, match=words):
+        check_clusters([path], "document")
+
+
+def test_a_group_is_of_one_document(drawn, tmp_path):
+    split = _with_column(write(drawn["full"], tmp_path / "a.parquet"), "document", list(range(PROMPTS * ANSWERS)))
+    with pytest.raises(RecordError, match="several clusters"):
+        check_clusters([split], "document")
+    other = drawn["full"].with_(prompt_tokens=torch.arange(PROMPTS * ANSWERS),
+                                prompt_cu_seqlens=torch.arange(PROMPTS * ANSWERS + 1))  # fmt: skip
+    split = _with_column(write(other, tmp_path / "b.parquet"), "document", list(range(PROMPTS * ANSWERS)))
+    with pytest.raises(RecordError, match="a group of answers is of several clusters"):
+        check_clusters([split], "document")
 
 
 def test_no_design_is_asked_for_where_no_prompt_comes_twice(policies, drawn, stored, tmp_path):

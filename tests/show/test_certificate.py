@@ -114,7 +114,7 @@ def test_the_verdict_and_every_word_is_there(case: str, width: int):
 @pytest.mark.parametrize("case", ["certified", "paper", "interval", "capped", "stale", "wide"])
 def test_every_number_is_there(case: str, width: int):
     p, text = CASES[case], shown(CASES[case], width)
-    assert len(p.estimates) == 10
+    assert len(p.estimates) == 11
     for name, e in p.estimates.items():
         cells = [number(e.mean), number(e.low), number(e.high)]
         assert row_of(text, *cells), name

@@ -58,6 +58,8 @@ class Proof:
     """`PER_SEQUENCE` for each sequence, and `COLUMNS` (TV if logged) for each token."""
     level: int = 0
     """Prompts whose key is divisible by 2^level are kept."""
+    clustered: bool = False
+    """Whether a draw is a cluster of prompts: `keys` and `draws` number those."""
     reused: bool = False
     """Whether other rollouts of the same weights were used at other steps."""
     masked: bool = False
@@ -105,11 +107,16 @@ class Proof:
             "lengths": lengths,
         }
         arrays = {k: x.numpy().astype((COLUMNS | PER_SEQUENCE)[k]) for k, x in columns.items() if x is not None}
-        keys = _keys(batch)
-        arrays["keys"], arrays["draws"] = keys[chosen.numpy()], _draws(batch, keys)[chosen.numpy()]
+        clustered = batch.clusters is not None and any(batch.clusters)
+        keys = _clusters(batch) if clustered else _keys(batch)
+        draws = keys if clustered else _draws(batch, keys)
+        arrays["keys"], arrays["draws"] = keys[chosen.numpy()], draws[chosen.numpy()]
+        if clustered and not all(batch.clusters or ()):
+            why_not = "some prompts have no cluster, so that what they share with others is unknown; name all (cluster)"
         return Proof(
             order=(newest, int(old), -first),
             arrays=arrays,
+            clustered=clustered,
             reused=bool((touched & (clock != first)).any()),
             masked=bool((sequences.response_lengths != lengths).any()),
             why_not=why_not,
@@ -131,12 +138,15 @@ class Proof:
             return replace(better, reused=better.reused or better.order[0] == worse.order[0] >= 0)
         if not self.arrays or not other.arrays:
             return other if other.arrays or self.why_not == NOTHING else self
+        if self.clustered != other.clustered:
+            return replace(self, why_not="some files name clusters of prompts (cluster) and some do not; name all")
         shared = [name for name in self.arrays if name in other.arrays]
         both = {k: np.concatenate([self.arrays[k], other.arrays[k]]) for k in shared}
         return Proof(
             self.order,
             both,
             0,
+            clustered=self.clustered,
             reused=self.reused or other.reused,
             masked=self.masked or other.masked,
             why_not=self.why_not or other.why_not,
@@ -162,14 +172,9 @@ class Proof:
         limits = load_rules().limits if limits is None else limits
         if self.why_not:
             return _none(self.why_not)
-        distinct, draws = (len(np.unique(self.arrays[name])) for name in ("keys", "draws"))
-        if draws > distinct and prompts is None:
-            return _none(two_readings(draws, distinct, command="offdrift audit --prompts"))
-        if prompts == "drawn" and self.level:
-            return _none(
-                "of so many tokens a share of the prompts is kept, and draws of prompts that are left out cannot be "
-                "counted; audit fewer steps, or --prompts listed"
-            )
+        if refused := self.refuses(prompts):
+            return _none(refused)
+        prompts = "clustered" if self.clustered else prompts
         from offdrift.certificate import Looks, TrustRegion  # few logs hold evidence
         from offdrift.certificate.batch import BatchEvidence
         from offdrift.certificate.certify import certify
@@ -198,19 +203,11 @@ class Proof:
         except OffdriftError as e:
             return _none(str(e))
         certificate = proof.as_dict()
-        # What the log cannot show and the certificate takes for granted, besides `ALWAYS`.
         provided = [
             f"rewards lie in [{fits[0][0]:g}, {fits[0][1]:g}]",
             f"no response can be longer than the longest logged, {longest} tokens",
+            *self.takes_for_granted(prompts),
         ]
-        if self.reused:
-            provided.append(
-                "which rollouts of these weights were used first did not depend on what was drawn, as on their length"
-            )
-        if prompts == "drawn":
-            provided.append("draws of one prompt have group ids of their own, in all files of the step")
-        if self.masked:
-            provided.append("tokens that are not trained on were not drawn by the policy")
         return certificate | {
             "verdict": "; ".join([certificate["verdict"], *provided]),
             "why_not": None,
@@ -219,6 +216,32 @@ class Proof:
             "share_of_prompts": 0.5**self.level,
             "provided": provided,
         }
+
+    def refuses(self, prompts: PromptDesign | None) -> str:
+        """Why these prompts cannot be judged by a design; "" if they can."""
+        if self.clustered and prompts in ("listed", "drawn"):
+            return f"the log names clusters of prompts, each one draw; leave out --prompts {prompts}"
+        distinct, draws = (len(np.unique(self.arrays[name])) for name in ("keys", "draws"))
+        if draws > distinct and prompts is None:
+            return two_readings(draws, distinct, command="offdrift audit --prompts")
+        if prompts == "drawn" and self.level:
+            return (
+                "of so many tokens a share of the prompts is kept, and draws of prompts that are left out cannot be "
+                "counted; audit fewer steps, or --prompts listed"
+            )
+        return ""
+
+    def takes_for_granted(self, prompts: PromptDesign | None) -> list[str]:
+        """What the log cannot show and a certificate takes for granted, besides `ALWAYS`, rewards and lengths."""
+        told = {
+            "which rollouts of these weights were used first did not depend on what was drawn, as on their length": (
+                self.reused
+            ),
+            "draws of one prompt have group ids of their own, in all files of the step": prompts == "drawn",
+            "answers to one prompt are of one cluster": self.clustered,
+            "tokens that are not trained on were not drawn by the policy": self.masked,
+        }
+        return [words for words, applies in told.items() if applies]
 
     def _thinned(self, level: int) -> Proof:
         """Keep only prompts of this sampling level, and raise the level until few enough tokens are left."""
@@ -279,6 +302,11 @@ def _keys(batch: Logged) -> UInt64[np.ndarray, " b"]:
         return mixed(batch.group_ids.numpy().astype(np.uint64))
     ids = [text_id(p.encode(errors="surrogatepass")) for p in batch.prompts]
     return np.array(ids, dtype=np.int64).view(np.uint64)
+
+
+def _clusters(batch: Logged) -> UInt64[np.ndarray, " b"]:
+    """A number for the cluster of each sequence's prompt, the same in all files."""
+    return np.array([text_id(name) for name in batch.clusters or ()], dtype=np.int64).view(np.uint64)
 
 
 def _draws(batch: Logged, keys: UInt64[np.ndarray, " b"]) -> UInt64[np.ndarray, " b"]:

@@ -52,6 +52,7 @@ def audit(
     of: int | None = None,
     look: int | None = None,
     prompts: PromptDesign | None = None,
+    cluster: str | None = None,
     workers: int = 1,
     ray: str | None = None,
     sample_mib: int = 64,
@@ -76,6 +77,8 @@ def audit(
         of: number of policies whose certificates are compared; default: the arms of the run.
         look: number of this look in a series, from 1.
         prompts: "listed" or "drawn", for a certificate where prompts repeat.
+        cluster: column that names what prompts share, for a certificate where some share a source: the same as
+            `columns={"cluster": ...}`.
         workers: processes that read.
         ray: address of a Ray cluster that reads instead.
         sample_mib: amount of the log on which all methods are compared, MiB.
@@ -93,8 +96,10 @@ def audit(
         >>> found.verdict.level, found.findings[0].rule
         ('act', 'wrong_weights')
     """
+    if cluster is not None and prompts is not None:
+        raise BadValueError("cluster and prompts are both given: a cluster is one draw, whatever its prompts; give one")
     options = options_of(
-        columns=columns,
+        columns=columns if cluster is None else {**columns, "cluster": cluster},
         framework=framework,
         method=method,
         temperature=temperature,

@@ -32,7 +32,7 @@ from offdrift.certificate.confidence import Estimate, Looks, check_alpha
 from offdrift.certificate.guarantees import Certificate as Certificate
 from offdrift.certificate.guarantees import Guarantee, Status, masked_guarantee
 from offdrift.certificate.inequalities import pinsker
-from offdrift.certificate.prompts import PromptDesign
+from offdrift.certificate.prompts import DESIGNS, PromptDesign
 from offdrift.certificate.regions import TrustRegion, sample_ratio_error
 from offdrift.certificate.samples import OF_REWARDS, estimates, normal_intervals, power_curve, unit_rewards, unseen
 from offdrift.divergence.evidence import Grade
@@ -111,6 +111,15 @@ LOGGED = {
         "neither",
     ),
     "certificate/look": LoggedNumber("", "number of this look in the run, one per batch; none with `once`", "neither"),
+    "certificate/mean_ratio": LoggedNumber(
+        "1", "mean over sequences of prod_t w_t: at most 1 in expectation if the recorded policy drew them", "neither"
+    ),
+    "certificate/record_refuted": LoggedNumber(
+        "",
+        "1 if that mean is surely above 1: recorded log-probs are not those of the policy that drew, and nothing is "
+        "certified; for a right record with probability alpha / 144 at most",
+        "worse",
+    ),
 }
 """Every number of `Certificate.as_metrics`, in its order."""
 
@@ -146,8 +155,9 @@ def certify(
         fresh: whether the batch was drawn independently of the current policy. It was not if that
             policy has been trained on these prompts' sequences already (a second epoch or
             minibatch): then nothing is certified.
-        prompts: where prompts come more than once, what the batch's `group_ids` number: "listed" distinct prompts, or
-            "drawn" groups of answers, each to a draw of its own. The verdict says what J then averages over.
+        prompts: where prompts come more than once or depend on each other, what the batch's `group_ids` number:
+            "listed" distinct prompts, "drawn" groups of answers, each to a draw of its own, or "clustered" sources that
+            prompts share. The verdict says what J then averages over.
 
     Raises: `BadValueError` for an empty batch, rewards that are NaN or out of range, responses
         longer than the region's horizon, alpha outside (0, 1); `MethodError` for other constants or
@@ -172,7 +182,7 @@ def certify(
     alpha = looks.share(alpha_total)
     check_constants(constants)
     if prompts is not None:
-        check_choice("prompts", prompts, ("listed", "drawn"))
+        check_choice("prompts", prompts, DESIGNS)
     for name in assume:
         check_choice("assume", name, ("kl", "tv"))
     if len(batch) == 0:

@@ -234,11 +234,11 @@ class Certificate:
     """B*: the unified bound at the upper ends of its inputs; None where its premises fell or
     nothing is known."""
     guarantees: tuple[Guarantee, ...]
-    """Lower bounds on J(pi) - J(mu) that this batch supports."""
+    """Lower bounds on J(pi) - J(mu) that this batch supports, if its record is right (`record_refuted`)."""
     fresh: bool
     """Whether the batch was drawn independently of the current policy, and nothing was chosen by its rewards."""
     design: PromptDesign | None = None
-    """Of prompts that come more than once; None where none does."""
+    """Of prompts that come more than once or share a source; None where none does."""
     assumes: frozenset[str] = frozenset()
     """What the evidence itself takes for granted."""
     refuted: int = 0
@@ -267,6 +267,17 @@ class Certificate:
         return prefix if stands else prefix | {"kl_seq", "shift"}
 
     @property
+    def record_refuted(self) -> bool:
+        """Whether the recorded log-probs are not those of the policy that drew, with confidence.
+
+            E_mu[w] = sum of pi over what mu draws <= 1,    refuted if the lower end of the mean ratio exceeds 1
+
+        A right record is refuted with probability `estimates["mean_ratio"].alpha` at most. Nothing is said of a policy
+        that learned from these sequences, which raised their ratios.
+        """
+        return self.fresh and self.estimates["mean_ratio"].low > 1
+
+    @property
     def best(self) -> Guarantee | None:
         """The guarantee with the largest gain; None without rewards."""
         return max(self.guarantees, key=self.gain_of, default=None)
@@ -279,7 +290,7 @@ class Certificate:
     def gain_low(self) -> float:
         """J(pi) - J(mu) is at least this, with probability 1 - alpha_total, see `looks`; -inf if nothing covers."""
         best = self.best
-        return -math.inf if best is None or not self.fresh else self.gain_of(best)
+        return -math.inf if best is None or not self.fresh or self.record_refuted else self.gain_of(best)
 
     @property
     def certified(self) -> bool:
@@ -328,6 +339,14 @@ class Certificate:
             return (
                 "no certificate: the current policy learned from these very prompts, so that no "
                 "interval covers; draw new ones"
+            )
+        if self.record_refuted:
+            ratio = self.estimates["mean_ratio"]
+            return (
+                f"no certificate: the record is refuted. The mean ratio of sequences is {ratio.mean:.4g}, at least "
+                f"{ratio.low:.4g} but for a probability of {ratio.alpha:.2g}, and of log-probs of the policy that drew "
+                "it is at most 1. They are another distribution's: look at temperature, top-p and top-k of the "
+                "rollouts, at the version of the weights, and whether log-probs are raw (`offdrift check`)"
             )
         confidence = f"with probability {1 - self.alpha_total:g} ({self.holds_for}; {best.name})"
         assumed = [] if best.surrogate == "gain" else sorted(self.assumes)
@@ -390,6 +409,8 @@ class Certificate:
             "unseen": self.unseen,
             "alpha": self.alpha,
             "look": self.looks.at,
+            "mean_ratio": means["mean_ratio"],
+            "record_refuted": float(self.record_refuted),
         }
         return {f"certificate/{name}": _plain(x) for name, x in metrics.items()}
 
@@ -422,7 +443,8 @@ class Certificate:
         word = "Certified" if self.certified else "No certificate"
         shape = chart(self.mean_tv.tolist(), name="mean TV by position")
         along = table([("mean TV by position", shape)]) if shape else ""
-        return box(paragraph(self.verdict, strong=word, level=level), table(rows, head) if rows else "", along)
+        shown = table(rows, head) if rows and not self.record_refuted else ""
+        return box(paragraph(self.verdict, strong=word, level=level), shown, along)
 
     def _rows(self) -> list[dict[str, Any]]:
         """Every guarantee beside what it starts from and what it comes to."""
@@ -449,8 +471,8 @@ class Certificate:
 
 FIELDS = (
     "verdict certified gain_low alpha alpha_total holds_for look of anytime about averages_over constants region "
-    "sequences prompts fresh grades assumes refuted unscored premises delta_seen eps_seen kl_seq unseen advice "
-    "mean_tv estimates asymptotic bound margin guarantees"
+    "sequences prompts fresh grades assumes refuted record_refuted unscored premises delta_seen eps_seen kl_seq unseen "
+    "advice mean_tv estimates asymptotic bound margin guarantees"
 )
 """Keys of `Certificate.as_dict`, in its order."""
 

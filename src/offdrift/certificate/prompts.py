@@ -2,19 +2,22 @@
 
 Answers to one prompt are not independent, and a prompt that comes again can mean two things. Taken for the wrong one, a
 certificate is false with certainty as soon as prompts come unequally often: where one prompt has 55 % of the draws and
-loses by the current policy, J over distinct prompts may rise while J over draws falls.
+loses by the current policy, J over distinct prompts may rise while J over draws falls. Prompts that share a source (a
+document, a template, a repository) are no independent draws either: the source is the draw, and J a mean over sources.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-PromptDesign = Literal["listed", "drawn"]
+PromptDesign = Literal["listed", "drawn", "clustered"]
+DESIGNS: tuple[PromptDesign, ...] = ("listed", "drawn", "clustered")
 
 AVERAGED = {
     None: "J averages over the distribution that the prompts were drawn from, and none of them came twice",
     "listed": "J averages over distinct prompts, each counted once however often it was answered",
     "drawn": "J averages over draws of prompts: a prompt counts as often as it is drawn",
+    "clustered": "J averages over clusters of prompts, each counted once however many prompts and answers it has",
 }
 """What J averages over, by design; None where the designs agree, since no prompt came twice."""
 
@@ -22,6 +25,7 @@ DRAWS = {
     None: "prompts are independent draws of one distribution",
     "listed": "the distinct prompts are independent draws of one distribution",
     "drawn": "draws of prompts (each the answers with one group id) are independent, of one distribution",
+    "clustered": "the clusters are independent draws of one distribution, and prompts of one cluster may be anything",
 }
 """What has to hold of prompts, by design."""
 

@@ -28,7 +28,8 @@ SHARES = {
     "prefix_error": 1 / 144,
     "prefix_shift": 1 / 72,
     "kl_seq": 1 / 72,
-    "shift": 1 / 72,
+    "shift": 1 / 144,
+    "mean_ratio": 1 / 144,
     "unseen": 1 / 72,
 }
 """Parts of alpha, the same for every batch: nearly all for the direct guarantee, which can win; together 1."""
@@ -79,12 +80,16 @@ def reward_columns(host: HostEvidence, rewards: Column, accepted: Bool[np.ndarra
     surrogate_masked  M R sum_t (w_t - 1)
     """
     surrogate = rewards * host["excess"]
-    product = np.exp(np.minimum(host["log_product"], LOG_RATIO_LIMIT))
     return {
-        "gain": rewards * (product - 1),
+        "gain": rewards * (_ratio(host) - 1),
         "surrogate": surrogate,
         "surrogate_masked": np.where(accepted, surrogate, 0.0),
     }
+
+
+def _ratio(host: HostEvidence) -> Column:
+    """w = prod_t w_t of each sequence, limited above, which only lowers its mean: E_mu[w] <= 1 if mu drew it."""
+    return np.exp(np.minimum(host["log_product"], LOG_RATIO_LIMIT))
 
 
 class Variable(NamedTuple):
@@ -104,7 +109,7 @@ def variables(
 
     The ranges are known beforehand: `kl_seq` and `shift` are limited by the region, which is the
     premise they serve; `prefix_kl`, `prefix_error` and `prefix_shift` stop at the region's edge whatever the
-    policies do.
+    policies do. `mean_ratio` is at most 1 whatever the policies are, if the recorded one drew: what tests the record.
 
     Args:
         host: the batch.
@@ -119,6 +124,7 @@ def variables(
         "prefix_shift": Variable(host["prefix_shift"], 0.0, widest, "high"),
         "kl_seq": Variable(host["kl_sum"], 0.0, most, "high"),
         "shift": Variable(host["shift"], 0.0, widest, "high"),
+        "mean_ratio": Variable(_ratio(host), 0.0, math.inf, "low"),
     }
     if rewards is not None:
         of_rewards = reward_columns(host, rewards, accepted)
@@ -197,11 +203,49 @@ def power_curve(host: HostEvidence, rewards: Column, *, alpha: float) -> dict[in
     """
     gain = reward_columns(host, rewards, np.ones(len(rewards), dtype=bool))["gain"]
     means = np.maximum(cluster_means(gain, host.group_ids), -1.0)
+    return _curve(means, len(means), high=math.inf, alpha=alpha * SHARES["gain"])
+
+
+PLANNED_DRAWS, ENOUGH = 4096, 0.8
+"""Differences that stand for those of fresh answers, and the probability from which on a plan is enough."""
+
+
+def fresh_curve(host: HostEvidence, rewards: Column, *, alpha: float) -> dict[int, float]:
+    """By number of prompts, the probability that fresh answers of both policies certify a gain: an estimate.
+
+    Answers of mu are the batch's, a prompt's together; those of pi are drawn from the batch by their ratios w, a
+    prompt's together. The two are of another prompt each, so that what is hard about a prompt does not cancel, as it
+    does in a paired difference: real answers do better. Where w varies much, the answers of pi are a guess.
+
+    Args:
+        host: the batch.
+        rewards: in [0, 1].
+        alpha: of the comparison.
+    """
+    rng, ids = np.random.default_rng(0), host.group_ids
+    ids = np.arange(len(rewards)) if ids is None else ids
+    _, group, sizes = np.unique(ids, return_inverse=True, return_counts=True)
+    of_mu = cluster_means(rewards, ids)
+    log_w = np.minimum(host["log_product"], LOG_RATIO_LIMIT)
+    w = np.exp(log_w - log_w.max())
+    start = np.concatenate([[0.0], np.bincount(group, weights=w).cumsum()])
+    order = np.argsort(group, kind="stable")
+    along = w[order].cumsum()
+    picked = rng.choice(len(sizes), PLANNED_DRAWS, p=np.diff(start) / start[-1])
+    answers = int(np.median(sizes))
+    where = start[picked, None] + np.diff(start)[picked, None] * rng.random((PLANNED_DRAWS, answers))
+    of_pi = rewards[order][np.searchsorted(along, where).clip(max=len(rewards) - 1)].mean(1)
+    difference = of_pi - rng.choice(of_mu, PLANNED_DRAWS)
+    return _curve(difference, len(of_mu), high=1.0, alpha=alpha)
+
+
+def _curve(x: Column, prompts: int, *, high: float, alpha: float) -> dict[int, float]:
+    """The power of samples like x, from a quarter of so many prompts on."""
     curve: dict[int, float] = {}
     for doubled in range(-2, 9):
-        size = max(1, round(len(means) * 2.0**doubled))
-        curve[size] = power(means, size, low=-1.0, high=math.inf, alpha=alpha * SHARES["gain"])
-        if curve[size] > 0.99 or 2 * size > LARGEST_PLAN or (doubled >= 0 and means.mean() <= 0):
+        size = max(1, round(prompts * 2.0**doubled))
+        curve[size] = power(x, size, low=-1.0, high=high, alpha=alpha)
+        if curve[size] > 0.99 or 2 * size > LARGEST_PLAN or (doubled >= 0 and x.mean() <= 0):
             break
     return curve
 

@@ -265,6 +265,15 @@ Prompts = Annotated[
         "often as it is drawn.",
     ),
 ]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COLUMN",
+        help="For certificates, if prompts share a source (a document, a template): the column that names it, texts or "
+        "whole numbers. A source is then one draw, and J counts each source once. Without it prompts of one source "
+        "pass for independent, and certificates are false too often.",
+    ),
+]
 Look = Annotated[
     int | None,
     typer.Option(

@@ -11,6 +11,7 @@ import typer
 
 from offdrift.cli.app import (
     AFTER,
+    Cluster,
     Columns,
     Experts,
     FailOn,
@@ -91,6 +92,7 @@ def audit(
     ] = None,
     look: Look = None,
     prompts: Prompts = None,
+    cluster: Cluster = None,
 ) -> None:
     """Find drift in the logs of a run: how much, its cause, and the smallest fix.
 
@@ -124,6 +126,7 @@ def audit(
         "workers": workers,
         "ray": ray,
     }
+    certificates: dict[str, Any] = {"of": of, "look": look, "prompts": prompts, "cluster": cluster}
     folder = out or Path("audits") / _name(logs[0])
     with screen.watching("pieces") as watch:
         watch("loading", 0, 1)
@@ -136,7 +139,7 @@ def audit(
             elif part_of is not None:
                 outcome = read_slice(logs, options_of(**settings), part=part_of, out=folder, watch=watch)
             else:
-                outcome = audited(logs, out=folder, of=of, look=look, prompts=prompts, progress=watch, **settings)
+                outcome = audited(logs, out=folder, progress=watch, **certificates, **settings)
         except KeyboardInterrupt:
             again = shlex.join(["offdrift", *sys.argv[1:]])
             kept = f"what was read is in {folder}. " if not dry_run else ""

@@ -5,15 +5,18 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
 from rich.text import Text
 
-from offdrift.cli.app import AFTER, Look, Of, Prompts, RulesFile, Screen, app
+from offdrift.cli.app import AFTER, Cluster, Look, Of, Prompts, RulesFile, Screen, app
 from offdrift.cli.exit_codes import ExitCode
 from offdrift.texts import read_json
+
+if TYPE_CHECKING:
+    from offdrift.certificate.plan import Plan
 
 
 @app.command(rich_help_panel=AFTER)
@@ -76,9 +79,24 @@ def certify(
         ),
     ] = None,
     power: Annotated[
-        bool, typer.Option("--power", help="Estimate how many prompts would certify the gain that was seen.")
+        bool,
+        typer.Option(
+            "--power",
+            help="Estimate how many prompts would certify the gain that was seen, by rollouts like these and by fresh "
+            "answers of both policies, and say which to use.",
+        ),
+    ] = False,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh",
+            help="Compare two policies by fresh answers of both to the same prompts: `certify A B --fresh` bounds "
+            "J(B) - J(A). Only prompts and rewards are read, from rollouts or rows with prompt and reward (.jsonl, "
+            ".parquet); no log-probs, no --model. Better than ratios where responses are long or policies far apart.",
+        ),
     ] = False,
     prompts: Prompts = None,
+    cluster: Cluster = None,
     rules: RulesFile = None,
     token_budget: Annotated[int, typer.Option(help="Padded tokens per forward pass.")] = 4096,
 ) -> None:
@@ -93,29 +111,37 @@ def certify(
     --look for looks at new ones, --anytime for one policy looked at while rollouts arrive.
 
     A policy that learned from these rollouts can not be certified by them, for instance the model of an
-    arm by the rollouts of that arm. Prompts that come more than once have two readings: --prompts says which.
+    arm by the rollouts of that arm. Prompts that come more than once have two readings: --prompts says which. Prompts
+    that share a source are no independent draws: --cluster names it.
 
     J is the mean reward of a response. Aggregation by response length and normalization by a group's deviation make
     training raise another return, which is said beside it for the model of an arm (`offdrift methods NAME`: raises).
 
     The exit status does not tell whether there is a certificate; "certified" in the JSON does.
 
+    Where ratios say little (long responses, policies far apart), let both policies answer the same prompts and
+    compare the rewards: --fresh. --power says which of the two takes fewer prompts.
+
     \b
     offdrift certify runs/tiny/arms/trm_max
     offdrift certify fresh/ --model checkpoints/step-200 --delta 0.05
     offdrift certify fresh/ --model checkpoints/best --of 8
     offdrift certify fresh/ --model checkpoints/200 --old checkpoints/190
+    offdrift certify fresh/ --model checkpoints/200 --cluster document
+    offdrift certify before.jsonl after.jsonl --fresh
     offdrift certify fresh/*.parquet --model checkpoints/200 --tau 0.05 --json
     """
     from offdrift.certificate import Looks, TrustRegion
     from offdrift.certificate.certify import certify as certificate_of
-    from offdrift.certificate.certify import power as power_of
     from offdrift.certificate.guarantees import ABOUT
+    from offdrift.certificate.plan import plan as plan_of
+    from offdrift.certificate.prompts import PromptDesign
     from offdrift.judge.rules_record import choose_rules, record_above
     from offdrift.models import load_model
     from offdrift.prove.certify import (
         JudgedBatches,
         certificate_view,
+        check_clusters,
         check_design,
         judge,
         longest_response,
@@ -127,7 +153,20 @@ def certify(
         raise typer.BadParameter("--anytime and --look: what holds at every moment is one look; give one of the two")
     if anytime and power:
         raise typer.BadParameter("--anytime and --power: a plan is for a size fixed beforehand; leave out --anytime")
+    if prompts is not None and cluster is not None:
+        raise typer.BadParameter(
+            "--cluster and --prompts: a cluster is one draw, whatever its prompts; give one of the two"
+        )
     looks = Looks(at=look, of=of, anytime=anytime)
+    if fresh:
+        said = {"--model": model, "--anytime": anytime, "--power": power, "--old": old, "--trained-on": trained_on}
+        if wrong := [name for name, value in said.items() if value]:
+            raise typer.BadParameter(
+                f"--fresh and {wrong[0]}: fresh answers are compared by their rewards, at one look"
+            )
+        settings = {"reward_range": reward_range, "looks": looks, "prompts": prompts, "alpha": alpha}
+        compare_fresh(screen, rollouts, cluster=cluster, rules=rules, settings=settings)
+        return
     files = rollout_files(rollouts)
     own = [p / "model" for p in rollouts if (p / "rollouts").is_dir() and (p / "model").is_dir()]
     if model is None:
@@ -136,8 +175,11 @@ def certify(
         model = str(own[0])
     version, chosen = newest_policy(files)
     skipped, files = len(files) - len(chosen), chosen
-    if prompts is None:
+    if cluster is not None:
+        check_clusters(files, cluster)
+    elif prompts is None:
         check_design(files)
+    design: PromptDesign | None = prompts if cluster is None else "clustered"
     trained_on = trained_on or _learned_from(model, files)
     chosen_rules = choose_rules(rules, *record_above(files[0]))
     delta = chosen_rules.rules.limits["trust_region"] if delta is None else delta
@@ -154,7 +196,7 @@ def certify(
         looks=looks,
         constants=constants,
         fresh=not trained_on,
-        prompts=prompts,
+        prompts=design,
     )
     judged: JudgedBatches | None = None
     with screen.until_interrupted("files") as progress:
@@ -175,13 +217,14 @@ def certify(
             tail_log_ratio_cap=tail_log_ratio_cap,
             arriving=anytime,
             old=before,
-            prompts=prompts or "listed",
+            prompts=design or "listed",
+            cluster=cluster or "",
             watch=watch,
         )
     if judged is None:
         raise typer.Exit(ExitCode.INTERRUPTED)
     proof, raised = prove(judged.evidence), _raised_by(model)
-    curve = power_of(judged.evidence, reward_range=reward_range, alpha=alpha, looks=looks) if power else {}
+    planned = plan_of(judged.evidence, reward_range=reward_range, alpha=alpha, looks=looks) if power else None
     if screen.as_json:
         about = {
             "files": judged.files,
@@ -196,7 +239,9 @@ def certify(
             **chosen_rules.rules.as_record(chosen_rules.words),
         }
         if power:
+            curve = {} if planned is None else planned.curves["direct"]
             about["power"] = [{"prompts": n, "probability": p} for n, p in curve.items()]
+            about["plan"] = None if planned is None else planned.as_dict()
         screen.json({**about, **proof.as_dict()})
     else:
         screen.show(certificate_view(proof, width=screen.width, alphas=judged.alphas))
@@ -211,10 +256,11 @@ def certify(
             about += f"; {judged.repeated:,} sequences answer prompts of an earlier file, and were left out"
         screen.out.print(Text(f"{about}. {chosen_rules.words}", style="dim"), soft_wrap=True)
         if power:
-            chances = ", ".join(f"{n:,} prompts {p:.0%}" for n, p in curve.items()) or "no rewards are recorded"
-            screen.show(f"A fresh batch would certify the gain seen here, if these prompts stand for all: {chances}.")
+            show_plan(screen, planned)
             if trained_on:
                 screen.warn("the policy has learned from these prompts: the gain seen here is too large")
+            if proof.record_refuted:
+                screen.warn("the record is refuted: the gain seen here is another policy's")
         if raised is not None:
             words = f"The certificate is about {ABOUT}. What the arm's steps raise ({raised['advantage']}): "
             screen.out.print(Text(f"{words}{raised['words']}.", style="dim" if raised["is_j"] else "yellow"))
@@ -222,6 +268,44 @@ def certify(
         screen.warn(f"interrupted after {judged.files} of {len(files)} files; the numbers are of those")
         raise typer.Exit(ExitCode.INTERRUPTED)
     screen.next(f"offdrift bound --T {longest} --solve delta --target 0.1", "drift for a useful bound")
+
+
+def show_plan(screen: Screen, planned: Plan | None) -> None:
+    """Chances of both routes by number of prompts, and which to use."""
+    if planned is None:
+        screen.show("No rewards are recorded, so that no gain can be planned for.")
+        return
+    titles = {"direct": "Rollouts like these", "fresh": "Fresh answers of both policies (--fresh)"}
+    for route, curve in planned.curves.items():
+        chances = ", ".join(f"{n:,} prompts {p:.0%}" for n, p in curve.items())
+        screen.show(f"{titles[route]} would certify the gain seen here, if these prompts stand for all: {chances}.")
+    screen.show(planned.words)
+
+
+def compare_fresh(
+    screen: Screen, paths: list[Path], *, cluster: str | None, rules: Path | None, settings: dict[str, Any]
+) -> None:
+    """`certify A B --fresh`."""
+    from offdrift.certificate.paired import certify_fresh
+    from offdrift.judge.rules_record import choose_rules, record_above
+    from offdrift.prove.fresh import paired_view, read_answers
+
+    if len(paths) != 2:
+        raise typer.BadParameter(f"--fresh compares two policies, A and B: give two paths, not {len(paths)}")
+    if paths[0].resolve() == paths[1].resolve():
+        raise typer.BadParameter(f"{paths[0]} is named twice: A and B are two policies' answers")
+    chosen = choose_rules(rules, *record_above(paths[0]))
+    alpha = settings["alpha"]
+    limit = chosen.rules.limits["certificate_error"] if alpha is None else alpha
+    a, b = (read_answers(path, cluster=cluster) for path in paths)
+    design = settings["prompts"] if cluster is None else "clustered"
+    proof = certify_fresh(a, b, **{**settings, "alpha": limit, "prompts": design})
+    names = [str(path) for path in paths]
+    if screen.as_json:
+        screen.json({"a": names[0], "b": names[1], **chosen.rules.as_record(chosen.words), **proof.as_dict()})
+        return
+    screen.show(paired_view(proof, names, width=screen.width))
+    screen.out.print(Text(chosen.words, style="dim"), soft_wrap=True)
 
 
 def _raised_by(model: str) -> dict[str, Any] | None:

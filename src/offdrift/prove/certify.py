@@ -28,7 +28,7 @@ from offdrift.errors import RecordError
 from offdrift.logprobs import LogProbs
 from offdrift.records.provenance import Provenance
 from offdrift.records.rollouts import Rollouts
-from offdrift.records.store import read, read_drawn_by, read_prompts
+from offdrift.records.store import read, read_clusters, read_drawn_by, read_prompts
 from offdrift.stats import Alphas, DriftStats, summarize
 
 
@@ -112,6 +112,7 @@ def judge(
     arriving: bool = False,
     old: nn.Module | None = None,
     prompts: PromptDesign = "listed",
+    cluster: str = "",
     watch: Callable[[Path, JudgedBatches], None] = lambda path, so_far: None,
 ) -> JudgedBatches:
     """The evidence about a policy in stored rollouts, sequences in the order of the files and in theirs.
@@ -130,6 +131,8 @@ def judge(
         prompts: what is one independent draw. "listed": a prompt, known by its tokens; one that recurs, in a file or
             in several, is one draw, whatever its group ids. "drawn": a group of a file, whatever its prompt, so that
             nothing is left out where more files arrive. Either way sequences with one group id in a file are one draw.
+            "clustered": what has one value of the column `cluster`, in whatever file.
+        cluster: column of the files that names what prompts share, for "clustered"; `check_clusters` checks it.
 
     Raises: `RecordError` for a file that is none of ours, files without any sequence, log-probs that
         are not those of the policy that was sampled, or more than one rollout policy;
@@ -167,10 +170,12 @@ def judge(
             before = provenance, versions
         if prompts == "drawn":
             ids, groups = _numbered(rollouts.group_ids, groups)
+        elif prompts == "clustered":
+            ids = read_clusters(file, cluster)
         else:
             ids = _least_keys(rollouts.prompt_keys(), rollouts.group_ids)
         rollouts = rollouts.with_(group_ids=ids)
-        if arriving and prompts == "listed":
+        if arriving and prompts != "drawn":
             new = ~torch.isin(rollouts.group_ids, answered)
             answered = torch.cat([answered, rollouts.group_ids.unique()])
             repeated += int((~new).sum())
@@ -218,6 +223,27 @@ def check_design(files: Sequence[Path]) -> None:
         raise RecordError(two_readings(draws, len(keys)))
 
 
+def check_clusters(files: Sequence[Path], column: str) -> None:
+    """Raise `RecordError` unless the prompts of each group, and equal prompts of all files, are of one cluster.
+
+    Args:
+        files: rollouts.
+        column: of the files, naming the cluster of each sequence's prompt.
+    """
+    seen: dict[int, int] = {}
+    for file in files:
+        (prompts, ids), clusters = read_prompts(file), read_clusters(file, column)
+        for prompt, of in zip(prompts.tolist(), clusters.tolist(), strict=True):
+            if seen.setdefault(prompt, of) != of:
+                raise RecordError(
+                    f"{file}: answers to one prompt are of several clusters ({column}), which are then no independent "
+                    "draws; give clusters that share no prompt one name"
+                )
+        pairs = torch.stack([ids, clusters]).unique(dim=1)
+        if pairs.shape[1] > len(ids.unique()):
+            raise RecordError(f"{file}: a group of answers is of several clusters ({column}); a group is one draw")
+
+
 def _least_keys(keys: Tensor, group_ids: Tensor) -> Tensor:
     """The least key of the prompts of each sequence's group: the same number in every file."""
     groups, group = group_ids.unique(return_inverse=True)
@@ -249,6 +275,7 @@ NAMES = {
     "surrogate": "surrogate L'",
     "surrogate_masked": "surrogate of accepted L'_masked",
     "rejected_reward": "reward of rejected sequences",
+    "mean_ratio": "ratio of sequences, at most 1",
     "acceptance": "accepted sequences",
     "prefix_kl": "KL of accepted prefixes, nat",
     "prefix_error": "L'_masked overstates by, at most",
@@ -262,6 +289,7 @@ NAMES = {
 NOTHING = "–"
 """Shown for numbers without a bound or without evidence."""
 NOT_FRESH = "not fresh: the policy was trained on these prompts, so no interval above is valid"
+REFUTED = "the record is refuted: its log-probs are not those of the policy that drew, so no interval above is valid"
 COLORS = {"falsified": "red", "unknown": "yellow", "not falsified": "", "known": "green"}
 
 
@@ -282,7 +310,8 @@ def certificate_view(proof: Certificate, *, width: int = 100, alphas: Alphas | N
         Text(proof.averages_over, style="bold"),
         premises_table(proof),
         estimates_table(proof),
-        *([guarantees_table(proof)] if proof.guarantees else []),
+        *([guarantees_table(proof)] if proof.guarantees and not proof.record_refuted else []),
+        *([Text(REFUTED, style="red")] if proof.record_refuted else []),
         *([] if proof.fresh else [Text(NOT_FRESH, style="yellow")]),
         *([] if proof.advice is None else [Text(proof.advice, style="yellow")]),
         *([] if alphas is None else alphas_view(alphas)),

@@ -256,6 +256,14 @@ class LogValues:
         spellings=("env_name", "data_source"),
         repeats=True,
     )
+    clusters: tuple[str, ...] | None = _row(
+        "sequence",
+        "string",
+        "name of what the prompt shares with others (a document, a template): one independent draw of a certificate",
+        default="prompts share nothing",
+        column="cluster",
+        repeats=True,
+    )
     queue_seconds: Float[Tensor, " b"] | None = _row(
         "sequence",
         "float32",

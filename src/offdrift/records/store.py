@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -46,6 +46,7 @@ from offdrift.records.rollouts import (
     Turns,
     cumulative,
     keys_of,
+    text_id,
 )
 from offdrift.records.schema import ROLLOUTS_KEY
 from offdrift.texts import LARGEST_DATA, check_file, parse_json, read_bytes
@@ -260,6 +261,53 @@ def read_prompts(path: str | os.PathLike[str]) -> tuple[Tensor, Tensor]:
             return torch.zeros(0).long(), torch.zeros(0).long()
         table = table.combine_chunks()
         return keys_of(*_stream(table, "prompt_tokens")), _tensor(table.column("group_id").chunk(0))
+
+
+def read_rewards(path: str | os.PathLike[str]) -> Tensor:
+    """Return the reward of each sequence, and read little else.
+
+    Raises: `RecordError` naming the file if it has no rewards, is missing, corrupt, or not one of ours.
+    """
+    with _table(Path(path), ["reward"]) as (table, _):
+        if "reward" not in table.column_names:
+            raise RecordError(f"{path} has no rewards")
+        return torch.tensor(table.column("reward").to_pylist(), dtype=torch.float32)
+
+
+def read_rows(path: str | os.PathLike[str], columns: Sequence[str]) -> list[dict[str, Any]] | None:
+    """Return some columns of a Parquet file that is not ours, row by row, those that it has; None for one of ours.
+
+    Raises: `RecordError` naming the file if it is missing or corrupt.
+    """
+    try:
+        check_file(path)
+        schema = pq.read_schema(path)
+        if KEY in (schema.metadata or {}):
+            return None
+        return pq.read_table(path, columns=[name for name in columns if name in schema.names]).to_pylist()
+    except (OSError, ValueError, pa.ArrowException) as e:
+        raise RecordError(f"cannot read {path}: {e}") from e
+
+
+def read_clusters(path: str | os.PathLike[str], column: str) -> Tensor:
+    """Return a key of each sequence's value in a column of texts or whole numbers, equal where values are, in any file.
+
+    The column is one that you add to the file: `pyarrow.Table.append_column` keeps the header.
+
+    Raises: `RecordError` naming the file if it has no such column, one of another kind, or missing values in it; and
+        where the file is missing, corrupt, or not one of ours.
+    """
+    with _table(Path(path), [column]) as (table, _):
+        if column not in table.column_names:
+            raise RecordError(f"{path} has no column {column!r}; it has {', '.join(table.column_names)}")
+        kind = table.column(column).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise RecordError(f"{path}: column {column!r} holds {kind}; a cluster is named by a text or a whole number")
+        values = table.column(column).to_pylist()
+        if None in values:
+            raise RecordError(f"{path}: {values.count(None)} of {len(values)} sequences have no {column!r}; name all")
+        return torch.tensor([text_id(str(v)) for v in values], dtype=torch.int64)
 
 
 LARGEST, RATIO = 4 << 30, 128
