@@ -72,6 +72,7 @@ class Weight:
         outside="truncate": W <- min(max(W, floor), cap)
         outside="mask":     W <- 0 where W is outside
         saturation=g:       W <- W / (W + g)
+        gaussian=s:         W <- W exp(-l^2 / (2 s^2))
         normalize=True:     W <- W / m, m the mean of W over the whole step
 
     The weight that is returned lies in [e^-20, e^20] unless a limit says otherwise. Means and sums of
@@ -92,6 +93,8 @@ class Weight:
             0.5 for prefix products, whose log spreads like the square root of the length.
         normalize: mean over tokens; for whole-sequence units, mean over sequences.
         saturation: see above; None for none.
+        gaussian: width of a trust weight in l, nats: a ratio counts for less the farther it is from 1, on either
+            side, and nothing is cut off; None for none.
 
     Example:
         >>> token_tis = Weight(on="mismatch", unit="token", cap=2.0)
@@ -99,7 +102,7 @@ class Weight:
     Reference: truncated importance sampling: Yao et al., "Your efficient RL framework secretly
     brings you off-policy RL training", 2025; sequence form and mask: Liu et al., "When speed kills
     stability", 2025; Ionides, 2008; growth: CTPO, arXiv:2605.07331; saturation: LUFFY,
-    arXiv:2504.14945.
+    arXiv:2504.14945; gaussian: GIPO, arXiv:2603.03955.
     """
 
     on: RatioName
@@ -113,6 +116,7 @@ class Weight:
     growth: float = 0.0
     normalize: bool = False
     saturation: float | None = None
+    gaussian: float | None = None
 
     def __post_init__(self) -> None:
         check_choice("on", self.on, get_args(RatioName))
@@ -120,14 +124,15 @@ class Weight:
         check_choice("outside", self.outside, ("truncate", "mask"))
         check_choice("advantage", self.advantage, get_args(Sign))
         check_choice("outcome", self.outcome, get_args(Outcome))
-        for name in ("cap", "floor", "growth", "saturation", "correct_above"):
+        for name in ("cap", "floor", "growth", "saturation", "gaussian", "correct_above"):
             check_number(name, getattr(self, name))
         if self.cap is not None and self.cap <= 0:
             raise MethodError(f"cap={self.cap} must be positive")
         if self.floor is not None and not 0 <= self.floor <= (self.cap or float("inf")):
             raise MethodError(f"floor={self.floor} must lie in [0, cap={self.cap}]")
-        if self.saturation is not None and self.saturation <= 0:
-            raise MethodError(f"saturation={self.saturation} must be positive")
+        for name in ("saturation", "gaussian"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise MethodError(f"{name}={value} must be positive")
         if self.growth and ((self.cap or 1) < 1 or (self.floor or 1) > 1 or self.floor == 0):
             raise MethodError(
                 f"growth={self.growth} widens limits around 1: floor={self.floor} must lie in "
@@ -154,6 +159,8 @@ class Weight:
         ]
         if self.saturation is not None:
             limits.append(f"W / (W + {self.saturation:g})")
+        if self.gaussian is not None:
+            limits.append(f"times exp(-l^2 / (2 {self.gaussian:g}^2))")
         if self.normalize:
             limits.append("mean 1 over the step")
         where = [] if self.advantage == "any" else [f"advantage is {self.advantage}"]
@@ -250,7 +257,7 @@ class Weight:
                 log_w = torch.where(beyond(unit, edge), at, log_w)
         if self.saturation is not None:
             log_w = log_w - torch.logaddexp(log_w, torch.full_like(log_w, math.log(self.saturation)))
-        return log_w
+        return log_w if self.gaussian is None else log_w - (unit / self.gaussian).square() / 2
 
     def _units(
         self, log_ratio: Float[Tensor, " n"], segments: Segments
@@ -277,6 +284,8 @@ class Weight:
             weight = torch.where(outside, edge, weight)
         if self.saturation is not None:
             weight = weight / (weight + self.saturation)
+        if self.gaussian is not None:
+            weight = weight * (-(log_ratio / self.gaussian).square() / 2).exp()
         return weight, limited
 
 

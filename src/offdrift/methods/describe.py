@@ -30,6 +30,8 @@ UNITS = {
     "token": "each token by itself",
     "prefix": "product of ratios over the tokens up to each one",
     "prefix_min": "each token's ratio, times the smallest one before it",
+    "from_first": "each token, from the first of its response that is outside on",
+    "future": "discounted product of ratios from each token to the end of the response",
     "turn": "geometric mean of ratios over an assistant turn",
     "turn_product": "product of ratios over an assistant turn",
     "turn_arithmetic": "mean of ratios over an assistant turn",
@@ -144,7 +146,7 @@ def ratios(row: Method) -> frozenset[str]:
         ['mismatch', 'staleness']
     """
     deciding = (*row.correction.gates, *row.correction.weights, row.objective)
-    read = (p.on for p in deciding if getattr(p, "statistic", None) != "version_lag")
+    read = (getattr(p, "of", p.on) for p in deciding if getattr(p, "statistic", None) != "version_lag")
     return frozenset(on for on in read if on is not None)
 
 
@@ -190,6 +192,8 @@ def sign(row: Method) -> str:
 
 def stop_gradient(row: Method) -> str:
     """Say whether ratios are constants to the gradient: see `STOPPED`."""
+    if any(getattr(weight, "reads_current", False) for weight in row.correction.weights):
+        return "yes"
     if not ratios(row):
         return "n/a"
     default = "score" if row.objective.on is None else "unit"
@@ -418,7 +422,7 @@ def _weight_in_words(weight: Any) -> str:
     words = f"{unit} weight on {weight.on}"
     if not hasattr(weight, "outside"):
         kind = type(weight).__name__.removesuffix("Weight").lower()
-        return f"{words} ({kind})"
+        return f"{words} ({kind})" if weight.on is not None else f"{unit} weight ({kind}), no correction"
     cap, floor, mask = weight.cap, weight.floor, weight.outside == "mask"
     if cap is not None and floor:
         words += f", {'masked outside' if mask else 'clipped to'} [{floor:g}, {cap:g}]"
@@ -430,6 +434,8 @@ def _weight_in_words(weight: Any) -> str:
         words += f", limits growing with t^{weight.growth:g}"
     if weight.saturation is not None:
         words += f", saturating: w / (w + {weight.saturation:g})"
+    if weight.gaussian is not None:
+        words += f", Gaussian in the log-ratio, width {weight.gaussian:g}"
     if weight.normalize:
         words += ", divided by its mean"
     conditions = {"advantages": weight.advantage, "answers": weight.outcome}
