@@ -164,7 +164,7 @@ ADVANTAGES: dict[str, Estimator] = {
     "batch_mean": Estimator(
         group.batch_mean,
         "reward minus the mean reward of the batch",
-        "FlashREINFORCE, OpenRLHF 0.11.2",
+        "arXiv:2606.17250 (an advantage of the batch); FlashREINFORCE of OpenRLHF 0.11.2",
         siblings=False,
         provided=LARGE,
     ),

@@ -19,6 +19,15 @@ def methods(
     check: Annotated[
         bool, typer.Option("--check", help="Hold the method to the laws that those of the table pass.")
     ] = False,
+    situation: Annotated[
+        str | None,
+        typer.Option(
+            "--for", metavar="SITUATION", help="What an audit said: stale, moe, quantized, async. Suggests three."
+        ),
+    ] = None,
+    search: Annotated[
+        str | None, typer.Option(metavar="WORDS", help="Words in name, summary, weakness, formula or reference.")
+    ] = None,
     unit: Annotated[
         str | None, typer.Option(help="Span over which policies are compared: token, turn, sequence, ...")
     ] = None,
@@ -51,13 +60,26 @@ def methods(
     \b
     offdrift methods                                   all of them
     offdrift methods trm_max                           one of them, in full
+    offdrift methods --for stale                       three to begin with, and why
+    offdrift methods --search quantized                words anywhere in a row
     offdrift methods R3                                a system: who would do it
     offdrift methods --unit sequence --ratio full      for whole responses
     offdrift methods --evidence exact --sign symmetric
     offdrift methods --reference DeepSeek --json       facts and numbers
     offdrift methods mine.py:mine --check              yours, against all laws
     """
-    from offdrift.show.method_table import find, method_list, method_page, select, stored
+    from rich.console import Group
+
+    from offdrift.show.method_table import (
+        chosen,
+        find,
+        method_list,
+        method_page,
+        select,
+        stored,
+        suggested,
+        suggestions,
+    )
 
     if check:
         if name is None:
@@ -66,6 +88,8 @@ def methods(
         return
 
     filters = {
+        "situation": situation,
+        "search": search,
         "unit": unit,
         "ratio": ratio,
         "evidence": evidence,
@@ -90,6 +114,9 @@ def methods(
         row = None
         rows = select(stored()["rows"], **filters)
         shown = method_list(rows, width=screen.width)
+        if situation is not None:
+            situation = chosen("situation", situation)
+            rows, shown = suggested(rows, situation), Group(suggestions(situation), shown)
     if screen.as_json:
         screen.json(rows)
     else:

@@ -142,14 +142,14 @@ class FollowingGate:
             return logprobs.segments.spread(self.distance(logprobs) <= self.width)
 
     def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> StepSums:
-        """|S| of every sequence that has a token; infinity for the others, which `next` leaves out. Gradient: none."""
+        """|S| of every sequence that has a token; -1 for the others, which `next` leaves out. Gradient: none."""
         with torch.no_grad():
             empty = logprobs.segments.lengths == 0
-            return {"distance": self.distance(logprobs).double().masked_fill(empty, torch.inf)}
+            return {"distance": self.distance(logprobs).double().masked_fill(empty, -1.0)}
 
     def next(self, seen: StepSums) -> FollowingGate:
         """The gate of the next step: its width a step nearer to the quantile of this one."""
-        distance = seen["distance"][seen["distance"].isfinite()].sort().values
+        distance = seen["distance"][seen["distance"] >= 0].sort().values
         if not len(distance):
             return self
         quantile = float(distance[math.ceil(self.target * len(distance) - 1e-9) - 1])

@@ -329,7 +329,8 @@ ROWS: dict[str, Method] = {
         summary="PPO whose bounds open in each step until positives carry half of the surrogate",
         mechanism="clip bounds that follow a share of the loss",
         target="negatives that dominate stale batches; entropy collapse",
-        fails="a batch of failures opens both bounds to their maxima",
+        fails="a batch of failures opens both bounds to their maxima; raising the lower one moves the measured share the "
+            "wrong way",
         reference="BAPO, arXiv:2510.18927, official code (ranges [0.6, 0.9] and [1.2, 3] of its README)",
         status="implementation",
     ),

@@ -13,7 +13,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from typing import Any, get_args
 
@@ -23,6 +23,7 @@ from offdrift.advantages import ADVANTAGES
 from offdrift.methods import probe
 from offdrift.methods.load import IN_CODE, code_source, load_method
 from offdrift.methods.method import PLAIN, SINGLE, Method
+from offdrift.methods.situations import SITUATIONS, USED_BY
 from offdrift.methods.table import FAMILIES, METHODS, SYSTEM_FAMILIES, SYSTEMS, System
 from offdrift.ratios import RatioName
 
@@ -362,6 +363,7 @@ def facts(name: str, row: Method) -> dict[str, Any]:
         "reference": row.reference,
         "status": row.status,
         "experimental": row.status == "unverified",
+        "used_by": list(USED_BY.get(name, ())),
         "needs": sorted(row.needs),
         "needs_old": row.needs_old,
         "needs_reference": row.needs_reference,
@@ -511,8 +513,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "certifies": tuple(CERTIFIES),
     "bias": tuple(BIASES),
     "kind": KINDS,
+    "situation": tuple(SITUATIONS),
 }
-"""What each filter of `offdrift methods` can be asked for; `reference` takes any text."""
+"""What each filter of `offdrift methods` can be asked for; `reference` and `search` take any text."""
 WORDS = {
     "unit": UNITS,
     "evidence": EVIDENCE,
@@ -541,5 +544,6 @@ def catalog_text() -> str:
     """The catalog as JSON, a row a line: what `offdrift methods` reads, without waiting for torch."""
     rows = catalog()
     lines = ",\n".join(f"{json.dumps(n)}: {json.dumps(row, ensure_ascii=False)}" for n, row in rows.items())
-    about = json.dumps({"choices": CHOICES, "words": WORDS}, ensure_ascii=False)
+    situations = {name: {**asdict(x), "methods": list(x.methods)} for name, x in SITUATIONS.items()}
+    about = json.dumps({"choices": CHOICES, "words": WORDS, "situations": situations}, ensure_ascii=False)
     return f'{about[:-1]}, "rows": {{\n{lines}\n}}}}\n'

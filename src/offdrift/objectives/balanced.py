@@ -37,7 +37,9 @@ class BalancedClipped:
         low rises from `low` to `low_max` until P >= share (P + N); then high from `high` to `high_max`
         L = max(-A r, -A clip(r, low, high));   where A < 0:  L <- min(L, -A dual_clip)
 
-    Bounds that still miss the share at their maxima stay there. The search starts anew in every step.
+    Bounds that still miss the share at their maxima stay there. The search starts anew in every step. A higher `low`
+    stops more negatives and yet raises N, which counts stopped tokens at the bound: a step that misses the share at
+    first goes through to `low_max`, in the official code as here.
 
     Args:
         low, low_max: first and last lower bound, ratios.
@@ -98,7 +100,9 @@ class BalancedClipped:
         u = ratio(log_ratio(logprobs, on=self.on))
         low, high = (b.to(u) for b in self.bounds(batch_info.seen_by(self, logprobs, advantages)))
         token_losses = larger(-advantages * u, -advantages * u.clamp(low, high))
-        return token_losses if self.dual_clip is None else capped(token_losses, advantages, -advantages * self.dual_clip)
+        return (
+            token_losses if self.dual_clip is None else capped(token_losses, advantages, -advantages * self.dual_clip)
+        )
 
     def bounds(self, seen: StepSums) -> RatioBounds:
         """The bounds of a step from what was observed of it. Gradient: none."""
