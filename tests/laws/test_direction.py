@@ -14,6 +14,8 @@ from offdrift.correction import Correction
 from offdrift.laws.batches import VOCAB, Run, packed, run
 from offdrift.methods import METHODS, Method
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
+from offdrift.objectives.balanced import BalancedClipped
+from offdrift.objectives.classified import Classified
 from offdrift.objectives.clipped import EntropyGrouped, GeometricClipped, QuantizedClipped, Soft
 from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.ewma import ProximalEwma
@@ -81,6 +83,8 @@ CLIPS: dict[type, Callable[[Any], Range | None]] = {
     SecondMomentClipped: second_moment,
     TurnNormalized: turn,
     EntropyGrouped: entropy,
+    # One token that gains carries all at the first bounds; one that loses never carries its share.
+    BalancedClipped: lambda o: Range(o.low_max, o.high, o.dual_clip),
     # Beyond its dual clip a negative push is bounded, not stopped.
     Flipped: lambda o: Range(1 - o.eps_low, 1 + o.eps_high),
 }
@@ -97,7 +101,10 @@ NEVER_STOP: dict[type, str] = {
 }
 """Objectives that keep a gradient by design, and how they limit drift instead."""
 
-COMPARES = {Preference: "pushes the answers of a pair apart, and never stops; a token alone is in no pair"}
+COMPARES = {
+    Preference: "pushes the answers of a pair apart, and never stops; a token alone is in no pair",
+    Classified: "pushes two classes of answers apart, and never stops; a token alone is in one class",
+}
 
 CAPPED = {ImportanceSampled: "a cap ends the push of either sign above it, a shape makes it small"}
 

@@ -53,7 +53,7 @@ def dr_grpo(credit: Credit) -> Float[Tensor, " n"]:
 def batch_mean(credit: Credit) -> Float[Tensor, " n"]:
     """Distance from the mean reward of the batch, over all prompts and processes, in reward units. Gradient: none.
 
-        A_i = R_i - mean of R over the sequences that count
+        A_i = R_i - mean of R over the sequences that count, 0 if none does
 
     Needs no siblings: one answer to each prompt will do. A prompt's difficulty stays in the advantage.
 
@@ -66,7 +66,7 @@ def batch_mean(credit: Credit) -> Float[Tensor, " n"]:
     Reference: the baseline of FlashREINFORCE, OpenRLHF 0.11.2, after a description.
     """
     sums = credit.total(torch.stack([(credit.scores * credit.counts).sum(), credit.counts.sum()]))
-    return credit.segments.spread(credit.scores - sums[0] / sums[1].clamp(min=1))
+    return credit.segments.spread((credit.scores - sums[0] / sums[1].clamp(min=1)).where(sums[1] > 0, 0.0))
 
 
 def grpo_passk(credit: Credit) -> Float[Tensor, " n"]:

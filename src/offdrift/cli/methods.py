@@ -60,7 +60,7 @@ def methods(
     \b
     offdrift methods                                   all of them
     offdrift methods trm_max                           one of them, in full
-    offdrift methods --for stale                       three to begin with, and why
+    offdrift methods --for stale                       three to begin with
     offdrift methods --search quantized                words anywhere in a row
     offdrift methods R3                                a system: who would do it
     offdrift methods --unit sequence --ratio full      for whole responses

@@ -203,7 +203,7 @@ ROWS: dict[str, Method] = {
     ),
     "kl_cov": row(
         CovPenalized(),
-        summary="importance-sampled surrogate with a penalty |log r| on the tokens of highest covariance",
+        summary="importance-sampled surrogate with a penalty |log r|, not eq. 14's KL, on tokens of high covariance",
         mechanism="penalty on high-covariance tokens",
         target="entropy collapse",
         fails="no limit on any other token",
@@ -290,7 +290,7 @@ ROWS: dict[str, Method] = {
         status="implementation",
     ),
     "negative_filter": row(
-        Clipped(), Gate(statistic="ratio", on="full", unit="token", low=0.5, advantage="negative"),
+        Clipped(), Gate(statistic="ratio", on="staleness", unit="token", low=0.5, advantage="negative"),
         advantage="batch_mean",
         summary="PPO; tokens of negative advantage that the policy has already made half as likely are dropped",
         mechanism="one-sided token filter on negatives",
@@ -302,7 +302,7 @@ ROWS: dict[str, Method] = {
     ),
     "mu_grpo": row(
         Clipped(eps_low=0.5, eps_high=1.0),
-        Gate(statistic="ratio", on="full", unit="from_first", low=0.1, advantage="negative"),
+        Gate(statistic="ratio", on="staleness", unit="from_first", low=0.1, advantage="negative"),
         aggregate="seq_mean_token_mean",
         advantage="grpo",
         summary="GRPO with a wide clip; an answer of negative advantage is cut at its first token of ratio below 0.1",
@@ -329,8 +329,8 @@ ROWS: dict[str, Method] = {
         summary="PPO whose bounds open in each step until positives carry half of the surrogate",
         mechanism="clip bounds that follow a share of the loss",
         target="negatives that dominate stale batches; entropy collapse",
-        fails="a batch of failures opens both bounds to their maxima; raising the lower one moves the measured share the "
-            "wrong way",
+        fails="a batch of failures opens both bounds to their maxima; raising the lower one moves the "
+            "measured share the wrong way",
         reference="BAPO, arXiv:2510.18927, official code (ranges [0.6, 0.9] and [1.2, 3] of its README)",
         status="implementation",
     ),

@@ -277,7 +277,8 @@ ROWS: dict[str, Method] = {
         summary="tokens outside ratio [0.8, 1.2] or probability difference 0.2 are dropped",
         mechanism="token filters",
         target="mismatch of the engines",
-        fails="dropping tokens restores no trust region",
+        fails="dropping tokens restores no trust region; beside the first filter the second never acts: "
+            "within ratios of 0.8 and 1.2 no probability moves by 0.2",
         reference="ROLL, mismatch filters",
         status="implementation",
     ),

@@ -111,8 +111,8 @@ class BalancedClipped:
         positive = torch.stack([seen[f"positive_{i}"] for i in range(len(highs))])
         odds = self.share / (1 - self.share)
         low = _first(positive[0] >= odds * negative)
-        high = _first(positive >= odds * negative[low])
-        return RatioBounds(negative.new_tensor(lows)[low], positive.new_tensor(highs)[high])
+        high = _first(positive >= odds * negative.gather(0, low))
+        return RatioBounds(negative.new_tensor(lows).gather(0, low)[0], positive.new_tensor(highs).gather(0, high)[0])
 
     def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> StepSums:
         """N at every lower bound and P at every upper one, float64. Gradient: none."""
@@ -127,6 +127,6 @@ class BalancedClipped:
 
 
 def _first(holds: Tensor) -> Tensor:
-    """Index of the first True; of the last entry if there is none."""
+    """Index of the first True, of the last entry if there is none, as one number to gather by: no host waits for it."""
     at = torch.arange(len(holds), device=holds.device)
-    return at.where(holds, len(holds) - 1).min()
+    return at.where(holds, len(holds) - 1).amin(0, keepdim=True)
