@@ -9,17 +9,15 @@ import math
 from typing import Any
 
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
-from offdrift.objectives.balanced import BalancedClipped
-from offdrift.objectives.classified import Classified
 from offdrift.objectives.clipped import EntropyGrouped, GeometricClipped, QuantizedClipped, Soft
 from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.ewma import ProximalEwma
 from offdrift.objectives.flipped import Flipped
-from offdrift.objectives.preference import Preference
+from offdrift.objectives.preference import Classified, Preference
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic, Regression
-from offdrift.objectives.second_moment import GroupClipped, SecondMomentClipped, VariancePenalized
+from offdrift.objectives.second_moment import BalancedClipped, GroupClipped, SecondMomentClipped, VariancePenalized
 from offdrift.objectives.turns import TurnNormalized
 from tests.laws.definitions import Matrix, Sequence, diagonal, members, ratio, ratio_push, unit_ratio
 

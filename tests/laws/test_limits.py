@@ -20,11 +20,10 @@ from offdrift.correction import (
 from offdrift.laws.batches import Batch, draw, packed, run
 from offdrift.methods import METHODS, Method
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
-from offdrift.objectives.balanced import BalancedClipped
 from offdrift.objectives.clipped import GeometricClipped, QuantizedClipped
 from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
-from offdrift.objectives.second_moment import SecondMomentClipped, VariancePenalized
+from offdrift.objectives.second_moment import BalancedClipped, SecondMomentClipped, VariancePenalized
 from offdrift.objectives.turns import TurnNormalized
 from tests.laws.definitions import Matrix, Sequence, diagonal, gradient, ratio_push, sequences_of
 from tests.laws.formulas import PUSH, covariances, outward, pushes

@@ -10,7 +10,7 @@ from offdrift.errors import MethodError
 from offdrift.laws.batches import packed, seen
 from offdrift.loss import policy_loss
 from offdrift.methods import Method, method
-from offdrift.objectives.balanced import BalancedClipped
+from offdrift.objectives.second_moment import BalancedClipped
 from tests.laws.handmade import made
 
 DEFAULT = BalancedClipped()

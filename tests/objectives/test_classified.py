@@ -7,7 +7,7 @@ from offdrift.errors import EvidenceError
 from offdrift.laws.batches import draw, packed, run
 from offdrift.loss import policy_loss
 from offdrift.methods import method
-from offdrift.objectives.classified import Classified
+from offdrift.objectives.preference import Classified
 
 LENGTHS, GROUPS = [2, 3, 1, 4, 2, 2], [0, 0, 0, 1, 1, 1]
 ADVANTAGES = [1.0, -1.0, 0.5, -0.2, -0.3, 0.9]

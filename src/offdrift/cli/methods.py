@@ -103,12 +103,7 @@ def methods(
     if name is not None:
         if any(value is not None for value in filters.values()):
             raise typer.BadParameter("a name is one row already; give a name or filters")
-        if ":" in name:
-            from offdrift.methods.describe import code_facts
-
-            row = code_facts(name)
-        else:
-            row = find(name)
+        row = _facts(name) if ":" in name else find(name)
         rows, shown = {row["name"]: row}, method_page(row)
     else:
         row = None
@@ -129,6 +124,13 @@ def methods(
         screen.next(f"offdrift train recipes/tiny.toml --set method={row['name']}", "train with it")
     else:
         screen.next("offdrift methods --kind system", "all systems")
+
+
+def _facts(name: str) -> dict[str, Any]:
+    """Facts of a method in code, which takes torch."""
+    from offdrift.methods.describe import code_facts
+
+    return code_facts(name)
 
 
 def _check(screen: Screen, name: str) -> None:

@@ -6,14 +6,13 @@ from offdrift.correction import FutureWeight, Gate, Weight
 from offdrift.methods.method import Interpolated, Method, row
 from offdrift.methods.weighted import TOKEN_BIAS
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
-from offdrift.objectives.balanced import BalancedClipped
 from offdrift.objectives.clipped import QuantizedClipped, Soft
 from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.ewma import ProximalEwma
 from offdrift.objectives.flipped import Flipped
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic
-from offdrift.objectives.second_moment import GroupClipped, SecondMomentClipped, VariancePenalized
+from offdrift.objectives.second_moment import BalancedClipped, GroupClipped, SecondMomentClipped, VariancePenalized
 
 LEAK = "a negative advantage with a large ratio is not clipped, and clipping bounds no divergence"
 

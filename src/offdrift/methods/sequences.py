@@ -9,9 +9,8 @@ from offdrift.methods.method import Method, row
 from offdrift.methods.schedules import EssScale
 from offdrift.methods.weighted import TOKEN_BIAS
 from offdrift.objectives import Clipped, Reinforce
-from offdrift.objectives.classified import Classified
 from offdrift.objectives.clipped import EntropyGrouped, GeometricClipped
-from offdrift.objectives.preference import Preference
+from offdrift.objectives.preference import Classified, Preference
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.regression import Regression
 from offdrift.objectives.turns import TurnNormalized

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from offdrift.batch_info import NO_INFO, BatchInfo, StepSums
-from offdrift.correction.keys import token_keys
+from offdrift.correction.acceptance import token_keys
 from offdrift.correction.statistics import divergence_of
 from offdrift.errors import EvidenceError, MethodError, check_choice, check_number, check_range
 from offdrift.logprobs import LogProbs
