@@ -178,7 +178,7 @@ class Preference:
             }
 
 
-# REAL: right and wrong answers to a prompt as two classes. A push is bounded and falls off once its answer is on its side.
+# REAL: right and wrong answers as two classes. A push is bounded and falls off once its answer is on its side.
 
 
 @dataclass(frozen=True, kw_only=True)
