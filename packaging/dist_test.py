@@ -114,14 +114,22 @@ def build(out: Path, *options: str) -> Path:
     names, others = ({i.filename for i in zipfile.ZipFile(w).infolist()} for w in (wheel, other))
     assert names == others, f"sdist and tree build other wheels: {sorted(names ^ others)[:5]}"
     files = {
-        *(str(p.relative_to(ROOT / "src")) for p in (ROOT / "src").rglob("*") if p.is_file() and "__pycache__" not in p.parts),
+        *(
+            str(p.relative_to(ROOT / "src"))
+            for p in (ROOT / "src").rglob("*")
+            if p.is_file() and "__pycache__" not in p.parts
+        ),
         *(f"offdrift_lab/recipes/{p.name}" for p in (ROOT / "recipes").iterdir() if p.is_file()),
     }
     missing = {name for name in files if "__pycache__" not in name} - names
     assert not missing, f"the wheel lacks {sorted(missing)[:5]}"
     assert "offdrift/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    strangers = {name.split("/")[0] for name in names} - {"offdrift", "offdrift_lab", f"{wheel.name.split('-py3')[0]}.dist-info"}
+    strangers = {name.split("/")[0] for name in names} - {
+        "offdrift",
+        "offdrift_lab",
+        f"{wheel.name.split('-py3')[0]}.dist-info",
+    }
     assert not strangers, f"the wheel installs more than offdrift: {strangers}"
     size = lambda file: f"{file.name} {file.stat().st_size / 1e6:.1f} MB"  # noqa: E731
     print(f"built {size(sdist)}, {size(wheel)}: {len(names)} files, the same from both", flush=True)

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from offdrift.methods import METHODS
+from offdrift.methods.situations import SITUATIONS, USED_BY
 from offdrift.methods.table import SYSTEMS
 from tests.command import Done, command
 
@@ -44,8 +45,40 @@ def test_filters_are_joined(offdrift):
     assert "trm_max_k2" not in done.stdout.split()
 
 
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_a_situation_begins_with_three_suggestions_and_what_speaks_for_them(offdrift, name):
+    done = offdrift("methods", "--for", name, width=80)
+    heading, *numbered = done.stdout.partition("weights  a number")[0].strip().split("\n  ")
+    assert heading.startswith("Begin with")
+    text = said(" ".join(numbered))
+    for number, s in enumerate(SITUATIONS[name].suggested, 1):
+        assert f"{number}. {s.method} {s.evidence} ({s.where})" in text
+    rows = json.loads(offdrift("methods", "--for", name, "--json").stdout)
+    assert set(rows) == set(SITUATIONS[name].methods)
+    first = list(rows)[:3]
+    assert first == [s.method for s in SITUATIONS[name].suggested]
+    assert all(rows[n]["suggested"]["evidence"] for n in first)
+    assert not any("suggested" in row for n, row in rows.items() if n not in first)
+
+
+def test_words_are_searched_in_all_that_is_said_of_a_row(offdrift):
+    rows = json.loads(offdrift("methods", "--search", "QUANTIZED rollouts", "--json").stdout)
+    assert {"tbpo"} <= set(rows) < {*METHODS, *SYSTEMS}
+    both = json.loads(offdrift("methods", "--search", "clip", "--for", "moe", "--json").stdout)
+    assert "espo" in both
+    assert set(both) < set(SITUATIONS["moe"].methods)
+    assert offdrift("methods", "--search", "nothing is called this").code == 1
+
+
+def test_methods_that_most_frameworks_have_are_marked(offdrift):
+    lines = offdrift("methods", width=200).stdout.splitlines()
+    marked = {line.split()[0] for line in lines if line.split()[1:2] == ["★"]}
+    assert marked == set(USED_BY)
+    assert "used by" in offdrift("methods", "gspo").stdout
+
+
 @pytest.mark.parametrize("width", [80, 120, 200])
-@pytest.mark.parametrize("words", [[], ["gspo"], ["keep_routing"], ["--help"]])
+@pytest.mark.parametrize("words", [[], ["gspo"], ["fipo"], ["keep_routing"], ["--help"], ["--for", "async"]])
 def test_it_fits_the_terminal(offdrift, width, words):
     lines = offdrift("methods", *words, width=width).stdout.splitlines()
     assert len(lines) > 14
@@ -56,6 +89,7 @@ def test_it_fits_the_terminal(offdrift, width, words):
     ("words", "code", "message"),
     [
         (["methods", "trm_mx"], 1, "MethodError: no method 'trm_mx'; did you mean trm_max"),
+        (["methods", "--for", "slow"], 1, "--for 'slow' is not one of: stale; moe; quantized; async"),
         (["methods", "--unit", "tokn"], 1, "--unit 'tokn' is not one of: token; prefix;"),
         (["methods", "--unit", "prefix", "--ratio", "mismatch"], 1, "drop --ratio for 3"),
         (["methods", "r3", "--unit", "token"], 2, "give a name or filters"),

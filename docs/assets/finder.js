@@ -1,7 +1,7 @@
 /* The method table, searched and filtered: assets/methods.js has the rows, the address has the choice, nothing is loaded. */
 (() => {
   "use strict";
-  const { rows: BY_NAME, words: WORDS } = window.OFFDRIFT_METHODS;
+  const { rows: BY_NAME, words: WORDS, situations: SITUATIONS } = window.OFFDRIFT_METHODS;
   const ROWS = Object.values(BY_NAME);
   const list = (value) => (value === null || value === undefined || value === "" ? [] : [].concat(value));
 
@@ -46,25 +46,33 @@
   const root = document.getElementById("method-finder");
   const search = make("input", { type: "search", id: "finder-search", placeholder: "word of name, formula, failure or source: DeepSeek, 2512.23075, variance", autocomplete: "off" });
   const selects = new Map(FILTERS.map(([key]) => [key, make("select", { id: `finder-${key}` })]));
+  const audit = make("select", { id: "finder-audit" },
+    make("option", { value: "", textContent: "nothing yet: show all" }),
+    ...Object.entries(SITUATIONS).map(([name, about]) => make("option", { value: name, textContent: about.audit })));
+  const advice = make("div", { className: "finder-advice", hidden: true });
   const count = make("p", { className: "finder-count" });
   count.setAttribute("aria-live", "polite");
   const clear = make("button", { type: "button", className: "md-button finder-clear", textContent: "Clear all" });
   const results = make("div", { className: "finder-results" });
   const boxes = FILTERS.map(([key, label]) => make("label", { htmlFor: `finder-${key}` }, label, selects.get(key)));
   root.append(
+    make("label", { htmlFor: "finder-audit", className: "finder-audit" }, "what did the audit say?", audit),
+    advice,
     make("label", { htmlFor: "finder-search", className: "finder-search" }, "search", search),
     make("div", { className: "finder-filters" }, ...boxes),
     make("div", { className: "finder-bar" }, count, clear),
     results,
   );
 
-  const state = { q: "", open: "" };
+  const state = { audit: "", q: "", open: "" };
   const fromAddress = () => {
     const given = new URLSearchParams(location.hash.slice(1));
+    state.audit = SITUATIONS[given.get("audit")] ? given.get("audit") : "";
     state.q = given.get("q") || "";
     state.open = given.get("open") || "";
     for (const [key] of FILTERS) state[key] = given.get(key) || "";
     search.value = state.q;
+    audit.value = state.audit;
   };
   const toAddress = () => {
     const filled = Object.entries(state).filter(([, value]) => value);
@@ -73,6 +81,7 @@
 
   /** Whether a row is left by every filter but one, whose counts are then of what choosing it would leave. */
   const passes = (row, except) =>
+    (!state.audit || SITUATIONS[state.audit].methods.includes(row.name)) &&
     state.q.toLowerCase().split(/\s+/).every((word) => TEXT.get(row).includes(word)) &&
     FILTERS.every(([key, , values]) => key === except || !state[key] || values(row).includes(state[key]));
 
@@ -112,6 +121,7 @@
     const head = make("summary", {},
       make("span", { className: "finder-name", textContent: row.name }),
       ...chips.filter(Boolean).map((text) => make("span", { className: `chip chip-${text.split(" ")[0]}`, textContent: text })),
+      list(row.used_by).length ? make("span", { className: "chip chip-used", textContent: `★ ${row.used_by.length} frameworks`, title: row.used_by.join(", ") }) : null,
       row.experimental ? make("span", { className: "chip chip-warn", textContent: "experimental" }) : null,
       make("span", { className: "finder-summary", textContent: row.title ? `${row.title}: ${row.summary}` : row.summary }));
     const body = make("dl", {},
@@ -130,6 +140,7 @@
       ...pair("where", row.where),
       ...pair("watch", list(row.watch).join(", ")),
       ...pair("correct with", list(row.related).join(", ")),
+      ...pair("used by", list(row.used_by).join(", ")),
       ...pair("source", row.reference, row.status ? ` (${meaning("status", row.status)})` : ""),
       ...pair("run it", code(row.command)));
     const box = make("details", { id: `method-${row.name}`, open: state.open === row.name }, head, body);
@@ -141,7 +152,18 @@
     return box;
   };
 
+  /** Three methods to begin with, and what speaks for each. */
+  const advise = () => {
+    const about = SITUATIONS[state.audit];
+    advice.hidden = !about;
+    advice.replaceChildren(...(about ? [make("p", { textContent: "Begin with" }), make("ol", {}, ...about.suggested.map((row) =>
+      make("li", {}, make("a", { href: `#method-${row.method}`, className: "finder-name", textContent: row.method,
+        onclick: (event) => { event.preventDefault(); state.open = row.method; toAddress(); show(); document.getElementById(`method-${row.method}`)?.scrollIntoView(); } }),
+      ` ${row.evidence} (${row.where})`)))] : []));
+  };
+
   const show = () => {
+    advise();
     const left = ROWS.filter((row) => passes(row));
     const methods = left.filter((row) => row.kind === "method").length;
     count.textContent = left.length ? `${methods} of ${ROWS.filter((row) => row.kind === "method").length} methods, ${left.length - methods} of ${ROWS.filter((row) => row.kind === "system").length} systems` : "Nothing is left: take a filter back.";
@@ -153,11 +175,13 @@
     show();
   };
 
+  audit.addEventListener("change", () => { state.audit = audit.value; change(); });
   search.addEventListener("input", () => { state.q = search.value.trim(); change(); });
   for (const [key, select] of selects) select.addEventListener("change", () => { state[key] = select.value; change(); });
   clear.addEventListener("click", () => {
     for (const key of Object.keys(state)) state[key] = "";
     search.value = "";
+    audit.value = "";
     change();
     search.focus();
   });

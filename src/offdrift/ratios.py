@@ -107,6 +107,33 @@ def least_before(x: Float[Tensor, " n"], segments: Segments) -> Float[Tensor, " 
     return torch.cat([least.new_zeros(1), least[:-1]]).where(segments.position > 0, 0.0)
 
 
+def discounted_future(x: Float[Tensor, " n"], segments: Segments, *, decay: float) -> Float[Tensor, " n"]:
+    """Sum from each token to the end of its sequence, later tokens counting for less. Gradient: to `x`.
+
+        F_t = sum_{s >= t} decay^(s - t) x_s
+
+    A doubling scan in float64: log2(longest sequence) vector steps.
+
+    Args:
+        x: one number per token, such as a log-ratio, nats.
+        decay: factor per token, in (0, 1].
+
+    Example:
+        >>> import torch
+        >>> discounted_future(torch.tensor([1.0, 2.0, 4.0]), Segments.from_lengths([3]), decay=0.5)
+        tensor([3., 4., 4.])
+
+    Reference: FIPO, arXiv:2603.19835, its discounted future log-ratio.
+    """
+    future, reach = x.double(), 1
+    left = segments.spread(segments.lengths) - segments.position
+    while reach < segments.longest:
+        later = torch.cat([future[reach:], future.new_zeros(reach)])
+        future = future + (decay**reach * later).where(left > reach, 0.0)
+        reach *= 2
+    return future.to(x.dtype)
+
+
 def turns_of(segments: Segments) -> Segments:
     """The turns of a batch; a sequence without recorded turns is one turn."""
     return segments if segments.turns is None else segments.turns

@@ -26,8 +26,8 @@ BY_SEQUENCE = [
     "reinforce_plus_plus_baseline",
     "gdpo",
 ]
-OVER_THE_BATCH = ["gpg", "gdpo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "gae"]
-WITHOUT_SIBLINGS = ["gae", "reinforce_plus_plus", "remax"]
+OVER_THE_BATCH = ["batch_mean", "gpg", "gdpo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "gae"]
+WITHOUT_SIBLINGS = ["batch_mean", "gae", "reinforce_plus_plus", "remax"]
 EVERY = list(ADVANTAGES)
 
 
@@ -43,7 +43,7 @@ def assert_close(got: Tensor, expected: Tensor, *, at_least: int = 1) -> None:
 
 def test_the_table_has_every_name_once_and_only_known_inputs():
     assert set(ADVANTAGES) == set(get_args(AdvantageName))
-    assert len(ADVANTAGES) == 17
+    assert len(ADVANTAGES) == 18
     known = set(inspect.signature(advantages).parameters)
     for row in ADVANTAGES.values():
         assert {*row.needs, *row.reads} <= known

@@ -185,7 +185,7 @@ def test_any_split_between_groups_gives_what_one_pass_gives_where_steps_are_not_
     looks = {n for n, c in CANDIDATES.items() if c.method.needs_whole_step}
     rows = [[r for r in x.table() if r["name"] not in looks] for x in (merged, Counterfactual.of(batch))]
     assert close(*rows, **ROUNDING) > 17 * (len(CANDIDATES) - len(looks))
-    assert len(looks) == 14
+    assert len(looks) == 17
 
 
 ABSENT: list[tuple[str, ...]] = [
@@ -222,13 +222,13 @@ def test_what_a_log_lacks_is_a_sentence_and_nothing_else_changes(absent: tuple[s
             assert any(w in row["why_not"] for w in (*wanted, "log-probs of the rollout policy"))
     expected = {
         ("logp",): 0,
-        ("logp_rollout",): len(CANDIDATES) - 30,  # those compare the trainer's two policies alone
+        ("logp_rollout",): len(CANDIDATES) - 35,  # those compare the trainer's two policies alone
         ("rewards", "group_ids"): 3,  # topr, dispo, dispo_paper
         ("divergences",): 4,  # trm_max, trm_max_tv, trm_avg, trm_max_avg
         ("rollout_version",): 3,  # a3po, echo2, roll_flash
         # dispo, mini_rl, dppo_tv, dppo_kl, both anchored at the old policy, vespo, prime_rl, opsm,
-        # deepseek_v32
-        ("advantages",): 10,
+        # deepseek_v32, asymmetric_tis, spo_scaled, fipo, mu_grpo, negative_filter
+        ("advantages",): 15,
     }
     if absent in expected:
         assert explained - len(OF_DISTRIBUTIONS) == expected[absent]

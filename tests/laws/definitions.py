@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offdrift.correction import VariationalWeight, Weight
+from offdrift.correction import FutureWeight, SignWeight, SurprisalWeight, VariationalWeight, Weight
 from offdrift.laws.batches import VOCAB, Batch
 from offdrift.methods import Method
 from offdrift.methods.method import Interpolated
@@ -146,14 +146,21 @@ def limited(w: Weight, raw: float, position: int) -> float:
     low = 0.0 if w.floor is None else w.floor**step
     high = math.inf if w.cap is None else w.cap**step
     outside = not low <= raw <= high
-    raw = 0.0 if outside and w.outside == "mask" else min(max(raw, low), high)
-    return raw if w.saturation is None else raw / (raw + w.saturation)
+    kept = 0.0 if outside and w.outside == "mask" else min(max(raw, low), high)
+    kept = kept if w.saturation is None else kept / (kept + w.saturation)
+    return kept if w.gaussian is None else kept * math.exp(-(math.log(raw) ** 2) / (2 * w.gaussian**2))
 
 
 def weights_of(w: Any, step: list[Sequence]) -> Matrix:
     """The weight of every token of a step."""
     if isinstance(w, VariationalWeight):
         return [[kernel(w, s, a) for a in s.a] for s in step]
+    if isinstance(w, FutureWeight):
+        return [[future(w, s, t) for t in range(len(s))] for s in step]
+    if isinstance(w, SurprisalWeight):
+        return [[1 / max(-sum(s.pi) / len(s), w.floor)] * len(s) for s in step]
+    if isinstance(w, SignWeight):
+        return [[w.negative if a < 0 else w.positive for a in s.a] for s in step]
     assert isinstance(w, Weight), f"define {type(w).__name__} in tests/laws/definitions.py"
     raw = [[limited(w, ratio(unit_ratio(s, s.l(w.on), t, w.unit)[0]), t + 1) for t in range(len(s))] for s in step]
     if w.normalize:
@@ -162,6 +169,16 @@ def weights_of(w: Any, step: list[Sequence]) -> Matrix:
         mean = sum(counted) / len(counted)
         raw = [[y / mean for y in x] for x in raw]
     return [[x if applies(w, a, s.reward) else 1.0 for x, a in zip(r, s.a)] for r, s in zip(raw, step)]
+
+
+def future(w: FutureWeight, s: Sequence, t: int) -> float:
+    """exp(sum over the tokens from t on of 2^(-distance / half_life) log r), inside its limits."""
+    l = s.l(w.of)  # noqa: E741
+    counted = [x if w.drop_above is None or math.exp(x) <= w.drop_above else 0.0 for x in l]
+    raw = math.exp(sum(2 ** (-(j - t) / w.half_life) * counted[j] for j in range(t, len(l))))
+    inside = min(max(raw, w.floor), w.cap)
+    harmful = w.harmful_above is not None and s.a[t] < 0 and math.exp(l[t]) > w.harmful_above
+    return min(max(inside, 0.8), 1.0) if harmful else inside
 
 
 def applies(w: Weight, a: float, reward: float) -> bool:

@@ -13,11 +13,11 @@ from offdrift.objectives.clipped import EntropyGrouped, GeometricClipped, Quanti
 from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.ewma import ProximalEwma
 from offdrift.objectives.flipped import Flipped
-from offdrift.objectives.preference import Preference
+from offdrift.objectives.preference import Classified, Preference
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic, Regression
-from offdrift.objectives.second_moment import GroupClipped, SecondMomentClipped, VariancePenalized
+from offdrift.objectives.second_moment import BalancedClipped, GroupClipped, SecondMomentClipped, VariancePenalized
 from offdrift.objectives.turns import TurnNormalized
 from tests.laws.definitions import Matrix, Sequence, diagonal, members, ratio, ratio_push, unit_ratio
 
@@ -126,6 +126,39 @@ def second_moment_clipped(o: SecondMomentClipped, s: Sequence, step: Step) -> Ma
 
 def variance_penalized(o: VariancePenalized, s: Sequence, step: Step) -> Matrix:
     return ratio_push(s, o.on, "token", "unit")
+
+
+def balanced(o: BalancedClipped, s: Sequence, step: Step) -> Matrix:
+    """The first low, then the first high, at which positives carry the share; the last of both otherwise."""
+    pairs = [(math.exp(x), a) for q in step for x, a in zip(q.l(o.on), q.a)]
+
+    def carried(low: float, high: float) -> bool:
+        up = sum(a * min(r, high) for r, a in pairs if a >= 0)
+        down = sum(-a * max(r, low) for r, a in pairs if a < 0)
+        return up >= o.share / (1 - o.share) * down
+
+    low, high = o.low, o.high
+    while not carried(low, high) and low < o.low_max - 1e-9:
+        low += o.increment
+    while not carried(low, high) and high < o.high_max - 1e-9:
+        high += o.increment
+
+    def stopped(u: float, a: float, t: int) -> bool:
+        return outward(u, a, low, high) or (o.dual_clip is not None and a < 0 and u > o.dual_clip)
+
+    return ratio_push(s, o.on, "token", "unit", stopped)
+
+
+def classified(o: Classified, s: Sequence, step: Step) -> Matrix:
+    """+-n / tau times the softmax of each class with a logit 0 beside it; nothing where a class is empty."""
+    siblings = [q for q in step if q.group == s.group]
+    sides = {id(q): 1 if q.mean_a > 0 else -1 for q in siblings}
+    logit = {id(q): -sides[id(q)] * sum(q.l(o.on)) / len(q) / o.tau for q in siblings}
+    if len(set(sides.values())) == 1:
+        return [[0.0] * len(s)] * len(s)
+    same = [math.exp(logit[id(q)]) for q in siblings if sides[id(q)] == sides[id(s)]]
+    push = -sides[id(s)] * len(siblings) / o.tau * math.exp(logit[id(s)]) / (1 + sum(same)) / len(s)
+    return [[push] * len(s)] * len(s)
 
 
 def group_clipped(o: GroupClipped, s: Sequence, step: Step) -> Matrix:
@@ -268,6 +301,8 @@ PUSH: dict[type, Any] = {
     Soft: soft,
     SecondMomentClipped: second_moment_clipped,
     VariancePenalized: variance_penalized,
+    BalancedClipped: balanced,
+    Classified: classified,
     GroupClipped: group_clipped,
     PromptDual: prompt_dual,
     CovClipped: cov_clipped,

@@ -61,6 +61,11 @@ def k3(l: float) -> float:  # noqa: E741
     return math.expm1(l) - l
 
 
+def bernoulli_kl(p: float, q: float) -> float:
+    """KL of "this token or not", never negative."""
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
 def binary_kl(p: float, l: float) -> float:  # noqa: E741
     """KL of "this token or not", p to q = p e^l, with the sign of the move; 1e-8 as in DPPO."""
     q = p * math.exp(l)

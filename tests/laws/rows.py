@@ -4,11 +4,11 @@ from offdrift.methods import METHODS, Method
 from offdrift.objectives.clipped import EntropyGrouped, GeometricClipped, QuantizedClipped, Soft
 from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.flipped import Flipped
-from offdrift.objectives.preference import Preference
+from offdrift.objectives.preference import Classified, Preference
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic, Regression
-from offdrift.objectives.second_moment import GroupClipped, SecondMomentClipped, VariancePenalized
+from offdrift.objectives.second_moment import BalancedClipped, GroupClipped, SecondMomentClipped, VariancePenalized
 from offdrift.objectives.turns import TurnNormalized
 
 OBJECTIVES = {
@@ -28,6 +28,9 @@ OBJECTIVES = {
     "aspo, full": Flipped(on="full"),
     "aspo, by entropy": Flipped(eps_low=0.1, eps_high=0.1, eps_high_entropy=(0.4, 0.4)),
     "quatro, fixed": PromptDual(multiplier=1.0),
+    "bapo, full": BalancedClipped(on="full", share=0.7, dual_clip=None),
+    "bapo, no search": BalancedClipped(low=0.8, low_max=0.8, high=1.2, high_max=1.2),
+    "real, full": Classified(on="full", tau=2.0),
     "r2vpo, full": VariancePenalized(on="full"),
     "r2vpo, dear": VariancePenalized(penalty=10.0),
     "r2vpo_clip, full": GroupClipped(on="full", reference=0.1),

@@ -18,11 +18,11 @@ from offdrift.objectives.clipped import EntropyGrouped, GeometricClipped, Quanti
 from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.ewma import ProximalEwma
 from offdrift.objectives.flipped import Flipped
-from offdrift.objectives.preference import Preference
+from offdrift.objectives.preference import Classified, Preference
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic, Regression
-from offdrift.objectives.second_moment import GroupClipped, SecondMomentClipped, VariancePenalized
+from offdrift.objectives.second_moment import BalancedClipped, GroupClipped, SecondMomentClipped, VariancePenalized
 from offdrift.objectives.turns import TurnNormalized
 from tests.laws.handmade import made
 
@@ -81,6 +81,8 @@ CLIPS: dict[type, Callable[[Any], Range | None]] = {
     SecondMomentClipped: second_moment,
     TurnNormalized: turn,
     EntropyGrouped: entropy,
+    # One token that gains carries all at the first bounds; one that loses never carries its share.
+    BalancedClipped: lambda o: Range(o.low_max, o.high, o.dual_clip),
     # Beyond its dual clip a negative push is bounded, not stopped.
     Flipped: lambda o: Range(1 - o.eps_low, 1 + o.eps_high),
 }
@@ -97,7 +99,10 @@ NEVER_STOP: dict[type, str] = {
 }
 """Objectives that keep a gradient by design, and how they limit drift instead."""
 
-COMPARES = {Preference: "pushes the answers of a pair apart, and never stops; a token alone is in no pair"}
+COMPARES = {
+    Preference: "pushes the answers of a pair apart, and never stops; a token alone is in no pair",
+    Classified: "pushes two classes of answers apart, and never stops; a token alone is in one class",
+}
 
 CAPPED = {ImportanceSampled: "a cap ends the push of either sign above it, a shape makes it small"}
 

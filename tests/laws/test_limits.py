@@ -7,14 +7,23 @@ from typing import Any
 import pytest
 import torch
 
-from offdrift.correction import Correction, Gate, LengthNeutralGate, Weight
+from offdrift.correction import (
+    Correction,
+    FollowingGate,
+    FutureWeight,
+    Gate,
+    LengthNeutralGate,
+    RandomGate,
+    SignWeight,
+    Weight,
+)
 from offdrift.laws.batches import Batch, draw, packed, run
 from offdrift.methods import METHODS, Method
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
 from offdrift.objectives.clipped import GeometricClipped, QuantizedClipped
 from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
-from offdrift.objectives.second_moment import SecondMomentClipped, VariancePenalized
+from offdrift.objectives.second_moment import BalancedClipped, SecondMomentClipped, VariancePenalized
 from offdrift.objectives.turns import TurnNormalized
 from tests.laws.definitions import Matrix, Sequence, diagonal, gradient, ratio_push, sequences_of
 from tests.laws.formulas import PUSH, covariances, outward, pushes
@@ -32,6 +41,7 @@ NO_LIMITS: dict[type, dict[str, Any]] = {
     GeometricClipped: {"eps_low": FAR, "eps_high": FAR},
     QuantizedClipped: {"eps_low": 1.0, "eps_high": FAR, "cap": FAR},
     SecondMomentClipped: {"budget": FAR},
+    BalancedClipped: {"low": 0.0, "low_max": 0.0, "high": FAR, "high_max": FAR, "dual_clip": None},
     TurnNormalized: {"eps_low": 1 - NEAR, "eps_high": FAR},
     CovClipped: {"eps_low": 1.0, "eps_high": FAR, "cov_high": FAR, "cov_low": FAR / 2},
     CovPenalized: {"coef": 0.0},
@@ -50,6 +60,8 @@ OTHER_FORM = {
     "r2vpo_clip": "a clip whose width is at most 0.5",
     "ppo_ewma": "one width for both sides, below 1: a positive push always stops at ratio 2",
     "vespo": "a kernel that vanishes in both tails",
+    "asympo": "divided by the answer's surprisal, whatever its parameters",
+    "real": "a logistic loss of two classes",
 }
 """Rows that no parameter turns into importance sampling: their published formula is asserted."""
 
@@ -58,15 +70,23 @@ def free_gate(gate: Any) -> Any:
     """A gate that rejects nothing."""
     if isinstance(gate, LengthNeutralGate):
         return replace(gate, high=FAR)
+    if isinstance(gate, FollowingGate):
+        return replace(gate, width=FAR)
+    if isinstance(gate, RandomGate):
+        return replace(gate, limit=NEAR)
     assert isinstance(gate, Gate), f"say which limits of {type(gate).__name__} are no limits"
     low = 1e-300 if gate.statistic == "ratio" else -FAR
     return replace(gate, low=None if gate.low is None else low, high=None if gate.high is None else FAR)
 
 
 def free_weight(weight: Any) -> Any:
-    """A weight that is the ratio itself."""
+    """A weight that is the ratio itself; 1 of one that corrects for none."""
+    if isinstance(weight, FutureWeight):
+        return replace(weight, floor=1.0, cap=1.0, harmful_above=None)
+    if isinstance(weight, SignWeight):
+        return SignWeight()
     assert isinstance(weight, Weight), f"say which limits of {type(weight).__name__} are no limits"
-    return replace(weight, cap=None, floor=None, saturation=None, normalize=False)
+    return replace(weight, cap=None, floor=None, saturation=None, gaussian=None, normalize=False)
 
 
 def without_limits(row: Method) -> Method:

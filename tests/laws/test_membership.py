@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from offdrift.correction import Correction, Gate, LengthNeutralGate
+from offdrift.correction import Correction, FollowingGate, Gate, LengthNeutralGate, RandomGate
 from offdrift.laws.batches import DIVERGENCES, Batch, Run, packed, run
 from offdrift.methods import METHODS, Method
 from tests.laws.definitions import sequences_of, untouched
-from tests.laws.handmade import ASIDE, MU, binary_kl, k3, made, solve
+from tests.laws.handmade import ASIDE, MU, bernoulli_kl, binary_kl, k3, made, solve
 
 TINY = 1e-9
 """Relative distance from a bound; rounding is a thousand times smaller."""
 ALL = [(n, i, g) for n, row in METHODS.items() for i, g in enumerate(row.correction.gates)]
 GATES = [(n, i) for n, i, g in ALL if isinstance(g, Gate)]
+SHARES = [g for _, _, g in ALL if isinstance(g, RandomGate | FollowingGate)]
 LENGTH_NEUTRAL = [(n, g) for n, _, g in ALL if isinstance(g, LengthNeutralGate)]
 every_gate = pytest.mark.parametrize(("name", "i"), GATES)
 
@@ -34,13 +35,29 @@ def places(statistic: str, value: float) -> list[float]:
         return [solve(k3, value, 0, 5), solve(k3, value, -5, 0)]
     if statistic == "abs_log_ratio":
         return [value, -value]
+    if statistic == "exp_abs_log_ratio":  # 1 and less: the policies agree, and there is nothing below
+        return [math.log(max(value, 1.0)), -math.log(max(value, 1.0))]
+    if statistic.startswith("binary_kl_"):
+        return two_sided(statistic, value)
     if statistic == "ratio_error":
         return [math.log1p(value), *([math.log1p(-value)] if value < 1 else [])]
     if statistic == "binary_tv":
-        return [math.log1p(value / P)]
+        return [math.log1p(max(value, -P * (1 - 1e-9)) / P)]  # no probability falls below 0
     if statistic == "binary_kl":
         return [solve(lambda l: binary_kl(P, l), value, -3, 1.1)]  # noqa: E741
     raise NotImplementedError(f"write down where {statistic} has a given value")
+
+
+def two_sided(statistic: str, value: float) -> list[float]:
+    """Log-ratios above and below 0 at which an unsigned binary KL has this value."""
+    both = {
+        "binary_kl_forward": lambda q: bernoulli_kl(P, q),
+        "binary_kl_reverse": lambda q: bernoulli_kl(q, P),
+        "binary_kl_max": lambda q: max(bernoulli_kl(P, q), bernoulli_kl(q, P)),
+    }[statistic]
+    of = lambda l: both(P * math.exp(l))  # noqa: E731, E741
+    below, top = solve(of, value, -17, 0), 1.1
+    return [solve(of, value, 0, top) if of(top) > value else below, below]  # large ones are beyond probability 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +102,20 @@ def of_unit(gate: Gate, value: float) -> list[float]:
         return [value]
     if gate.statistic == "version_lag":
         return [0.0, value, min(value, 1.0)]
-    if gate.unit == "seq_max":
+    if gate.unit in ("seq_max", "from_first"):
         return [0.2 * value, value, 0.5 * value]
     parts = [0.5, 1.0, 1.5] if gate.unit == "seq_mean" else [1 / 6, 1 / 3, 1 / 2]
     return [x * value for x in parts]
+
+
+TWO_SIDED = ("k2", "k3", "abs_log_ratio", "exp_abs_log_ratio", "ratio_error", "binary_kl_forward", "binary_kl_max")
 
 
 def cases(gate: Gate) -> list[Case]:
     found = []
     for side, value in sides(gate):
         values = of_unit(gate, value)
-        symmetric = gate.statistic in ("k2", "k3", "abs_log_ratio", "ratio_error")
+        symmetric = gate.statistic in TWO_SIDED
         for sign in range(2 if symmetric else 1):
             found += [Case(side=side, a=a, values=values, sign=sign) for a in (1.0, -1.0, 0.0)]
     return found
@@ -167,7 +187,8 @@ def test_a_gate_keeps_what_is_inside_its_bounds(name, i):
     row = METHODS[name]
     gate = row.correction.gates[i]
     found = cases(gate)
-    expected = [passes(gate, c) for c in found for _ in c.values]
+    spared = gate.unit == "from_first"  # the first token stands before the one that is outside
+    expected = [passes(gate, c) or (spared and t == 0) for c in found for t in range(len(c.values))]
     check_decided(row, gate, batch_of(gate, found), expected)
     assert len(found) >= 9
     assert any(expected)
@@ -221,6 +242,7 @@ def test_the_length_neutral_gate_weighs_by_what_is_left(name, gate):
 
 
 def test_every_gate_of_the_table_was_looked_at():
-    assert len(GATES) + len(LENGTH_NEUTRAL) == len(ALL) >= 40
+    assert {type(g) for g in SHARES} == {RandomGate, FollowingGate}, "tests/correction/test_acceptance.py"
+    assert len(GATES) + len(LENGTH_NEUTRAL) + len(SHARES) == len(ALL) >= 40
     conditions = {g.advantage for _, _, g in ALL if isinstance(g, Gate)}
     assert {"any", "negative", "outward"} <= conditions

@@ -63,12 +63,35 @@ def preference(step: list[Sequence]) -> list[list[float]]:
     return found
 
 
+def over_surprisal(step: list[Sequence]) -> list[list[float]]:
+    """-A / T over the answer's mean surprisal."""
+    return [[-a / -sum(s.pi) for a in s.a] for s in step]
+
+
+def half_of_negatives(step: list[Sequence]) -> list[list[float]]:
+    return [[-a / len(s) * (0.5 if a < 0 else 1.0) for a in s.a] for s in step]
+
+
+def classes(step: list[Sequence]) -> list[list[float]]:
+    """All scores are 0: n / tau / (1 + answers of its class) for a right answer, less that for a wrong one."""
+    found = []
+    for s in step:
+        siblings = [q for q in step if q.group == s.group]
+        same = sum((q.mean_a > 0) == (s.mean_a > 0) for q in siblings)
+        push = 0.0 if same == len(siblings) else 2 * len(siblings) / (1 + same) * (-1 if s.mean_a > 0 else 1)
+        found.append([push / len(s)] * len(s))
+    return found
+
+
 EXCEPTIONS: dict[str, tuple[str, Callable[[list[Sequence]], list[list[float]]]]] = {
     "shaped_is": ("w / (w + 0.1) is below 1 at w = 1", saturated),
     "logit_fusion_shaped": ("the slope of u / (u + 0.1) is 0.083 at u = 1", shaped),
     "ctpo_paper": ("early tokens collect every later advantage", through_the_prefix),
     "espo": ("groups of a sequence weigh alike, not tokens", entropy_groups),
     "oapl": ("fits rewards; reads no advantages", regression),
+    "asympo": ("divides by the answer's surprisal", over_surprisal),
+    "spo_scaled": ("negatives count half", half_of_negatives),
+    "real": ("two classes of answers", classes),
     "online_dpo": ("compares rewards; reads no advantages", preference),
 }
 """Rows that are not the policy gradient even on policy: why, and what they are instead."""

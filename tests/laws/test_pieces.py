@@ -144,9 +144,13 @@ def test_what_the_pieces_saw_is_what_the_whole_saw(name):
 
 def check_same_numbers(one: Method, other: Method) -> None:
     assert one.objective.formula == other.objective.formula
+    assert one.correction.gates == other.correction.gates
 
 
-LOOKS_LATER = {"r2vpo": "what it sees sets the price of the next step"}
+LOOKS_LATER = {
+    "r2vpo": "what it sees sets the price of the next step",
+    "ac_mis_po": "what it sees sets the bounds of the next step",
+}
 
 
 @pytest.mark.parametrize("name", [n for n, row in METHODS.items() if row.observers])

@@ -157,6 +157,8 @@ def test_the_effective_sample_size_of_a_rows_weights_is_that_of_the_ratios(name,
     log_w = per_unit(ratios, given.lp.segments, unit=weight.unit)
     if weight.saturation is not None:
         log_w = log_w - torch.logaddexp(log_w, torch.tensor(math.log(weight.saturation)).double())
+    if weight.gaussian is not None:
+        log_w = log_w - (log_w / weight.gaussian) ** 2 / 2
     if weight.advantage != "any":
         sign = 1 if weight.advantage == "positive" else -1
         log_w = log_w.where(sign * given.advantages > 0, 0.0)
@@ -240,6 +242,7 @@ FREE = [
     and not c.method.correction.gates
     and all(isinstance(w, Weight) and not w.floor and w.advantage == "any" for w in weights)
     and all(w.unit in ("token", "sequence", "geometric") and w.saturation is None for w in weights)
+    and all(w.gaussian is None for w in weights)
 ]
 
 

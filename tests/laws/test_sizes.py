@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from offdrift.correction import Correction, VariationalWeight, Weight
+from offdrift.correction import Correction, FutureWeight, SignWeight, SurprisalWeight, VariationalWeight, Weight
 from offdrift.laws.batches import Run, packed, run
 from offdrift.methods import METHODS
 from tests.laws.handmade import made
@@ -58,6 +58,13 @@ def size(weight: Weight, raw: float) -> float:
     return raw if weight.saturation is None else raw / (raw + weight.saturation)
 
 
+def trust(weight: Weight, log_ratio: torch.Tensor) -> torch.Tensor:
+    """The Gaussian factor of log-ratios; 1 of a weight without one."""
+    if weight.gaussian is None:
+        return torch.ones_like(log_ratio)
+    return (-(log_ratio**2) / (2 * weight.gaussian**2)).exp()
+
+
 def ratios(weight: Weight) -> list[float]:
     """Far and just outside, just and far inside of each limit, and 1."""
     floor, cap = weight.floor or 1e-4, weight.cap or 400.0
@@ -71,7 +78,7 @@ def test_a_cap_is_a_cap_and_a_floor_is_a_floor(name, i):
     weight = METHODS[name].correction.weights[i]
     cases = [(x, a) for x in ratios(weight) for a in (1.0, -1.0, 0.0)]
     batch = made(weight.on, [math.log(x) for x, _ in cases], [a for _, a in cases], aside=0.01)
-    sizes = [size(weight, x) for x, _ in cases]
+    sizes = [size(weight, x) * float(trust(weight, double(math.log(x)))) for x, _ in cases]
     mean = sum(sizes) / len(sizes) if weight.normalize else 1.0
     expected = [s / mean if applies(weight, a) else 1.0 for s, (_, a) in zip(sizes, cases)]
     got = weighed(name, weight, batch).result.corrected
@@ -108,6 +115,7 @@ def test_a_weight_is_taken_over_its_unit(name, i):
     expected = double(UNITS[weight.unit]).exp()
     if weight.saturation is not None:
         expected = expected / (expected + weight.saturation)
+    expected = expected * trust(weight, double(UNITS[weight.unit]))
     for a in (1.0, -1.0):
         got = weighed(name, weight, made(weight.on, L, [a] * 4, turns=TURNS, aside=0.01))
         wanted = expected if applies(weight, a) else torch.ones(4, dtype=torch.float64)
@@ -121,6 +129,7 @@ def test_a_weight_beyond_twenty_nats_stays_there(name, i):
     expected = double([20.0, -20.0]).exp()
     if weight.saturation is not None:
         expected = expected / (expected + weight.saturation)
+    expected = expected * trust(weight, double([20.0, -20.0]))
     if not applies(weight, -1.0):
         expected = torch.ones(2, dtype=torch.float64)
     torch.testing.assert_close(got.result.corrected.weight, expected, rtol=1e-12, atol=0)
@@ -182,7 +191,11 @@ def test_the_kernel_of_a_sequence(name, i):
 
 
 def test_every_weight_of_the_table_was_looked_at():
-    assert len(WEIGHTS) + len(KERNELS) == len(ALL) >= 40
+    others = [w for _, _, w in ALL if not isinstance(w, Weight | VariationalWeight)]
+    assert {type(w) for w in others} == {FutureWeight, SignWeight, SurprisalWeight}, (
+        "tests/correction/test_influence.py"
+    )
+    assert len(WEIGHTS) + len(KERNELS) + len(others) == len(ALL) >= 40
     assert len(GROWING) >= 1
     assert {w.outside for _, _, w in ALL if isinstance(w, Weight)} == {"truncate", "mask"}
     conditions = {w.advantage for _, _, w in ALL if isinstance(w, Weight)}

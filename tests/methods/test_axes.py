@@ -25,6 +25,8 @@ ALL = pytest.mark.parametrize("name", METHODS)
 # What a method shares between tokens without that the log-probs of one change the loss of another here.
 UNSEEN = {
     "m2po": "the least widths bind on this batch",
+    "bapo": "the search ends at the same bounds on this batch",
+    "ac_mis_po": "the bounds move between steps",
     "r2vpo": "the price of variance moves between steps",
     "r2vpo_clip": "the range of widths binds on this batch",
     "quatro": "the multiplier is that of rewards",
@@ -38,6 +40,8 @@ NOT_AN_INTEGRAL = {
     "a3po": "the anchor holds the current policy, stopped",
     "aspo": "the flip divides by the stopped ratio",
     "st_ppo_renorm": "the mean that ratios are divided by is stopped",
+    "fipo": "the weight of what follows holds the current policy, stopped",
+    "real": "every answer carries its prompt's loss, and the gradient is its own part of it",
     "online_dpo": "each answer's loss is half a pair's, and the gradient is its own part of the pair's",
 }
 

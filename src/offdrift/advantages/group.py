@@ -50,6 +50,25 @@ def dr_grpo(credit: Credit) -> Float[Tensor, " n"]:
     return credit.segments.spread(_centered(credit))
 
 
+def batch_mean(credit: Credit) -> Float[Tensor, " n"]:
+    """Distance from the mean reward of the batch, over all prompts and processes, in reward units. Gradient: none.
+
+        A_i = R_i - mean of R over the sequences that count, 0 if none does
+
+    Needs no siblings: one answer to each prompt will do. A prompt's difficulty stays in the advantage.
+
+    Example:
+        >>> import offdrift as od
+        >>> s = od.Segments.from_lengths([2, 1])
+        >>> od.advantages(torch.tensor([1.0, 0.0]), s, how="batch_mean")
+        tensor([ 0.5000,  0.5000, -0.5000])
+
+    Reference: the baseline of FlashREINFORCE, OpenRLHF 0.11.2, after a description.
+    """
+    sums = credit.total(torch.stack([(credit.scores * credit.counts).sum(), credit.counts.sum()]))
+    return credit.segments.spread((credit.scores - sums[0] / sums[1].clamp(min=1)).where(sums[1] > 0, 0.0))
+
+
 def grpo_passk(credit: Credit) -> Float[Tensor, " n"]:
     """Only the best sibling learns: its lead over the second best. Gradient: none.
 

@@ -92,6 +92,7 @@ AdvantageName = Literal[
     "grpo",
     "grpo_vectorized",
     "dr_grpo",
+    "batch_mean",
     "grpo_passk",
     "rloo",
     "rloo_vectorized",
@@ -160,6 +161,13 @@ ADVANTAGES: dict[str, Estimator] = {
         provided=MANY,
     ),
     "dr_grpo": Estimator(group.dr_grpo, "reward minus the group's mean", "arXiv:2503.20783"),
+    "batch_mean": Estimator(
+        group.batch_mean,
+        "reward minus the mean reward of the batch",
+        "arXiv:2606.17250 (an advantage of the batch); FlashREINFORCE of OpenRLHF 0.11.2",
+        siblings=False,
+        provided=LARGE,
+    ),
     "grpo_passk": Estimator(
         group.grpo_passk,
         "the best sequence's lead over the second best, in standard deviations; others 0",

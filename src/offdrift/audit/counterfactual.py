@@ -128,7 +128,7 @@ class Decisions:
         if not batch.num_tokens and (batch.pairs or batch.logp_rollout is not None):
             return "no token in the log has log-probs of every policy"
         parts = (*method.correction.gates, *method.correction.weights, method.objective)
-        of_staleness = method.anchor is None and all(part.on == "staleness" for part in parts)
+        of_staleness = method.anchor is None and all(getattr(part, "of", part.on) == "staleness" for part in parts)
         if batch.logp_rollout is not None or of_staleness:
             return ""
         return "the log holds no log-probs of the rollout policy"

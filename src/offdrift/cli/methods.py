@@ -23,6 +23,15 @@ def methods(
     check: Annotated[
         bool, typer.Option("--check", help="Hold the method to the laws that those of the table pass.")
     ] = False,
+    situation: Annotated[
+        str | None,
+        typer.Option(
+            "--for", metavar="SITUATION", help="What an audit said: stale, moe, quantized, async. Suggests three."
+        ),
+    ] = None,
+    search: Annotated[
+        str | None, typer.Option(metavar="WORDS", help="Words in name, summary, weakness, formula or reference.")
+    ] = None,
     unit: Annotated[
         str | None, typer.Option(help="Span over which policies are compared: token, turn, sequence, ...")
     ] = None,
@@ -55,13 +64,26 @@ def methods(
     \b
     offdrift methods                                   all of them
     offdrift methods trm_max                           one of them, in full
+    offdrift methods --for stale                       three to begin with
+    offdrift methods --search quantized                words anywhere in a row
     offdrift methods R3                                a system: who would do it
     offdrift methods --unit sequence --ratio full      for whole responses
     offdrift methods --evidence exact --sign symmetric
     offdrift methods --reference DeepSeek --json       facts and numbers
     offdrift methods mine.py:mine --check              yours, against all laws
     """
-    from offdrift.show.method_table import find, method_list, method_page, select, stored
+    from rich.console import Group
+
+    from offdrift.show.method_table import (
+        chosen,
+        find,
+        method_list,
+        method_page,
+        select,
+        stored,
+        suggested,
+        suggestions,
+    )
 
     if check:
         if name is None:
@@ -70,6 +92,8 @@ def methods(
         return
 
     filters = {
+        "situation": situation,
+        "search": search,
         "unit": unit,
         "ratio": ratio,
         "evidence": evidence,
@@ -83,17 +107,15 @@ def methods(
     if name is not None:
         if any(value is not None for value in filters.values()):
             raise typer.BadParameter("a name is one row already; give a name or filters")
-        if ":" in name:
-            from offdrift.methods.describe import code_facts
-
-            row = code_facts(name)
-        else:
-            row = find(name)
+        row = _facts(name) if ":" in name else find(name)
         rows, shown = {row["name"]: row}, method_page(row)
     else:
         row = None
         rows = select(stored()["rows"], **filters)
         shown = method_list(rows, width=screen.width)
+        if situation is not None:
+            situation = chosen("situation", situation)
+            rows, shown = suggested(rows, situation), Group(suggestions(situation), shown)
     if screen.as_json:
         screen.json(rows)
     else:
@@ -106,6 +128,13 @@ def methods(
         screen.next(f"offdrift train recipes/tiny.toml --set method={row['name']}", "train with it")
     else:
         screen.next("offdrift methods --kind system", "all systems")
+
+
+def _facts(name: str) -> dict[str, Any]:
+    """Facts of a method in code, which takes torch."""
+    from offdrift.methods.describe import code_facts
+
+    return code_facts(name)
 
 
 def _check(screen: Screen, name: str) -> None:

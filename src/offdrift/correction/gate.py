@@ -29,10 +29,10 @@ from offdrift.correction.statistics import (
 )
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
-from offdrift.ratios import RatioName, stopped_log_ratio
+from offdrift.ratios import RatioName, stopped_log_ratio, turns_of
 from offdrift.segments import Segments
 
-GateUnit = Literal["token", "seq_sum", "seq_mean", "seq_max"]
+GateUnit = Literal["token", "from_first", "turn", "seq_sum", "seq_mean", "seq_max"]
 Direction = Literal["any", "negative", "positive", "outward"]
 
 
@@ -40,10 +40,12 @@ Direction = Literal["any", "negative", "positive", "outward"]
 class Gate:
     """Keep a unit iff `low <= statistic <= high`; NaN and +inf are never inside.
 
-        token     each token by itself
-        seq_sum   the sum over the sequence (for `ratio`: the product of ratios)
-        seq_mean  the mean over the sequence (for `ratio`: the geometric mean)
-        seq_max   the worst token: every token of the sequence must be inside
+        token       each token by itself
+        from_first  a token falls with the first one outside that stands before it in its sequence, or at it
+        turn        the mean over the turn (for `ratio`: the geometric mean); without turns, over the sequence
+        seq_sum     the sum over the sequence (for `ratio`: the product of ratios)
+        seq_mean    the mean over the sequence (for `ratio`: the geometric mean)
+        seq_max     the worst token: every token of the sequence must be inside
 
     Args:
         statistic: what is looked at, see `correction.statistics`.
@@ -161,10 +163,12 @@ class Gate:
         return self._per_token(above, logprobs), self._per_token(below, logprobs)
 
     def _of_unit(self, logprobs: LogProbs, batch_info: BatchInfo, end: End) -> Float[Tensor, " units"]:
-        """The statistic of every token, or of every sequence for its sum or mean."""
+        """The statistic of every token, or of every sequence or turn for its sum or mean."""
         x = statistic(self.statistic, logprobs, batch_info, on=self.on, end=end)
         if self.unit == "seq_sum":
             return logprobs.segments.sum(x)
+        if self.unit == "turn":
+            return turns_of(logprobs.segments).mean(x)
         return logprobs.segments.mean(x) if self.unit == "seq_mean" else x
 
     def _per_token(self, inside: Tensor | None, logprobs: LogProbs) -> Bool[Tensor, " n"]:
@@ -174,6 +178,10 @@ class Gate:
             return torch.ones_like(logprobs.logp_rollout, dtype=torch.bool)
         if self.unit == "token":
             return inside
+        if self.unit == "from_first":
+            return segments.prefix_sum((~inside).double()) == 0
+        if self.unit == "turn":
+            return turns_of(segments).spread(inside)
         if self.unit == "seq_max":  # counting violations is cheaper than looking for the worst
             inside = segments.sum((~inside).to(logprobs.logp_rollout.dtype)) == 0
         return segments.spread(inside)

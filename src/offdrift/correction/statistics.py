@@ -1,13 +1,14 @@
 """The named per-token quantities that a gate can look at.
 
-`ratio`, `k2`, `k3`, `abs_log_ratio`, `ratio_error`, `binary_tv` and `binary_kl` need only the
-sampled token's log-probs (grade: sampled). `kl` and `tv` need divergences computed from
+`ratio`, `k2`, `k3`, `abs_log_ratio`, `exp_abs_log_ratio`, `ratio_error` and all that begin with `binary_` need only
+the sampled token's log-probs (grade: sampled). `kl` and `tv` need divergences computed from
 distributions, looked up by the policies they compare (grade: exact, or either end of a certified
 interval). `version_lag` needs the version that drew each token.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -23,7 +24,20 @@ from offdrift.numerics import LOG_RATIO_LIMIT, blocks, blockwise, clamped
 from offdrift.ratios import RatioName, stopped_log_ratio
 
 StatisticName = Literal[
-    "ratio", "k2", "k3", "abs_log_ratio", "ratio_error", "binary_tv", "binary_kl", "kl", "tv", "version_lag"
+    "ratio",
+    "k2",
+    "k3",
+    "abs_log_ratio",
+    "exp_abs_log_ratio",
+    "ratio_error",
+    "binary_tv",
+    "binary_kl",
+    "binary_kl_forward",
+    "binary_kl_reverse",
+    "binary_kl_max",
+    "kl",
+    "tv",
+    "version_lag",
 ]
 
 
@@ -33,6 +47,18 @@ End = Literal["lower", "upper"]
 def ratio_error(log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """|e^l - 1|; its mean under *first* is twice the TV. Gradient: to `log_ratio`."""
     return clamped(log_ratio).expm1().abs()
+
+
+def exp_abs_log_ratio(log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """e^|l|: the ratio or its inverse, whichever is larger; 1 where the policies agree. Gradient: to `log_ratio`.
+
+    Example:
+        >>> exp_abs_log_ratio(torch.tensor([2.0, 0.5]).log())
+        tensor([2., 2.])
+
+    Reference: NeMo-RL, `seq_logprob_error_threshold` (its mean over a sequence).
+    """
+    return clamped(log_ratio).abs().exp()
 
 
 def binary_tv(logp_first: Float[Tensor, " n"], log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
@@ -57,16 +83,89 @@ def binary_kl(logp_first: Float[Tensor, " n"], log_ratio: Float[Tensor, " n"]) -
     return torch.sign(log_ratio) * (other - p * clamped(log_ratio))
 
 
+TINIEST = 1e-8
+"""Probabilities of "this token or not" are kept this far from 0 and 1."""
+
+
+def binary_kl_forward(logp_first: Float[Tensor, " n"], log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """KL of "this token or not", first to second, never negative; nats.
+
+        p log(p / q) + (1 - p) log((1 - p) / (1 - q)),   p, q the token's two probabilities within [1e-8, 1 - 1e-8]
+
+    `binary_kl` is the same with the sign of the move, so that a mean over tokens lets opposite moves cancel; this one
+    does not.
+
+    Example:
+        >>> p, q = torch.tensor([0.5]), torch.tensor([0.25])
+        >>> binary_kl_forward(p.log(), (q / p).log())
+        tensor([0.1438])
+
+    Reference: AReaL, `compute_binary_kl_divergence`.
+    """
+    return _bernoulli_kl(logp_first, logp_first + log_ratio)
+
+
+def binary_kl_reverse(logp_first: Float[Tensor, " n"], log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """`binary_kl_forward` with the two policies exchanged: KL of "this token or not", second to first; nats.
+
+    Example:
+        >>> p, q = torch.tensor([0.5]), torch.tensor([0.25])
+        >>> binary_kl_reverse(p.log(), (q / p).log())
+        tensor([0.1308])
+
+    Reference: AReaL, `compute_binary_kl_divergence`.
+    """
+    return _bernoulli_kl(logp_first + log_ratio, logp_first)
+
+
+def binary_kl_max(logp_first: Float[Tensor, " n"], log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """The larger of `binary_kl_forward` and `binary_kl_reverse`; nats. The same for both orders of the policies.
+
+    Example:
+        >>> p, q = torch.tensor([0.5]), torch.tensor([0.25])
+        >>> binary_kl_max(p.log(), (q / p).log())
+        tensor([0.1438])
+
+    Reference: KPop of Ring-2.6, as in AReaL (`metric="binary_kl"`).
+    """
+    second = logp_first + log_ratio
+    return torch.maximum(_bernoulli_kl(logp_first, second), _bernoulli_kl(second, logp_first))
+
+
+def _bernoulli_kl(log_p: Float[Tensor, " n"], log_q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """KL of two Bernoulli variables from the logs of their probabilities, in float64.
+
+    1 - p by `expm1`, so that a token of probability 1 - 1e-9 does not round to one of probability 1.
+    """
+    dtype = log_p.dtype
+    (log_p, not_p), (log_q, not_q) = (_both_sides(x) for x in (log_p, log_q))
+    kl = log_p.exp() * (log_p - log_q) + not_p * (not_p / not_q).log()
+    return kl.clamp(min=0).to(dtype)
+
+
+def _both_sides(logp: Float[Tensor, " n"]) -> tuple[Tensor, Tensor]:
+    """Log of a probability and its complement, both at least `TINIEST`."""
+    logp = logp.double()
+    return logp.clamp(math.log(TINIEST), math.log1p(-TINIEST)), (-torch.expm1(logp)).clamp(TINIEST, 1 - TINIEST)
+
+
 OF_RATIO: dict[str, Callable[[Tensor], Tensor]] = {
     "ratio": clamped,  # compared in log space: a bound itself is kept exactly
     "k2": k2,
     "k3": k3,
     "abs_log_ratio": abs_log_ratio,
+    "exp_abs_log_ratio": exp_abs_log_ratio,
     "ratio_error": ratio_error,
 }
-OF_PROBABILITY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"binary_tv": binary_tv, "binary_kl": binary_kl}
+OF_PROBABILITY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "binary_tv": binary_tv,
+    "binary_kl": binary_kl,
+    "binary_kl_forward": binary_kl_forward,
+    "binary_kl_reverse": binary_kl_reverse,
+    "binary_kl_max": binary_kl_max,
+}
 EXACT = ("kl", "tv")
-SIGNED = {"ratio", *OF_PROBABILITY}
+SIGNED = {"ratio", "binary_tv", "binary_kl"}
 """Statistics that say which way a token moved."""
 POLICIES = {"full": "rollout_current", "mismatch": "rollout_old", "staleness": "old_current"}
 """The two policies that a divergence of each ratio compares, the one that is averaged over first."""

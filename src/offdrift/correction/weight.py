@@ -21,7 +21,7 @@ from offdrift.batch_info import NO_INFO, BatchInfo, StepSums
 from offdrift.errors import MethodError, check_choice, check_number, check_positive
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped, log_sums, ratio
-from offdrift.ratios import RatioName, Unit, per_unit, stopped_log_ratio
+from offdrift.ratios import RatioName, Unit, discounted_future, per_unit, stopped_log_ratio
 from offdrift.segments import Segments
 
 Sign = Literal["any", "negative", "positive"]
@@ -72,6 +72,7 @@ class Weight:
         outside="truncate": W <- min(max(W, floor), cap)
         outside="mask":     W <- 0 where W is outside
         saturation=g:       W <- W / (W + g)
+        gaussian=s:         W <- W exp(-l^2 / (2 s^2))
         normalize=True:     W <- W / m, m the mean of W over the whole step
 
     The weight that is returned lies in [e^-20, e^20] unless a limit says otherwise. Means and sums of
@@ -92,6 +93,8 @@ class Weight:
             0.5 for prefix products, whose log spreads like the square root of the length.
         normalize: mean over tokens; for whole-sequence units, mean over sequences.
         saturation: see above; None for none.
+        gaussian: width of a trust weight in l, nats: a ratio counts for less the farther it is from 1, on either
+            side, and nothing is cut off; None for none.
 
     Example:
         >>> token_tis = Weight(on="mismatch", unit="token", cap=2.0)
@@ -99,7 +102,7 @@ class Weight:
     Reference: truncated importance sampling: Yao et al., "Your efficient RL framework secretly
     brings you off-policy RL training", 2025; sequence form and mask: Liu et al., "When speed kills
     stability", 2025; Ionides, 2008; growth: CTPO, arXiv:2605.07331; saturation: LUFFY,
-    arXiv:2504.14945.
+    arXiv:2504.14945; gaussian: GIPO, arXiv:2603.03955.
     """
 
     on: RatioName
@@ -113,6 +116,7 @@ class Weight:
     growth: float = 0.0
     normalize: bool = False
     saturation: float | None = None
+    gaussian: float | None = None
 
     def __post_init__(self) -> None:
         check_choice("on", self.on, get_args(RatioName))
@@ -120,14 +124,15 @@ class Weight:
         check_choice("outside", self.outside, ("truncate", "mask"))
         check_choice("advantage", self.advantage, get_args(Sign))
         check_choice("outcome", self.outcome, get_args(Outcome))
-        for name in ("cap", "floor", "growth", "saturation", "correct_above"):
+        for name in ("cap", "floor", "growth", "saturation", "gaussian", "correct_above"):
             check_number(name, getattr(self, name))
         if self.cap is not None and self.cap <= 0:
             raise MethodError(f"cap={self.cap} must be positive")
         if self.floor is not None and not 0 <= self.floor <= (self.cap or float("inf")):
             raise MethodError(f"floor={self.floor} must lie in [0, cap={self.cap}]")
-        if self.saturation is not None and self.saturation <= 0:
-            raise MethodError(f"saturation={self.saturation} must be positive")
+        for name in ("saturation", "gaussian"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise MethodError(f"{name}={value} must be positive")
         if self.growth and ((self.cap or 1) < 1 or (self.floor or 1) > 1 or self.floor == 0):
             raise MethodError(
                 f"growth={self.growth} widens limits around 1: floor={self.floor} must lie in "
@@ -154,6 +159,8 @@ class Weight:
         ]
         if self.saturation is not None:
             limits.append(f"W / (W + {self.saturation:g})")
+        if self.gaussian is not None:
+            limits.append(f"times exp(-l^2 / (2 {self.gaussian:g}^2))")
         if self.normalize:
             limits.append("mean 1 over the step")
         where = [] if self.advantage == "any" else [f"advantage is {self.advantage}"]
@@ -250,7 +257,7 @@ class Weight:
                 log_w = torch.where(beyond(unit, edge), at, log_w)
         if self.saturation is not None:
             log_w = log_w - torch.logaddexp(log_w, torch.full_like(log_w, math.log(self.saturation)))
-        return log_w
+        return log_w if self.gaussian is None else log_w - (unit / self.gaussian).square() / 2
 
     def _units(
         self, log_ratio: Float[Tensor, " n"], segments: Segments
@@ -277,6 +284,8 @@ class Weight:
             weight = torch.where(outside, edge, weight)
         if self.saturation is not None:
             weight = weight / (weight + self.saturation)
+        if self.gaussian is not None:
+            weight = weight * (-(log_ratio / self.gaussian).square() / 2).exp()
         return weight, limited
 
 
@@ -373,3 +382,181 @@ class VariationalWeight:
             mismatch = stopped_log_ratio(logprobs, on="mismatch")
             total = staleness + segments.sum(mismatch.clamp(LOG_FLOOR, math.log(self.cap)))
         return total.clamp(LOG_FLOOR, LOG_RATIO_LIMIT)
+
+
+# Weights that correct for no ratio: `on` is None, so they may multiply an objective or a weight that contains any.
+
+
+@dataclass(frozen=True, kw_only=True)
+class FutureWeight:
+    """Weight of a token by how much more likely what follows it has become.
+
+        F_t = sum_{s >= t} decay^(s - t) log r_s [r_s <= drop_above],   decay = 2^(-1 / half_life)
+        W_t = clip(exp(F_t), floor, cap);   where A_t < 0 and r_t > harmful_above: W_t <- clip(W_t, 0.8, 1)
+
+    Args:
+        of: the ratio r; that of the objective, which the weight multiplies without counting it twice.
+        half_life: tokens after which a later log-ratio counts half.
+        floor: lower limit of the weight; 1 never weakens a token.
+        cap: upper limit.
+        drop_above: a ratio above this leaves the sum; None for no such limit.
+        harmful_above: ratio from which a token of negative advantage is not strengthened; None for none.
+
+    Gradient: none.
+
+    Example:
+        >>> FutureWeight().formula
+        'weight clip(exp(discounted future log ratio(staleness)), 1, 1.2), half-life 32 tokens'
+
+    Reference: FIPO, arXiv:2603.19835, as in ms-swift 4.6 (`loss_type="fipo"`); drop_above 10 as in its script.
+    """
+
+    of: RatioName = "staleness"
+    half_life: float = 32.0
+    floor: float = 1.0
+    cap: float = 1.2
+    drop_above: float | None = 10.0
+    harmful_above: float | None = 4.0
+
+    on = None
+    unit = "future"
+    advantage = "any"
+
+    def __post_init__(self) -> None:
+        check_choice("of", self.of, get_args(RatioName))
+        check_positive(self, "half_life", "cap")
+        for name in ("floor", "drop_above", "harmful_above"):
+            check_number(name, getattr(self, name))
+        if not 0 <= self.floor <= self.cap:
+            raise MethodError(f"floor={self.floor} must lie in [0, cap={self.cap}]")
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether it reads the old policy."""
+        return self.of != "full"
+
+    @property
+    def formula(self) -> str:
+        """The weight, in one line."""
+        return (
+            f"weight clip(exp(discounted future log ratio({self.of})), {self.floor:g}, {self.cap:g}), "
+            f"half-life {self.half_life:g} tokens"
+        )
+
+    def future(self, logprobs: LogProbs) -> Float[Tensor, " n"]:
+        """F of every token, nats. Gradient: none."""
+        x = stopped_log_ratio(logprobs, on=self.of)
+        if self.drop_above is not None:
+            x = x.where(ratio(x) <= self.drop_above, 0.0)
+        return discounted_future(x, logprobs.segments, decay=2 ** (-1 / self.half_life))
+
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, batch_info: BatchInfo = NO_INFO
+    ) -> Weighted:
+        """Weights of the batch and which tokens the limits touched. Gradient: none.
+
+        Raises: `MethodError` without advantages.
+        """
+        if advantages is None:
+            raise MethodError("FutureWeight depends on the sign of the advantage; give advantages")
+        with torch.no_grad():
+            raw = clamped(self.future(logprobs)).exp()
+            weight = raw.clamp(self.floor, self.cap)
+            if self.harmful_above is not None:
+                harmful = (advantages < 0) & (ratio(stopped_log_ratio(logprobs, on=self.of)) > self.harmful_above)
+                weight = torch.where(harmful, weight.clamp(0.8, 1.0), weight)
+            return Weighted(weight, weight != raw)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurprisalWeight:
+    """Divide every token of an answer by the answer's mean surprisal under the current policy.
+
+        W = 1 / max(mean_t -log pi(y_t), floor)
+
+    Times -A log pi, answers of equal |A| contribute equal losses whatever their likelihood, so that stale answers,
+    which have become unlikely, do not outweigh the others. Reads no policy but the current one.
+
+    Args:
+        floor: smallest mean surprisal that is divided by, nats; an answer that is certain has none.
+
+    Gradient: none: the mean is a constant.
+
+    Example:
+        >>> SurprisalWeight().formula
+        "weight 1 / max(the answer's mean -log pi, 0.01)"
+
+    Reference: ASymPO, arXiv:2606.03070, abstract; the floor is this library's.
+    """
+
+    floor: float = 0.01
+
+    on = None
+    unit = "sequence"
+    advantage = "any"
+    reads_current = True
+
+    def __post_init__(self) -> None:
+        check_positive(self, "floor")
+
+    @property
+    def formula(self) -> str:
+        """The weight, in one line."""
+        return f"weight 1 / max(the answer's mean -log pi, {self.floor:g})"
+
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, batch_info: BatchInfo = NO_INFO
+    ) -> Weighted:
+        """Weights of the batch, and the answers that the floor touched. Gradient: none."""
+        with torch.no_grad():
+            segments = logprobs.segments
+            surprisal = segments.mean(-logprobs.current.detach())
+            weight = segments.spread(1 / surprisal.clamp(min=self.floor))
+            return Weighted(weight, segments.spread(surprisal < self.floor))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignWeight:
+    """A constant for the tokens of each sign of the advantage: `positive` where A >= 0, `negative` where A < 0.
+
+    Args:
+        positive: weight of tokens that are not pushed down.
+        negative: weight of tokens that are.
+
+    Gradient: none.
+
+    Example:
+        >>> SignWeight(negative=0.5).formula
+        'weight 1 where A >= 0, 0.5 where A < 0'
+
+    Reference: SPO of ASymPO, arXiv:2606.03070, abstract (a fixed scale for negatives).
+    """
+
+    positive: float = 1.0
+    negative: float = 1.0
+
+    on = None
+    unit = "token"
+    advantage = "any"
+
+    def __post_init__(self) -> None:
+        for name in ("positive", "negative"):
+            check_number(name, getattr(self, name))
+            if getattr(self, name) < 0:
+                raise MethodError(f"{name}={getattr(self, name)} must not be negative: it would turn the push around")
+
+    @property
+    def formula(self) -> str:
+        """The weight, in one line."""
+        return f"weight {self.positive:g} where A >= 0, {self.negative:g} where A < 0"
+
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, batch_info: BatchInfo = NO_INFO
+    ) -> Weighted:
+        """Weights of the batch. Gradient: none. Raises: `MethodError` without advantages."""
+        if advantages is None:
+            raise MethodError("SignWeight depends on the sign of the advantage; give advantages")
+        with torch.no_grad():
+            ones = torch.ones_like(logprobs.logp_rollout)
+            weight = torch.where(advantages < 0, self.negative * ones, self.positive * ones)
+            return Weighted(weight, torch.zeros_like(weight, dtype=torch.bool))

@@ -35,6 +35,7 @@ EXEMPT = {
     ("derivative", "Flipped"): "the flipped ratio is a value, as published",
     ("derivative", "TurnNormalized"): "a turn's ratio is divided by a constant",
     ("derivative", "Preference"): "a pair's loss is split over its two answers, which may lie in two micro-batches",
+    ("derivative", "Classified"): "all answers to a prompt carry its loss, and may lie in several micro-batches",
     ("ratios", "CovClipped"): "chance chooses its tokens, by a hash of log-probs",
 }
 """Laws that an objective of the library breaks on purpose, and why."""
@@ -153,7 +154,7 @@ class FixedDecision:
 
     kept: Tensor
     weighed: Tensor
-    on: str
+    on: str | None
     exact = False
     advantage = "any"
     formula = "decided"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offdrift.correction import Gate, Weight
+from offdrift.correction import FutureWeight, Gate, Weight
 from offdrift.methods.method import Interpolated, Method, row
 from offdrift.methods.weighted import TOKEN_BIAS
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
@@ -12,7 +12,7 @@ from offdrift.objectives.ewma import ProximalEwma
 from offdrift.objectives.flipped import Flipped
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic
-from offdrift.objectives.second_moment import GroupClipped, SecondMomentClipped, VariancePenalized
+from offdrift.objectives.second_moment import BalancedClipped, GroupClipped, SecondMomentClipped, VariancePenalized
 
 LEAK = "a negative advantage with a large ratio is not clipped, and clipping bounds no divergence"
 
@@ -202,7 +202,7 @@ ROWS: dict[str, Method] = {
     ),
     "kl_cov": row(
         CovPenalized(),
-        summary="importance-sampled surrogate with a penalty |log r| on the tokens of highest covariance",
+        summary="importance-sampled surrogate with a penalty |log r|, not eq. 14's KL, on tokens of high covariance",
         mechanism="penalty on high-covariance tokens",
         target="entropy collapse",
         fails="no limit on any other token",
@@ -255,6 +255,82 @@ ROWS: dict[str, Method] = {
         fails=TOKEN_BIAS,
         reference="prime-rl's IPO with eps 0.1 and kl_tau 0.001; since September 2026 its default is eps 0.3, kl_tau 0 "
         "(gate.low=-0.3, gate.high=0.3, objective.pull=0)",
+        status="implementation",
+    ),
+    "ipo": row(
+        ImportanceSampled(on="full"),
+        Gate(statistic="binary_tv", on="full", unit="token", low=-0.3, high=0.3),
+        summary="full-ratio surrogate on tokens whose probability moved by at most 0.3, nothing else",
+        mechanism="band on the binary TV",
+        target="asynchronous rollouts, engines that differ",
+        fails=TOKEN_BIAS,
+        reference="prime-rl's default since its #3526, September 2026 (eps 0.3, kl_tau 0); the formula from its code "
+            "of August",
+        status="implementation",
+    ),
+    "prime_rl_icepop": row(
+        ImportanceSampled(on="full"),
+        Gate(statistic="ratio", on="full", unit="token", low=0.2, high=5.0),
+        summary="full-ratio surrogate on tokens whose ratio stays in [0.2, 5]",
+        mechanism="band mask",
+        target="asynchronous rollouts, engines that differ",
+        fails=TOKEN_BIAS,
+        reference="prime-rl's icepop loss of September 2026 (#3586, ratio_low 0.2, ratio_high 5), after a description",
+        status="secondary",
+    ),
+    "kpop": row(
+        Clipped(), Gate(statistic="binary_kl_max", on="mismatch", unit="token", high=2.0),
+        summary="PPO; tokens whose binary KL between the engines exceeds 2 nat, in either direction, are dropped",
+        mechanism="token filter on a symmetric binary KL",
+        target="train/inference discrepancy of MoE",
+        fails="inside the band nothing is corrected; sees the sampled token alone",
+        reference="KPop of Ring-2.6, 2026, as in AReaL (metric binary_kl, upper 2.0 of its documentation; verl's "
+            "proposal #6800 clips probabilities at 1e-6, not 1e-8)",
+        status="implementation",
+    ),
+    "negative_filter": row(
+        Clipped(), Gate(statistic="ratio", on="staleness", unit="token", low=0.5, advantage="negative"),
+        advantage="batch_mean",
+        summary="PPO; tokens of negative advantage that the policy has already made half as likely are dropped",
+        mechanism="one-sided token filter on negatives",
+        target="one answer per prompt: penalties for tokens that were right",
+        fails="positives are never filtered; which negatives were right is guessed from the ratio",
+        reference="Negative token filtering, arXiv:2606.17250, after a description (the ratio as criterion is a "
+            "secondary source's, the bound 0.5 is ours)",
+        status="unverified",
+    ),
+    "mu_grpo": row(
+        Clipped(eps_low=0.5, eps_high=1.0),
+        Gate(statistic="ratio", on="staleness", unit="from_first", low=0.1, advantage="negative"),
+        aggregate="seq_mean_token_mean",
+        advantage="grpo",
+        summary="GRPO with a wide clip; an answer of negative advantage is cut at its first token of ratio below 0.1",
+        mechanism="wide ratio clip, veto on the rest of negatives",
+        target="very stale rollouts: a few large stages of generation and training",
+        fails="an early token with a small ratio silences a whole answer",
+        reference="mu-GRPO, arXiv:2605.17570, after a description (relaxed clipping and negative-advantage veto; the "
+            "numbers and the trigger are ours)",
+        status="unverified",
+    ),
+    "fipo": row(
+        Clipped(eps_high=0.28, dual_clip=10.0), FutureWeight(),
+        advantage="grpo",
+        summary="DAPO's clip, each token strengthened by up to 1.2 if what follows it has become more likely",
+        mechanism="asymmetric ratio clip, dual clip at 10",
+        target="credit spread evenly over the tokens of an answer",
+        fails="drift that follows a token counts as merit of it, whatever caused it",
+        bias="O(drift)",
+        reference="FIPO, arXiv:2603.19835, as in ms-swift 4.6 (half-life 32, weights in [1, 1.2], delta 10)",
+        status="implementation",
+    ),
+    "bapo": row(
+        BalancedClipped(),
+        summary="PPO whose bounds open in each step until positives carry half of the surrogate",
+        mechanism="clip bounds that follow a share of the loss",
+        target="negatives that dominate stale batches; entropy collapse",
+        fails="a batch of failures opens both bounds to their maxima; raising the lower one moves the "
+            "measured share the wrong way",
+        reference="BAPO, arXiv:2510.18927, official code (ranges [0.6, 0.9] and [1.2, 3] of its README)",
         status="implementation",
     ),
     "logit_fusion": row(

@@ -13,7 +13,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from typing import Any, get_args
 
@@ -23,6 +23,7 @@ from offdrift.advantages import ADVANTAGES
 from offdrift.methods import probe
 from offdrift.methods.load import IN_CODE, code_source, load_method
 from offdrift.methods.method import PLAIN, SINGLE, Method
+from offdrift.methods.situations import SITUATIONS, USED_BY
 from offdrift.methods.table import FAMILIES, METHODS, SYSTEM_FAMILIES, SYSTEMS, System
 from offdrift.ratios import RatioName
 
@@ -30,6 +31,8 @@ UNITS = {
     "token": "each token by itself",
     "prefix": "product of ratios over the tokens up to each one",
     "prefix_min": "each token's ratio, times the smallest one before it",
+    "from_first": "each token, from the first of its response that is outside on",
+    "future": "discounted product of ratios from each token to the end of the response",
     "turn": "geometric mean of ratios over an assistant turn",
     "turn_product": "product of ratios over an assistant turn",
     "turn_arithmetic": "mean of ratios over an assistant turn",
@@ -144,7 +147,7 @@ def ratios(row: Method) -> frozenset[str]:
         ['mismatch', 'staleness']
     """
     deciding = (*row.correction.gates, *row.correction.weights, row.objective)
-    read = (p.on for p in deciding if getattr(p, "statistic", None) != "version_lag")
+    read = (getattr(p, "of", p.on) for p in deciding if getattr(p, "statistic", None) != "version_lag")
     return frozenset(on for on in read if on is not None)
 
 
@@ -190,6 +193,8 @@ def sign(row: Method) -> str:
 
 def stop_gradient(row: Method) -> str:
     """Say whether ratios are constants to the gradient: see `STOPPED`."""
+    if any(getattr(weight, "reads_current", False) for weight in row.correction.weights):
+        return "yes"
     if not ratios(row):
         return "n/a"
     default = "score" if row.objective.on is None else "unit"
@@ -358,6 +363,7 @@ def facts(name: str, row: Method) -> dict[str, Any]:
         "reference": row.reference,
         "status": row.status,
         "experimental": row.status == "unverified",
+        "used_by": list(USED_BY.get(name, ())),
         "needs": sorted(row.needs),
         "needs_old": row.needs_old,
         "needs_reference": row.needs_reference,
@@ -418,7 +424,7 @@ def _weight_in_words(weight: Any) -> str:
     words = f"{unit} weight on {weight.on}"
     if not hasattr(weight, "outside"):
         kind = type(weight).__name__.removesuffix("Weight").lower()
-        return f"{words} ({kind})"
+        return f"{words} ({kind})" if weight.on is not None else f"{unit} weight ({kind}), no correction"
     cap, floor, mask = weight.cap, weight.floor, weight.outside == "mask"
     if cap is not None and floor:
         words += f", {'masked outside' if mask else 'clipped to'} [{floor:g}, {cap:g}]"
@@ -430,6 +436,8 @@ def _weight_in_words(weight: Any) -> str:
         words += f", limits growing with t^{weight.growth:g}"
     if weight.saturation is not None:
         words += f", saturating: w / (w + {weight.saturation:g})"
+    if weight.gaussian is not None:
+        words += f", Gaussian in the log-ratio, width {weight.gaussian:g}"
     if weight.normalize:
         words += ", divided by its mean"
     conditions = {"advantages": weight.advantage, "answers": weight.outcome}
@@ -505,8 +513,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "certifies": tuple(CERTIFIES),
     "bias": tuple(BIASES),
     "kind": KINDS,
+    "situation": tuple(SITUATIONS),
 }
-"""What each filter of `offdrift methods` can be asked for; `reference` takes any text."""
+"""What each filter of `offdrift methods` can be asked for; `reference` and `search` take any text."""
 WORDS = {
     "unit": UNITS,
     "evidence": EVIDENCE,
@@ -535,5 +544,6 @@ def catalog_text() -> str:
     """The catalog as JSON, a row a line: what `offdrift methods` reads, without waiting for torch."""
     rows = catalog()
     lines = ",\n".join(f"{json.dumps(n)}: {json.dumps(row, ensure_ascii=False)}" for n, row in rows.items())
-    about = json.dumps({"choices": CHOICES, "words": WORDS}, ensure_ascii=False)
+    situations = {name: {**asdict(x), "methods": list(x.methods)} for name, x in SITUATIONS.items()}
+    about = json.dumps({"choices": CHOICES, "words": WORDS, "situations": situations}, ensure_ascii=False)
     return f'{about[:-1]}, "rows": {{\n{lines}\n}}}}\n'

@@ -282,11 +282,16 @@ class Method:
         return bool(self.observers) or self.normalizer != "sampled"
 
     def next(self, observed: Observed) -> Method:
-        """The method of the next step, where the objective adapts; else itself."""
-        statistics = observed.parts.get(self.objective)
-        if statistics is None or not hasattr(self.objective, "next"):
+        """The method of the next step, where the objective or a gate adapts; else itself."""
+
+        def adapted(part: Any) -> Any:
+            statistics = observed.parts.get(part)
+            return part if statistics is None or not hasattr(part, "next") else part.next(statistics)
+
+        objective, gates = adapted(self.objective), tuple(adapted(gate) for gate in self.correction.gates)
+        if (objective, gates) == (self.objective, self.correction.gates):
             return self
-        return replace(self, objective=self.objective.next(statistics))  # type: ignore[attr-defined]
+        return replace(self, objective=objective, correction=replace(self.correction, gates=gates))
 
     def describe(self) -> str:
         """One line: objective, gates, weights, aggregate, and the rest."""
@@ -295,13 +300,16 @@ class Method:
         return "; ".join([*first, self.aggregate, *rest])
 
     def changes(self, since: Method) -> dict[str, Any]:
-        """Numbers of the objective and the penalty that differ, as paths for `override`."""
+        """Numbers of the objective, the gates and the penalty that differ, as paths for `override`."""
+        pairs = {name: (getattr(self, name), getattr(since, name)) for name in ("objective", "penalty")}
+        gates = zip(self.correction.gates, since.correction.gates, strict=True)
+        pairs |= {f"gate.{i}": pair for i, pair in enumerate(gates)}
         return {
             f"{name}.{f.name}": getattr(part, f.name)
-            for name in ("objective", "penalty")
-            if (part := getattr(self, name)) is not None
+            for name, (part, before) in pairs.items()
+            if part is not None
             for f in fields(part)
-            if getattr(part, f.name) != getattr(getattr(since, name), f.name)
+            if getattr(part, f.name) != getattr(before, f.name)
         }
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from offdrift.correction import Gate, Weight
+from offdrift.correction import FollowingGate, Gate, Weight
 from offdrift.methods.method import Method, row
 from offdrift.methods.schedules import EssScale
 from offdrift.methods.weighted import TOKEN_BIAS
 from offdrift.objectives import Clipped, Reinforce
 from offdrift.objectives.clipped import EntropyGrouped, GeometricClipped
-from offdrift.objectives.preference import Preference
+from offdrift.objectives.preference import Classified, Preference
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.regression import Regression
 from offdrift.objectives.turns import TurnNormalized
@@ -162,6 +162,28 @@ ROWS: dict[str, Method] = {
         bias="O(1)",
         reference="OAIF, arXiv:2402.04792; Asynchronous RLHF, arXiv:2410.18252; the loss: arXiv:2305.18290, eq. 7",
     ),
+    "real": row(
+        Classified(),
+        aggregate="seq_mean_token_mean",
+        summary="answers to a prompt classified as right or wrong by the geometric mean of their ratios",
+        mechanism="logistic loss of each class",
+        target="pushes that grow with the ratio",
+        fails="learns nothing from a prompt whose answers are all right or all wrong; ignores how right they are",
+        bias="O(1)",
+        reference="REAL, arXiv:2602.05630, as in ms-swift 4.6 (tau 0.5)",
+        status="implementation",
+    ),
+    "ac_mis_po": row(
+        Clipped(), FollowingGate(on="mismatch", unit="seq_sum"), Weight(on="mismatch", unit="sequence", cap=3.0),
+        aggregate="seq_mean_token_sum",
+        summary="PPO, sequence TIS of the mismatch at 3; the admissible log-ratio follows the quantile of 0.9",
+        mechanism="admission test whose bounds follow a target acceptance",
+        target="length trap of fixed thresholds",
+        fails="drift that grows in all sequences widens the bounds with it: watch mismatch/k3",
+        reference="AC-MIS-PO, analemma.ai, 2026, after a description (a quantile of |log ratio| with rate 0.1, "
+            "acceptance 0.9 and cap 3 are ours)",
+        status="unverified",
+    ),
     "vcpo": row(
         Reinforce(), SEQ_TIS,
         aggregate="seq_mean_token_sum",
@@ -212,6 +234,15 @@ ROWS: dict[str, Method] = {
         reference="DeepSeek-V3.2, arXiv:2512.02556, eqs. 8-9 (its delta is not published; 0.5 as TRL suggests, low "
             "= e^-0.5)",
     ),
+    "nemo_rl_threshold": row(
+        Clipped(), Gate(statistic="exp_abs_log_ratio", on="mismatch", unit="seq_mean", high=2.0),
+        summary="PPO; a sequence whose mean of the larger of ratio and inverse exceeds 2 is rejected",
+        mechanism="admission test of the whole sequence",
+        target="engines whose log-probs disagree badly in some sequences",
+        fails="one token of ratio e^10 rejects a long sequence, many of ratio 1.9 reject none",
+        reference="NeMo-RL, seq_logprob_error_threshold (2 in its recipes, unset by default)",
+        status="implementation",
+    ),
     "wtrs": row(
         Clipped(), Gate(statistic="ratio", on="mismatch", unit="seq_max", low=1e-5),
         summary="PPO; a sequence with a token whose mismatch ratio falls below 1e-5 is rejected",
@@ -245,7 +276,8 @@ ROWS: dict[str, Method] = {
         summary="tokens outside ratio [0.8, 1.2] or probability difference 0.2 are dropped",
         mechanism="token filters",
         target="mismatch of the engines",
-        fails="dropping tokens restores no trust region",
+        fails="dropping tokens restores no trust region; beside the first filter the second never acts: "
+            "within ratios of 0.8 and 1.2 no probability moves by 0.2",
         reference="ROLL, mismatch filters",
         status="implementation",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offdrift.correction import Gate, VariationalWeight, Weight
+from offdrift.correction import Gate, RandomGate, SignWeight, SurprisalWeight, VariationalWeight, Weight
 from offdrift.methods.method import Method, row
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
 
@@ -316,6 +316,74 @@ ROWS: dict[str, Method] = {
         target="binary divergences that see the sampled token alone",
         fails="needs the old policy's distributions; the engines' mismatch is left uncorrected",
         reference="DPPO, arXiv:2602.04879, over the whole vocabulary; the binary form's limit",
+    ),
+    "gipo": row(
+        Reinforce(), Weight(on="staleness", gaussian=1.0),
+        summary="each token's ratio times a Gaussian in its log: far ratios fade out on both sides, none is cut off",
+        mechanism="Gaussian trust weight",
+        target="gradients that a clip removes; stale replay",
+        fails="a token far out hardly counts although it may matter most; the width is a guess",
+        reference="GIPO, arXiv:2603.03955, after a description (its equation could not be read: the trust weight is a "
+            "constant to the gradient here, and its width 1 nat is ours)",
+        status="unverified",
+    ),
+    "asymmetric_tis": row(
+        Reinforce(),
+        Weight(on="full", cap=5.0, advantage="positive"),
+        Weight(on="full", cap=1.0, advantage="negative"),
+        summary="token TIS with a wide cap where the advantage is positive and a tight one where it is negative",
+        mechanism="truncated weight, by the sign of the advantage",
+        target="stale negatives, which push without a limit",
+        fails=TOKEN_BIAS,
+        reference="hanifleo.com, RL Framework Worklog I, 2025, after a description (caps 5 and 1 and the token as unit "
+            "are ours; it speaks of the trajectory's ratio)",
+        status="unverified",
+    ),
+    "asympo": row(
+        Reinforce(), SurprisalWeight(),
+        aggregate="seq_mean_token_mean",
+        advantage="dr_grpo",
+        summary="each answer's loss divided by its mean surprisal under the current policy; no rollout log-probs",
+        mechanism="none (scale of the loss)",
+        target="asynchronous rollouts without recorded log-probs",
+        fails="nothing corrects the sampling distribution; nearly certain answers are pushed hardest",
+        bias="O(1)",
+        reference="ASymPO, arXiv:2606.03070, abstract (withdrawn and replaced by its authors in June 2026)",
+        status="secondary",
+    ),
+    "spo_scaled": row(
+        Reinforce(), SignWeight(negative=0.5),
+        aggregate="seq_mean_token_mean",
+        advantage="dr_grpo",
+        summary="REINFORCE whose negative advantages count half; no rollout log-probs",
+        mechanism="none (scale of the loss)",
+        target="asynchronous rollouts without recorded log-probs",
+        fails="nothing corrects the sampling distribution; the scale is a guess",
+        bias="O(1)",
+        reference="Scaled Policy Optimization of ASymPO, arXiv:2606.03070, after a description (scale 0.5 is ours)",
+        status="unverified",
+    ),
+    "jackpot": row(
+        Reinforce(), RandomGate(on="full", limit=1.0), Weight(on="full", floor=1.0, cap=5.0),
+        summary="tokens that became less likely are rejected by chance, the rest weighted by what is left",
+        mechanism="rejection sampling on a budget, truncated weight",
+        target="rollouts by another, smaller model",
+        fails="what it leaves is still a token weight: " + TOKEN_BIAS,
+        reference="Jackpot, arXiv:2602.06107, after a description (the normalizer is the count of rejected tokens in "
+            "the denominator, not an estimate from top-k probabilities; no distillation of the rollout model; cap 5 is "
+            "ours)",
+        status="secondary",
+    ),
+    "flash_reinforce": row(
+        Reinforce(), Gate(statistic="binary_kl_forward", on="mismatch", unit="seq_mean", high=0.01),
+        aggregate="seq_mean_token_mean",
+        advantage="batch_mean",
+        summary="REINFORCE around the batch's mean reward; a sequence of mean binary KL above 0.01 nat is rejected",
+        mechanism="admission test of the whole sequence",
+        target="cost of groups and critics; mismatch of the engines",
+        fails="an average hides one catastrophic token; a prompt's difficulty is taken for merit",
+        reference="FlashREINFORCE, OpenRLHF 0.11.2, after a description (threshold 0.01 is ours)",
+        status="secondary",
     ),
     "vespo": row(
         Reinforce(), VariationalWeight(),

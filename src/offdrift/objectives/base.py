@@ -123,10 +123,12 @@ class StepPrompts:
         )
 
     @staticmethod
-    def seen(part: Observer, logprobs: LogProbs, batch_info: BatchInfo) -> tuple[StepPrompts, StepSums]:
+    def seen(
+        part: Observer, logprobs: LogProbs, batch_info: BatchInfo, advantages: PerToken | None = None
+    ) -> tuple[StepPrompts, StepSums]:
         """The prompts that an observing part saw in the step under "prompt", and all that it saw, on one device."""
         ids = prompt_ids(logprobs.segments)
-        observed = {k: x.to(ids.device) for k, x in batch_info.seen_by(part, logprobs, None).items()}
+        observed = {k: x.to(ids.device) for k, x in batch_info.seen_by(part, logprobs, advantages).items()}
         return StepPrompts.of(observed["prompt"], ids), observed
 
     @property

@@ -28,6 +28,7 @@ WIDE, WIDEST = 112, 160
 """Terminal columns from which axes have columns of their own, and from which they need one line."""
 AXES = ("unit", "ratio", "evidence", "bias")
 LABELS = len("stop-gradient")
+STAR = "★"
 NARROW_BIAS = 11
 """Columns that "none inside limits" takes on two lines."""
 
@@ -92,8 +93,9 @@ def select(rows: Rows, **filters: str | None) -> Rows:
 
     Args:
         rows: of `stored`.
-        filters: an axis and one of its values (or its beginning, if that is enough), or `reference`
-            and a text that the reference contains; None for any.
+        filters: an axis and one of its values (or its beginning, if that is enough); `situation` and one of those of
+            `offdrift.methods.situations`; `reference` and a text that the reference contains; `search` and words that
+            all stand somewhere in a row; None for any.
 
     Raises: `MethodError` for an unknown value, naming the choices, and for an empty result, naming
         the filter to drop.
@@ -120,11 +122,11 @@ def select(rows: Rows, **filters: str | None) -> Rows:
 
 def chosen(axis: str, value: str) -> str:
     """A value of an axis as the table spells it. Raises: `MethodError` naming the choices."""
-    if axis == "reference":
+    if axis in ANY_TEXT:
         return value
     choices_of = stored()["choices"]
     if axis not in choices_of:
-        raise MethodError(f"no filter {axis!r}; filters are {', '.join([*choices_of, 'reference'])}")
+        raise MethodError(f"no filter {axis!r}; filters are {', '.join([*choices_of, *ANY_TEXT])}")
     choices, key = choices_of[axis], _key("worst" if _key(value) == "seq_max" else value)
     exact = [c for c in choices if _key(c) == key]
     starting = [c for c in choices if _key(c).startswith(key)]
@@ -152,11 +154,21 @@ READ: dict[str, Callable[[Row, str, str], bool]] = {
     ),
     "kind": lambda row, axis, value: value in (row["kind"], row["family"]),
     "reference": lambda row, axis, value: value.casefold() in row[axis].casefold(),
+    "search": lambda row, axis, value: all(word in _text(row) for word in value.casefold().split()),
+    "situation": lambda row, axis, value: row["name"] in stored()["situations"][value]["methods"],
 }
+ANY_TEXT = ("reference", "search")
+"""Filters that take any text."""
+SEARCHED = "name title summary family mechanism is_treatment target fails reference formula where"
+"""What `search` looks through; the page "Find a method" does, too."""
+
+
+def _text(row: Row) -> str:
+    return " ".join(row.get(field) or "" for field in SEARCHED.split()).casefold()
 
 
 def _flag(axis: str) -> str:
-    return "--" + axis.replace("_", "-")
+    return "--for" if axis == "situation" else "--" + axis.replace("_", "-")
 
 
 def _key(text: str) -> str:
@@ -177,7 +189,7 @@ def method_list(rows: Mapping[str, Row], *, width: int) -> RenderableType:
     """
     cells = {name: _cells(row, ", " if width >= WIDEST else ",\n") for name, row in rows.items()}
     # Axes get the columns that they need, the bias at least half of them, the text the rest.
-    names = max(6, *map(len, cells))
+    names = max(6, *(len(_marked(name)) for name in cells))
     axes = [
         max(len(title), *(len(line) for c in cells.values() for line in c[1 + i].plain.split("\n")))
         for i, title in enumerate(AXES)
@@ -204,16 +216,21 @@ def _family(cells: Mapping[str, list[Text]], widths: list[int], width: int) -> l
         for name, (what, *others) in cells.items():
             *axes, bias = (c.plain.replace(",\n", "+") for c in others)
             words = [a for a in axes if a not in ("", "none")] + [f"bias {bias}"] * bool(bias)
-            first = [Text(name, style="bold"), Text(" · ".join(words), style="dim")]
+            first = [Text(_marked(name), style="bold"), Text(" · ".join(words), style="dim")]
             stacked += [_grid([first], [widths[0], width - widths[0] - 2]), Padding(what, (0, 0, 0, 4))]
         return stacked
-    lines = [[Text(n, style="bold"), *row] for n, row in cells.items()]
+    lines = [[Text(_marked(n), style="bold"), *row] for n, row in cells.items()]
     filled = [[c for c in line if c.plain] for line in lines]
     if all(len(line) == 3 for line in filled):  # systems have no axes
         tag = max(len(line[2]) for line in filled)
         what = min(max(len(line[1]) for line in filled), width - widths[0] - tag - 4)
         return [_grid(filled, [widths[0], what, tag])]
     return [_grid(lines, widths)]
+
+
+def _marked(name: str) -> str:
+    """The name, with a star if most frameworks have the method."""
+    return f"{name} {STAR}" if stored()["rows"].get(name, {}).get("used_by") else name
 
 
 def _cells(row: Row, joiner: str) -> list[Text]:
@@ -252,8 +269,35 @@ def _legend(rows: Mapping[str, Row]) -> Text:
             "equation was published.",
             style="dim",
         )
+    if any(row.get("used_by") for row in rows.values()):
+        words.append(f" {STAR}: three frameworks or more have it.", style="dim")
     words.append("\noffdrift methods NAME", style="bold").append(" explains one; ")
+    words.append("--for stale", style="bold").append(" suggests three; ")
     return words.append("--help", style="bold").append(" shows how to choose.")
+
+
+def suggested(rows: Rows, name: str) -> Rows:
+    """The rows of a situation, the suggested ones first and with what speaks for them under `suggested`."""
+    said = {row["method"]: row for row in stored()["situations"][name]["suggested"]}
+    first = {method: {**rows[method], "suggested": row} for method, row in said.items() if method in rows}
+    return first | {method: row for method, row in rows.items() if method not in first}
+
+
+def suggestions(name: str) -> RenderableType:
+    """What an audit said, and the three methods to begin with, each with what speaks for it.
+
+    Args:
+        name: of a situation.
+    """
+    situation = stored()["situations"][name]
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for number, row in enumerate(situation["suggested"], 1):
+        evidence = Text.assemble(row["evidence"], (f" ({row['where']})", "dim"))
+        grid.add_row(Text(f"{number}. {row['method']}", style="bold"), evidence)
+    heading = Text.assemble(("Begin with", "bold cyan"), (f"  where {situation['audit']}", "cyan"))
+    return Group(heading, Padding(grid, (0, 0, 0, 2)), Text())
 
 
 NEEDED = "log-probs of rollout and current policy, advantages"
@@ -328,6 +372,8 @@ def method_page(row: Row) -> RenderableType:
 def _why(row: Row) -> list[tuple[str, str]]:
     """Lines on what a row is for and where it is from; of a user's code those that its author wrote, and the file."""
     why = [("meant for", row["target"]), ("mechanism", row["mechanism"]), ("weakness", row["fails"])]
+    if row.get("used_by"):
+        why.append(("used by", ", ".join(row["used_by"])))
     if code := row.get("code"):
         why.append(("code", f"{code['file']}, SHA-256 {code['sha256'][:12]}"))
         return [line for line in [*why, ("reference", row["reference"])] if line[1]]

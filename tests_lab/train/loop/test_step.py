@@ -540,7 +540,7 @@ def test_answers_to_a_prompt_stay_in_one_minibatch():
 
 
 def test_what_compares_the_answers_to_a_prompt_is_stepped_on_whole_prompts():
-    assert {name for name, row in METHODS.items() if row.whole_prompts} == {"oapl", "online_dpo", "quatro"}
+    assert {name for name, row in METHODS.items() if row.whole_prompts} == {"oapl", "online_dpo", "quatro", "real"}
 
 
 def test_online_dpo_runs_on_whole_prompts_and_a_recipe_without_them_is_refused(tmp_path, monkeypatch):

@@ -274,7 +274,7 @@ def missing(row: Method) -> tuple[str, ...]:
         "turns": reads_turns,
         "log-probs of the reference policy (use actor.use_kl_loss with another row)": row.needs_reference,
         "the learning rate, which this method scales": row.lr_scale is not None,
-        "the end of a step, where its objective adapts": hasattr(row.objective, "next"),
+        "the end of a step, where it adapts": any(hasattr(part, "next") for part in row.parts),
         "advantages in the driver's correction, which comes before them": any(
             signed(p) for p in (*driven.gates, *driven.weights)
         ),
