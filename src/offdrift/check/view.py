@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from offdrift.check.paired_view import paired_view
 from offdrift.show.findings import LEVELS, WORDS, footnote, in_order, safe, shown_view, verdict_view
 from offdrift.show.headline import correlation, headlines, thresholds
 from offdrift.show.json_access import Fields, at, mapping, number, rows, text
@@ -128,6 +129,7 @@ def check_view(check: Fields, width: int = 100, *, folder: str = "") -> Renderab
         *([Text(cited, style="dim")] if (cited := footnote(findings)) else []),
         *([] if live_rows(check) else _noise(check)),
         *_deterministic(check),
+        *paired_view(check),
         *_bisected(check),
         *_factors(check),
         *_thresholds(check),
@@ -139,10 +141,17 @@ def check_view(check: Fields, width: int = 100, *, folder: str = "") -> Renderab
         kl = short(number(at(check, "baseline", "kl_mean")))
         words = f"\n{'passed' if passed else 'FAILED'}: mean KL {kl} nat per token"
         words += "" if limit is None else f", --max-kl {limit:g}"
+        words = "\nFAILED: the claim does not hold" if claim_fails(check) else words
         parts.append(Text(words, style="bold green" if passed else "bold red"))
     if check.get("interrupted"):
         parts.append(Text("Interrupted: the numbers above were measured before.", style="yellow"))
     return Group(*parts)
+
+
+def claim_fails(check: Fields) -> bool:
+    """Whether equality was claimed and does not hold, or has another digest than the one that was given."""
+    claim = mapping(check.get("claim"))
+    return claim.get("equal") is False or claim.get("same_digest") is False
 
 
 def about(check: Fields) -> list[str]:

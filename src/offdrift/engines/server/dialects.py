@@ -23,6 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.engines.generate import Generation
+from offdrift.engines.vllm.taps import IMPOSED
 from offdrift.errors import EngineError
 from offdrift.records.plausible import implausible
 from offdrift.records.provenance import Sampling
@@ -106,6 +107,34 @@ def forced_request(api: API, model: str, tokens: Sequence[int]) -> dict[str, Any
     """The body of a request for the log-probs of given tokens, which the server reads as a prompt."""
     body = request(api, model, tokens, Sampling(1), evidence="sampled", seed=0)
     return body | ({"logprob_start_len": 0} if api == "sglang" else {"prompt_logprobs": 0})
+
+
+Decoding = Literal["trace replay", "logits processor"]
+"""Ways in which a vLLM server decodes given tokens: its own, and by a plugin (`engines.vllm.forced`)."""
+DECODING: dict[Decoding, API] = {"trace replay": "generate", "logits processor": "completions"}
+"""API that takes such a request."""
+
+
+def decoding_request(
+    way: Decoding,
+    model: str,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    *,
+    evidence: EvidenceKind,
+    salt: str | None = None,
+) -> dict[str, Any]:
+    """The body of a request that decodes given tokens after a prompt, at temperature 1 without filters.
+
+    Args:
+        salt: prefixes are taken from the cache only of requests with the same one; None: of all.
+    """
+    body = request(DECODING[way], model, prompt, Sampling(len(tokens)), evidence=evidence, seed=0)
+    if way == "trace replay":
+        body["sampling_params"]["trace_decode_token_ids"] = list(tokens)
+    else:
+        body["vllm_xargs"] = {IMPOSED: list(tokens)}
+    return body if salt is None else body | {"cache_salt": salt}
 
 
 def size_limit(prompt: Sequence[int], sampling: Sampling, entries: int) -> int:

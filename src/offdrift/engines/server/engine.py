@@ -43,12 +43,14 @@ from offdrift.engines.server.dialects import (
     ENTRY,
     PATHS,
     Answer,
+    Decoding,
     forced_request,
     read,
     read_forced,
     request,
     size_limit,
 )
+from offdrift.engines.server.forced import ForcedDecoding
 from offdrift.errors import EngineError
 from offdrift.records.provenance import Provenance, Sampling
 from offdrift.records.rollouts import EvidenceKind, Rollouts, Routes, cumulative
@@ -129,6 +131,7 @@ class OpenAIEngine:
         self._on_raw, self._sync, self._concurrency = on_raw, sync, concurrency
         self._mode: Mode | None = self.served.mode
         self._weights = Weights(self._server, self.served, folder=sync_folder, version=version)
+        self._decoding = ForcedDecoding(self._server, self.served, vocab_size)
         self._closed = False
 
     def generate(
@@ -187,6 +190,44 @@ class OpenAIEngine:
         self._weights.check()
         provenance = replace(rollouts.provenance, sampling=Sampling(rollouts.provenance.sampling.max_tokens))
         return rollouts.with_(logp_rollout=logp, evidence=None, provenance=provenance)
+
+    def decoding(self, prompt: Sequence[int]) -> Decoding:
+        """How this server decodes given tokens. Raises: `NotOfferedError` if it does not, and how to start one."""
+        return self._decoding.way(prompt)
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that `decoded` found in the prefix cache so far; None if the server does not say."""
+        return self._decoding.cached_tokens
+
+    def decoded(
+        self,
+        rollouts: Rollouts,
+        *,
+        evidence: EvidenceKind = "sampled",
+        concurrency: int | None = None,
+        salts: Sequence[str] | None = None,
+    ) -> Rollouts:
+        """The rollouts with the log-probs that the server gives their tokens when it decodes them, one after the other
+        from its cache, as it decodes what it draws. They are those of temperature 1 without filters.
+
+        Args:
+            concurrency: requests under way at once; default: the engine's.
+            salts: of each request, see `decoding_request`; default: new ones, and no prefix is taken from the cache.
+
+        Raises: `NotOfferedError` if it decodes no given tokens; `EngineError` if it drew other ones.
+        """
+        prompts, responses = prompts_of(rollouts), responses_of(rollouts)
+        sampling = Sampling(rollouts.provenance.sampling.max_tokens)
+        self._check(prompts, sampling, evidence)
+        self.decoding(prompts[0])
+        width, salted = entries(evidence, self.vocab_size), salts or [uuid.uuid4().hex for _ in prompts]
+
+        def ask(i: int) -> Answer:
+            how: dict[str, Any] = {"evidence": evidence, "width": width, "salt": salted[i]}
+            return self._decoding.decoded(prompts[i], responses[i], **how)
+
+        return self._asked(ask, prompts, sampling, "processed", concurrency)
 
     def asleep(self) -> bool:
         """Whether the server says that it sleeps, as beside a trainer on the same device."""
@@ -255,8 +296,19 @@ class OpenAIEngine:
             except EngineError as error:
                 raise EngineError(f"request {i} of {len(prompts)} to {self.url}: {error}") from error
 
+        return self._asked(ask, prompts, sampling, logprobs)
+
+    def _asked(
+        self,
+        ask: Callable[[int], Answer],
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        logprobs: Literal["processed", "raw"],
+        concurrency: int | None = None,
+    ) -> Rollouts:
+        """Answers to all prompts as one record, if the weights stayed the same."""
         self._weights.check()
-        answers = self._each(ask, len(prompts))
+        answers = self._each(ask, len(prompts), concurrency)
         self._weights.check(span.label for a in answers for span in a.spans)
         versions = [self._weights.versions(a, unsaid=self.version) for a in answers]
         provenance = Provenance(
@@ -271,9 +323,9 @@ class OpenAIEngine:
         draws = [a.draws for a in answers]
         return rollouts_from(draws, prompts, version=torch.cat(versions), provenance=provenance)
 
-    def _each(self, ask: Callable[[int], Any], count: int) -> list[Any]:
+    def _each(self, ask: Callable[[int], Any], count: int, concurrency: int | None = None) -> list[Any]:
         """Answers in order; the first failure, or Ctrl-C, stops what has not begun."""
-        with ThreadPoolExecutor(min(self._concurrency, count)) as threads:
+        with ThreadPoolExecutor(min(concurrency or self._concurrency, count)) as threads:
             futures = [threads.submit(ask, i) for i in range(count)]
             try:
                 wait(futures, return_when=FIRST_EXCEPTION)
