@@ -26,7 +26,7 @@ Option = str | int | float | bool
 KINDS = {"vllm": "bfloat16", "transformers": "float32", "openai": "auto"}
 """Engines there are, and the dtype that each has if none is named; "auto": what the server says."""
 
-SERVERS: dict[str, dict[str, Option]] = {"openai": {}, "vllm-server": {}, "sglang": {"api": "sglang"}}
+SERVERS: dict[str, dict[str, str]] = {"openai": {}, "vllm-server": {}, "sglang": {"api": "sglang"}}
 """Words before a server's address, and the options that they stand for."""
 
 DTYPES = {

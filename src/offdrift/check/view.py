@@ -303,9 +303,16 @@ def bisected(check: Fields) -> str:
         return f"every one of {count} modules has the same bits in both engines"
     name, within = safe(text(first.get("module"))), safe(text(first.get("within")))
     by = f"by {short(number(first.get('abs_max')))} at most, {short(number(first.get('relative')))} of its size"
+    beyond, limit = mapping(row.get("beyond_rounding")), number(row.get("rounding_limit"))
+    more = ""
+    if limit is not None:
+        more = f"; no module differs by more than rounding ({short(limit)} of its size)"
+        if beyond:
+            size = short(number(beyond.get("relative")))
+            more = f"; first by more than rounding in {safe(text(beyond.get('module')))} ({size} of its size)"
     if within != name:
-        return f"first difference in {within or 'the model'}, before its module {name} ({by})"
-    return f"first difference in {name} ({by})"
+        return f"first difference in {within or 'the model'}, before its module {name} ({by}){more}"
+    return f"first difference in {name} ({by}){more}"
 
 
 def _bisected(check: Fields) -> list[RenderableType]:
