@@ -52,6 +52,11 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "initializer_range": 0.2,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
+RIGHT: dict[str, dict[str, Any]] = {
+    "qwen3": {"batch_invariant": True}, "moe": {"batch_invariant": True}, "qwen2": {},
+    "gemma2": {"attn_implementation": "eager"},
+}  # fmt: skip
+"""Options of transformers by family: equal bits where the model allows it, and the attention that knows softcaps."""
 COUNT, LENGTH = 16, 16
 """Responses, and tokens of each."""
 Weights = dict[str, Tensor]
@@ -256,6 +261,8 @@ class Fault:
     """Of the checkpoint."""
     serves: Callable[..., Any] | None = None
     """What the server does in place of generating."""
+    options: Mapping[str, Any] | None = None
+    """Of the rollout engine, in place of the right ones."""
     at: tuple[str, ...] = ()
     """Parts of module names of which one has to be named; or of what a finding says."""
 
@@ -306,6 +313,7 @@ FAULTS = (
     Fault("head in bfloat16", "qwen2", changed("lm_head", lambda x: x.bfloat16().to(x.dtype)), at=("lm_head",)),
     Fault("softcap of logits off", "gemma2", configured(final_logit_softcapping=None), at=("distribution", "configuration")),
     Fault("softcap of attention off", "gemma2", configured(attn_logit_softcapping=None), at=(A,)),
+    Fault("an attention kernel that knows no softcap", "gemma2", options={"attn_implementation": "sdpa"}, at=(A,)),
     Fault("sliding window off", "gemma2", configured(sliding_window=256), at=(A,)),
     Fault("sliding window one longer", "gemma2", configured(sliding_window=9), at=(A,)),
     Fault("scale of attention of another model", "gemma2", configured(query_pre_attn_scalar=36), at=(A,)),
@@ -392,10 +400,10 @@ def caught(fault: Fault, model: Any, engine: str) -> dict[str, Any]:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         made = type("Faulty", (Served,), {"fault": fault, "faulty": planted(fault, model, Path(folder))})
-        # Of transformers with equal bits where the model allows it, so that rounding hides nothing.
-        equal = {"batch_invariant": True} if engine == "transformers" and fault.family in ("qwen3", "moe") else {}
-        options = {"max_model_len": 64, "kv_cache_mib": 64} if engine == "vllm" else equal
-        rollout, train = EngineSpec(engine, "float32", options), EngineSpec("transformers", "float32", equal)
+        right = RIGHT[fault.family] if engine == "transformers" else {}
+        options = {"max_model_len": 64, "kv_cache_mib": 64} if engine == "vllm" else right
+        options = options if fault.options is None else {**options, **fault.options}
+        rollout, train = EngineSpec(engine, "float32", options), EngineSpec("transformers", "float32", right)
         sampling = Sampling(max_tokens=LENGTH)
         row: dict[str, Any] = {"fault": fault.name, "family": fault.family, "engine": engine}
         try:
@@ -421,7 +429,7 @@ def judged(fault: Fault, found: Mapping[str, Any]) -> dict[str, Any]:
     bisected = found.get("bisect") or {}
     module = (bisected.get("beyond_rounding") or {}).get("module", "")
     said = " ".join([*(f["symptom"] + " " + f["explanation"] for f in findings), found["verdict"]["text"]])
-    in_model = fault.edit is not None
+    in_model = fault.serves is None
     return {
         "caught": found["passed"] is False or found["verdict"]["level"] in ("act", "stop"),
         "level": found["verdict"]["level"],

@@ -4,6 +4,11 @@ vLLM's trace replay needs a GPU; a stand-in plays it here, and vLLM's own class 
 in a real server in `tests/check/test_paired_vllm.py`.
 """
 
+import base64
+import io
+from itertools import pairwise
+
+import numpy as np
 import pytest
 import torch
 
@@ -138,6 +143,71 @@ def test_vllm_reads_the_request_as_it_is_meant():
     params = CompletionRequest.model_validate(body).to_sampling_params(3, {})
     assert forced_tokens(params.extra_args) == tokens
     assert (params.logprobs, params.ignore_eos) == (-1, True)
+
+
+# -- what a draw records besides --------------------------------------------------------------------
+
+
+class Recording(Played):
+    """vLLM under `--return-sampling-mask --enable-return-routed-experts`."""
+
+    def __init__(self, **changes) -> None:
+        super().__init__(mode="processed")
+        self.changes, self.fault = changes, self.answered
+
+    def answered(self, verb, path, body):
+        if path != GENERATE:
+            return None
+        tokens, logp, _ = self.rows(body["sampling_params"], body["sampling_params"]["max_tokens"])
+        experts = io.BytesIO()
+        np.save(experts, np.arange((len(body["token_ids"]) + len(tokens) - 1) * 4, dtype=np.uint8).reshape(-1, 2, 2))
+        rows = [{"token_id": t, "logprob": x, "top_logprobs": []} for t, x in zip(tokens, logp, strict=True)]
+        choice = {"token_ids": tokens, "finish_reason": "length", "logprobs": {"content": rows}}
+        choice["sampling_mask"] = [[7, t] if t != 7 else [7] for t in tokens]
+        choice["routed_experts"] = base64.b64encode(experts.getvalue()).decode()
+        choice["weight_versions"] = [
+            {"version": "default", "start": 0, "end": 1},
+            {"version": "default", "start": 1, "end": len(tokens)},
+        ]
+        return {"model": "m", "choices": [choice | self.changes]}
+
+
+def recorded(**changes):
+    with playing(Recording(**changes)) as server:
+        return engine(server, api="generate").generate(PROMPTS, Sampling(max_tokens=3), seed=0)
+
+
+def test_masks_and_experts_of_the_draw_are_recorded_as_the_server_says_them():
+    found = recorded()
+    cuts, drawn_tokens = found.support.cu_seqlens.tolist(), found.tokens.tolist()
+    masks = [found.support.ids[a:b].tolist() for a, b in pairwise(cuts)]
+    assert masks == [sorted({7, t}) for t in drawn_tokens]
+    lengths = [len(p) + 3 - 1 for p in PROMPTS]
+    expected = [np.arange(n * 4).reshape(-1, 2, 2) for n in lengths]
+    assert found.routes.cu_seqlens.tolist() == [0, *np.cumsum(lengths)]
+    assert np.array_equal(found.routes.experts.numpy(), np.concatenate(expected))
+
+
+def test_a_server_that_says_neither_records_neither():
+    found = recorded(sampling_mask=None, routed_experts=None)
+    assert found.support is None
+    assert found.routes is None
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [([[7]], "1 entries for 3"), ([[99]] * 3, "vocabulary"), ([[]] * 3, "leaves out"), ({"0": [7]}, "no list")],
+)
+def test_a_mask_that_cannot_be_is_refused(mask, words):
+    with pytest.raises(EngineError, match=words):
+        recorded(sampling_mask=mask)
+
+
+def test_experts_of_other_positions_are_refused():
+    stream = io.BytesIO()
+    np.save(stream, np.zeros((9, 2, 2), dtype=np.uint8))
+    with pytest.raises(EngineError, match="9, 2, 2"):
+        recorded(routed_experts=base64.b64encode(stream.getvalue()).decode())
 
 
 # -- the plugin's own functions ------------------------------------------------------------------------

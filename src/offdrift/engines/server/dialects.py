@@ -23,6 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.engines.generate import Generation
+from offdrift.engines.server.recorded import read_experts, read_mask
 from offdrift.engines.vllm.taps import IMPOSED
 from offdrift.errors import EngineError
 from offdrift.records.plausible import implausible
@@ -190,7 +191,10 @@ def _read(answer: _Parsed, sampling: Sampling, evidence: EvidenceKind, vocab_siz
             "with float32 log-probs (vLLM: --logprobs-mode processed_logprobs), leave out what changes them on the "
             'way, or ask for evidence = "sampled"'
         )
-    return Answer(Generation(tokens, length, logp, recorded), answer.spans)
+    support = read_mask(answer.mask, answer.tokens, vocab_size)
+    positions = answer.prompt + len(answer.tokens) - 1  # the last token was not computed yet
+    experts = None if answer.experts is None else read_experts(answer.experts, positions)
+    return Answer(Generation(tokens, length, logp, recorded, support=support, experts=experts), answer.spans)
 
 
 class _Parsed(NamedTuple):
@@ -202,6 +206,12 @@ class _Parsed(NamedTuple):
     finish: Any
     reason: Any
     spans: tuple[Span, ...] = ()
+    mask: Any = None
+    """`sampling_mask`, as the server lists it."""
+    experts: Any = None
+    """`routed_experts`, as the server encodes it."""
+    prompt: int = 0
+    """Tokens of the prompt."""
 
 
 def _completions(content: Any, prompt: Sequence[int]) -> _Parsed:
@@ -215,7 +225,8 @@ def _completions(content: Any, prompt: Sequence[int]) -> _Parsed:
     rows = _field(logprobs, "top_logprobs", list)
     top = [[(_named(k), v) for k, v in _dict(row).items()] for row in rows]
     logp = _field(logprobs, "token_logprobs", list)
-    return _Parsed(tokens, logp, top, choice.get("finish_reason"), choice.get("stop_reason"))
+    finish, reason, experts = (choice.get(k) for k in ("finish_reason", "stop_reason", "routed_experts"))
+    return _Parsed(tokens, logp, top, finish=finish, reason=reason, experts=experts, prompt=len(prompt))
 
 
 def _generate(content: Any, prompt: Sequence[int]) -> _Parsed:
@@ -228,7 +239,10 @@ def _generate(content: Any, prompt: Sequence[int]) -> _Parsed:
     top = [[(e.get("token_id"), e.get("logprob")) for e in entries] for entries in listed]
     spans = _spans(choice.get("weight_versions"), len(tokens))
     logp = [row.get("logprob") for row in rows]
-    return _Parsed(tokens, logp, top, finish=choice.get("finish_reason"), reason=choice.get("stop_reason"), spans=spans)
+    finish, reason = choice.get("finish_reason"), choice.get("stop_reason")
+    parsed = _Parsed(tokens, logp, top, finish=finish, reason=reason, spans=spans)
+    mask, experts = choice.get("sampling_mask"), choice.get("routed_experts")
+    return parsed._replace(mask=mask, experts=experts, prompt=len(prompt))
 
 
 def _sglang(content: Any, prompt: Sequence[int]) -> _Parsed:

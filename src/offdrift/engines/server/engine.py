@@ -7,9 +7,6 @@ vLLM is tested for real; SGLang against the contract of its 0.5 releases.
 
 from __future__ import annotations
 
-import base64
-import io
-import math
 import shutil
 import tempfile
 import uuid
@@ -19,9 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
-from jaxtyping import Integer
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -51,6 +46,7 @@ from offdrift.engines.server.dialects import (
     size_limit,
 )
 from offdrift.engines.server.forced import ForcedDecoding
+from offdrift.engines.server.recorded import read_experts
 from offdrift.errors import EngineError
 from offdrift.records.provenance import Provenance, Sampling
 from offdrift.records.rollouts import EvidenceKind, Rollouts, Routes, cumulative
@@ -252,7 +248,7 @@ class OpenAIEngine:
             body["cache_salt"] = uuid.uuid4().hex
             answer = self._server.post(PATHS["completions"], body, limit=2**28)
             read("completions", answer, forced[i], one, "sampled", self.vocab_size)
-            return _routes(answer["choices"][0].get("routed_experts"), int(lengths[i]))
+            return read_experts(answer["choices"][0].get("routed_experts"), int(lengths[i]))
 
         return Routes(torch.cat(self._each(ask, len(forced))), cumulative(lengths))
 
@@ -348,32 +344,6 @@ class OpenAIEngine:
                 f"a prompt of {longest} tokens and sampling.max_tokens = {sampling.max_tokens} exceed "
                 f"the {most} tokens that {self.url} serves; shorten either"
             )
-
-
-def _routes(encoded: Any, positions: int) -> Integer[Tensor, "p layers k"]:
-    if not isinstance(encoded, str):
-        raise EngineError(
-            "the server does not say its routing; start vLLM with --enable-return-routed-experts (a "
-            "dense model has none)"
-        )
-    try:
-        content = base64.b64decode(encoded, validate=True)
-        # Not `np.load`, which also opens archives, and reads a header that claims petabytes.
-        stream = io.BytesIO(content)
-        major, _ = np.lib.format.read_magic(stream)
-        header = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}[major]
-        shape, _, kind = header(stream)
-        if math.prod(shape) * kind.itemsize > len(content):
-            raise ValueError(f"it claims shape {shape} in {len(content)} bytes")
-        routes = np.load(io.BytesIO(content), allow_pickle=False)
-    except (ValueError, EOFError, OSError, KeyError, TypeError, OverflowError, RecursionError, MemoryError) as error:
-        raise EngineError(f"routed_experts cannot be read: {str(error)[:200]}") from error
-    if routes.ndim != 3 or len(routes) != positions or 0 in routes.shape or routes.dtype.kind not in "iu":
-        raise EngineError(
-            f"routed_experts has shape {routes.shape} and dtype {routes.dtype}; {positions} positions "
-            "of whole numbers by layer and choice were expected"
-        )
-    return torch.from_numpy(routes.astype(np.int64))
 
 
 # -- weights ---------------------------------------------------------------------------------------
