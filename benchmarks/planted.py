@@ -4,9 +4,9 @@
 
 A fault is an edit of the checkpoint that the rollout engine opens, or of what a server does with a request; the trainer
 has the right one, and nothing of this library is changed. The rollout engine draws 16 responses of 16 tokens in float32;
-the check runs with `--claim equal --bisect` and without factors. *Caught*: the check has not passed (status 3), or refuses
-to go on with an error. *Named*: the module with which the difference begins (the first that differs by more than
-rounding) is where the edit is; of faults outside the model, the finding says what is wrong.
+the check runs with `--bisect` and without factors. *Caught*: the check has not passed (status 3), or refuses to go on
+with an error. *Named*: the module with which the difference begins (the first that differs by more than rounding) is where
+the edit is; of faults outside the modules, a finding says what is wrong, or the bisection that it is not the weights.
 
 Four tiny models with random weights: Qwen3 (tied), Qwen3-MoE, Qwen2 (biases, untied), Gemma 2 (softcaps, window).
 """
@@ -264,11 +264,13 @@ class Fault:
     options: Mapping[str, Any] | None = None
     """Of the rollout engine, in place of the right ones."""
     at: tuple[str, ...] = ()
-    """Parts of module names of which one has to be named; or of what a finding says."""
+    """Parts of the module's name, or rules, of which one has to be named."""
 
 
 A, M, N = "self_attn", "mlp", "layernorm"
-RECORD = ("sampled", "record", "distribution", "log-prob")
+RECORD = ("broken_record", "misaligned")
+ELSEWHERE = ("elsewhere",)
+"""Named by "on the same tokens both are one model", with what is left: logits, prompt, sampling, record."""
 FAULTS = (
     Fault("rope base 1.5 times as large", "qwen3", rope(rope_theta=15000.0), at=("rotary", A)),
     Fault("rope base of another model (1e6)", "qwen3", rope(rope_theta=1e6), at=("rotary", A)),
@@ -311,7 +313,7 @@ FAULTS = (
     Fault("head shifted by one row", "qwen2", changed("lm_head", lambda x: x.roll(1, 0)), at=("lm_head",)),
     Fault("logits divided by 0.97", "qwen2", scaled("lm_head", 1 / 0.97), at=("lm_head",)),
     Fault("head in bfloat16", "qwen2", changed("lm_head", lambda x: x.bfloat16().to(x.dtype)), at=("lm_head",)),
-    Fault("softcap of logits off", "gemma2", configured(final_logit_softcapping=None), at=("distribution", "configuration")),
+    Fault("softcap of logits off", "gemma2", configured(final_logit_softcapping=None), at=ELSEWHERE),
     Fault("softcap of attention off", "gemma2", configured(attn_logit_softcapping=None), at=(A,)),
     Fault("an attention kernel that knows no softcap", "gemma2", options={"attn_implementation": "sdpa"}, at=(A,)),
     Fault("sliding window off", "gemma2", configured(sliding_window=256), at=(A,)),
@@ -323,12 +325,12 @@ FAULTS = (
     Fault("router stale by 3 %", "moe", moved("layers.1.mlp.gate.", 0.03), at=("layers.1.mlp",)),
     Fault("one expert per token in place of two", "moe", configured(num_experts_per_tok=1), at=("layers.0.mlp",)),
     Fault("weights of experts not normalized", "moe", configured(norm_topk_prob=False), at=("layers.0.mlp",)),
-    Fault("BOS twice", "qwen3", serves=twice_begun, at=("prompt",)),
-    Fault("another chat template", "qwen3", serves=other_template, at=("prompt",)),
-    Fault("prompts cut", "qwen3", serves=truncated, at=("prompt",)),
-    Fault("temperature of generation_config.json", "qwen3", serves=own_temperature, at=("temperature",)),
-    Fault("top_p of generation_config.json", "qwen3", serves=own_top_p, at=("top_p", "filter")),
-    Fault("top_k of generation_config.json", "qwen3", serves=own_top_k, at=("top_k", "filter")),
+    Fault("BOS twice", "qwen3", serves=twice_begun, at=ELSEWHERE),
+    Fault("another chat template", "qwen3", serves=other_template, at=ELSEWHERE),
+    Fault("prompts cut", "qwen3", serves=truncated, at=ELSEWHERE),
+    Fault("temperature of generation_config.json", "qwen3", serves=own_temperature, at=ELSEWHERE),
+    Fault("top_p of generation_config.json", "qwen3", serves=own_top_p, at=ELSEWHERE),
+    Fault("top_k of generation_config.json", "qwen3", serves=own_top_k, at=ELSEWHERE),
     Fault("raw log-probs at temperature 0.7", "qwen3", serves=raw_at_temperature, at=RECORD),
     Fault("log-probs one place off", "qwen3", serves=one_place_off, at=RECORD),
     Fault("log-probs through bfloat16", "qwen3", serves=rounded_logs, at=RECORD),
@@ -428,16 +430,16 @@ def judged(fault: Fault, found: Mapping[str, Any]) -> dict[str, Any]:
     findings = [f for f in found["findings"] if f["severity"] in ("act", "stop")]
     bisected = found.get("bisect") or {}
     module = (bisected.get("beyond_rounding") or {}).get("module", "")
-    said = " ".join([*(f["symptom"] + " " + f["explanation"] for f in findings), found["verdict"]["text"]])
-    in_model = fault.serves is None
+    rules = [f["rule"] for f in findings]
+    elsewhere = fault.at == ELSEWHERE and bisected.get("elsewhere") is True
     return {
         "caught": found["passed"] is False or found["verdict"]["level"] in ("act", "stop"),
         "level": found["verdict"]["level"],
         "kl_mean": found["baseline"]["kl_mean"],
         "times": found["precision"].get("ratio"),
-        "by": ", ".join(f["rule"] for f in findings),
+        "by": "not the weights" if elsewhere else ", ".join(rules[:2]),
         "module": module,
-        "named": any(part in (module if in_model and module else said) for part in fault.at),
+        "named": elsewhere or any(part in module or part in rules for part in fault.at),
         "says": findings[0]["symptom"][:160] if findings else found["verdict"]["text"][:160],
     }
 

@@ -214,3 +214,27 @@ def test_a_wrong_operand_is_told_from_rounding():
     assert wrong["beyond_rounding"]["module"] == "model.layers.1.self_attn.v_proj"
     assert wrong["beyond_rounding"]["relative"] == pytest.approx(0.001, rel=0.05)
     assert half["rounding_limit"] is half["beyond_rounding"] is None
+
+
+class AnotherPrompt(Bench):
+    """A server that puts its own token before every prompt."""
+
+    def rollouts(self, spec, *, prompts=None, **how):
+        asked = self.prompts if prompts is None else prompts
+        drawn = super().rollouts(spec, prompts=[[9, *p] for p in asked], **how)
+        kept = torch.ones(len(drawn.prompt_tokens), dtype=torch.bool)
+        kept[drawn.prompt_cu_seqlens[:-1].long()] = False
+        cuts = drawn.prompt_cu_seqlens - torch.arange(len(drawn.prompt_cu_seqlens))
+        return drawn.with_(prompt_tokens=drawn.prompt_tokens[kept], prompt_cu_seqlens=cuts)
+
+
+def test_a_difference_that_is_not_in_the_modules_is_sought_elsewhere():
+    with bench_of(count=6, made=AnotherPrompt) as bench:
+        found = check(bench, FLOAT32, FLOAT32, noise=False, layers=True)
+    assert found["passed"] is False
+    assert found["bisect"]["elsewhere"] is True
+    assert "generation_config.json" in bisected(found)
+    with bench_of(count=6, made=ScaledValues) as bench:
+        assert check(bench, FLOAT32, FLOAT32, noise=False, layers=True)["bisect"]["elsewhere"] is False
+    with bench_of(count=6) as bench:
+        assert check(bench, FLOAT32, FLOAT32, noise=False, layers=True)["bisect"]["elsewhere"] is False

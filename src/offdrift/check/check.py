@@ -19,7 +19,7 @@ from typing import Any, Literal
 from offdrift.check.bench import Bench, EngineSpec, Pair
 from offdrift.check.branches import branches
 from offdrift.check.claim import Claim, claimed_equal, claimed_equal_to, with_digest, with_module
-from offdrift.check.equality import attempted, bisect, determinism, repeated
+from offdrift.check.equality import attempted, bisect, determinism, modules_agree, repeated
 from offdrift.check.factors.base import Factor, Outcome
 from offdrift.check.measure import Measured, measure
 from offdrift.check.paired import paired_rows
@@ -123,7 +123,8 @@ def check(
             equality["claim"] = with_digest(equal.as_dict(), digest)
         if layers or (equal is not None and not equal.equal and against is None):
             watch("layer by layer", before_factors - 1, total)
-            equality["bisect"] = attempted(bisect, bench, rollout, train)
+            found = attempted(bisect, bench, rollout, train)
+            equality["bisect"] = found | {"elsewhere": precision.exceeded and modules_agree(found)}
             if equal is not None and against is None:
                 equality["claim"] = with_digest(with_module(equal, equality["bisect"]), digest)
         for i, factor in enumerate(factors):

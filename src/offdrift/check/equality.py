@@ -280,6 +280,13 @@ def rounding_limit(*dtypes: str) -> float | None:
     return limit if limit < 0.5 else None
 
 
+def modules_agree(bisected: Mapping[str, Any]) -> bool:
+    """Whether a bisection found no module that differs by more than rounding, the output head included, in a dtype
+    where that tells something. (vLLM never calls its head as a module, so that its bisection cannot say so.)"""
+    head = any(str(m["module"]).endswith("lm_head") for m in bisected.get("modules", ()))
+    return head and bisected.get("rounding_limit") is not None and bisected.get("beyond_rounding") is None
+
+
 def attempted(measure: Any, *arguments: Any) -> dict[str, Any]:
     """A measurement, or why it failed, so that an engine that raises, whatever it throws, costs nothing else."""
     try:

@@ -291,6 +291,12 @@ STEPS = 12
 """Modules that the screen shows of a bisection: the first that differ; the others are in check.json."""
 
 
+ELSEWHERE = (
+    ": on the same tokens both are one model. What differs comes behind its modules (softcap or scale of the logits), "
+    "or is the prompt (chat template, BOS), the sampling (generation_config.json) or the record"
+)
+
+
 def bisected(check: Fields) -> str:
     """Summarize the bisection in one sentence; "" if none was run."""
     row = mapping(check.get("bisect"))
@@ -299,14 +305,15 @@ def bisected(check: Fields) -> str:
         return f"not measured: {safe(why)}"
     if not count:
         return ""
+    elsewhere = ELSEWHERE if row.get("elsewhere") is True else ""
     if not first:
-        return f"every one of {count} modules has the same bits in both engines"
+        return f"every one of {count} modules has the same bits in both engines{elsewhere}"
     name, within = safe(text(first.get("module"))), safe(text(first.get("within")))
     by = f"by {short(number(first.get('abs_max')))} at most, {short(number(first.get('relative')))} of its size"
     beyond, limit = mapping(row.get("beyond_rounding")), number(row.get("rounding_limit"))
     more = ""
     if limit is not None:
-        more = f"; no module differs by more than rounding ({short(limit)} of its size)"
+        more = f"; no module differs by more than rounding ({short(limit)} of its size){elsewhere}"
         if beyond:
             size = short(number(beyond.get("relative")))
             more = f"; first by more than rounding in {safe(text(beyond.get('module')))} ({size} of its size)"
