@@ -1,6 +1,6 @@
 """Planted faults: which does `offdrift check` catch, and which does it name?
 
-    python benchmarks/planted.py [--engine transformers|vllm] [--only NAMES] [--json PATH]
+    python benchmarks/planted.py [--engine transformers|vllm] [--only NAME ...] [--json PATH]
 
 A fault is an edit of the checkpoint that the rollout engine opens, or of what a server does with a request; the trainer
 has the right one, and nothing of this library is changed. The rollout engine draws 16 responses of 16 tokens in float32;
@@ -448,14 +448,16 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     """Plant every fault, and print and store the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
-    parser.add_argument("--only", default="", help="part of a fault's name")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of faults' names")
+    parser.add_argument("--json", type=Path, help="rows that are stored there and are not measured again stay")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     disable_progress_bar()
     right, rows = models(), []
     for fault in (*HONEST, *FAULTS):
-        if options.only not in fault.name or (options.engine == "vllm" and fault.name not in REAL):
+        if not any(part in fault.name for part in options.only) or (
+            options.engine == "vllm" and fault.name not in REAL
+        ):
             continue
         row = caught(fault, right[fault.family], options.engine)
         rows.append(row)
@@ -467,6 +469,10 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
             row.get("module") or row.get("by") or row["says"][:60],
             flush=True,
         )
+    if options.json and options.json.exists():
+        stored = {row["fault"]: row for row in json.loads(options.json.read_text())["rows"]}
+        again = stored | {row["fault"]: row for row in rows}
+        rows = [again[fault.name] for fault in (*HONEST, *FAULTS) if fault.name in again]
     planted_rows = [r for r in rows if not r["fault"].startswith("none")]
     totals = {
         "faults": len(planted_rows),

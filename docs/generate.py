@@ -359,7 +359,7 @@ def check_page() -> str:
     def said(row: Mapping[str, Any] | None) -> str:
         if row is None:
             return ""
-        place = code(row["module"]) if row.get("module") else row["by"].replace(", ", "; ")
+        place = code(row["module"]) if row.get("module") else "; ".join(row["by"].split(", ")[:2])
         held = "passed" if row["fault"].startswith("none") else "**missed**"
         return f"{'named' if row['named'] else 'caught'}: {place}" if row["caught"] else held
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from rich.console import RenderableType
-from rich.text import Text
-
 from offdrift.show.findings import safe
 from offdrift.show.json_access import Fields, number, rows, text
 from offdrift.show.numbers import short
 
-TITLE = "The same tokens, one setting changed"
+PAIRED = "The same tokens, one setting changed"
+"""Title of these lines."""
 
 
 def paired_lines(check: Fields) -> list[tuple[str, str]]:
@@ -29,10 +27,3 @@ def _words(row: Fields) -> str:
         interval = "" if low is None or high is None else f" ({short(low)} to {short(high)})"
         words += f"; divergence from the trainer changes by {short(change)} nat per token{interval}"
     return f"{words}; {safe(text(row.get('computed')))}"
-
-
-def paired_view(check: Fields) -> list[RenderableType]:
-    """Lines of the terminal."""
-    lines = paired_lines(check)
-    heading = Text(f"\n{TITLE}", style="bold")
-    return [heading, *(Text.assemble((f"  {name}: ", "bold"), words) for name, words in lines)] if lines else []

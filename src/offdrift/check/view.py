@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from offdrift.check.paired_view import paired_view
+from offdrift.check.paired_view import PAIRED, paired_lines
 from offdrift.show.findings import LEVELS, WORDS, footnote, in_order, safe, shown_view, verdict_view
 from offdrift.show.headline import correlation, headlines, thresholds
 from offdrift.show.json_access import Fields, at, mapping, number, rows, text
@@ -129,7 +129,7 @@ def check_view(check: Fields, width: int = 100, *, folder: str = "") -> Renderab
         *([Text(cited, style="dim")] if (cited := footnote(findings)) else []),
         *([] if live_rows(check) else _noise(check)),
         *_deterministic(check),
-        *paired_view(check),
+        *_paired(check),
         *_bisected(check),
         *_factors(check),
         *_thresholds(check),
@@ -285,6 +285,12 @@ def _deterministic(check: Fields) -> list[RenderableType]:
     if why := safe(text(row.get("why"))):
         lines.append(f"  not measured: {why}")
     return [_heading("Deterministic"), *(Text(line) for line in lines)] if lines else []
+
+
+def _paired(check: Fields) -> list[RenderableType]:
+    """Lines on the same tokens with one setting changed."""
+    lines = [Text.assemble((f"  {name}: ", "bold"), words) for name, words in paired_lines(check)]
+    return [_heading(PAIRED), *lines] if lines else []
 
 
 STEPS = 12
