@@ -1,5 +1,5 @@
-"""Write docs/methods.md, metrics.md, rules.md, evidence.md, commands.md, settings.md and the tables of logs.md, plan.md
-and certificates.md: `make docs`.
+"""Write docs/methods.md, metrics.md, rules.md, evidence.md, commands.md, settings.md and the tables of logs.md, plan.md,
+certificates.md and check.md: `make docs`.
 
 Nobody edits those; a test fails when they differ from what this prints.
 """
@@ -350,6 +350,51 @@ COVERAGE_BEGINS = "<!-- The table of coverage, written by `make docs`. -->"
 COVERAGE_ENDS = "<!-- End of the table of coverage. -->"
 
 
+def check_page() -> str:
+    """docs/check.md with the table of planted faults renewed from the stored results."""
+    page = (HERE / "check.md").read_text(encoding="utf-8")
+    before, rest = page.split(PLANTED_BEGINS)
+    after = rest.split(PLANTED_ENDS)[1]
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in PLANTED]
+    real = {row["fault"]: row for run in runs[1:] for row in run["rows"]}
+
+    def said(row: Mapping[str, Any] | None) -> str:
+        if row is None:
+            return ""
+        place = code(row["module"]) if row.get("module") else "; ".join(row["by"].split(", ")[:2])
+        held = "passed" if row["fault"].startswith("none") else "**missed**"
+        return f"{'named' if row['named'] else 'caught'}: {place}" if row["caught"] else held
+
+    columns = {
+        "planted": lambda row: row["fault"],
+        "in": lambda row: row["family"],
+        "KL, nat": lambda row: f"{row['kl_mean']:.1e}" if row.get("kl_mean") is not None else "",
+        "times precision": lambda row: f"{row['times']:.1e}" if row.get("times") is not None else "",
+        "transformers": said,
+        "vLLM": lambda row: said(real.get(row["fault"])),
+    }
+    lines = []
+    for run in runs:
+        t = run["totals"]
+        lines.append(
+            f"- {run['engine']}: {t['caught']} of {t['faults']} faults caught, {t['named']} named; "
+            f"{t['honest_passed']} of {t['honest']} right models passed"
+        )
+    return (
+        "\n".join([before + PLANTED_BEGINS, "", *lines, "", *_table(columns, runs[0]["rows"]), "", PLANTED_ENDS])
+        + after
+    )
+
+
+PLANTED = [
+    HERE.parent / "benchmarks" / "results" / name
+    for name in ("planted.json", "planted_vllm.json")
+    if (HERE.parent / "benchmarks" / "results" / name).exists()
+]
+PLANTED_BEGINS = "<!-- The table of planted faults, written by `make docs`. -->"
+PLANTED_ENDS = "<!-- End of the table of planted faults. -->"
+
+
 def schedules_page() -> str:
     """Every schedule and its rules."""
     rows = schedule_catalog()
@@ -466,6 +511,7 @@ PAGES = {
     "llms.txt": llms_page,
     "evidence.md": evidence_page,
     "certificates.md": certificates_page,
+    "check.md": check_page,
     "commands.md": commands_page,
     "settings.md": settings_page,
     "faq.md": faq_page,

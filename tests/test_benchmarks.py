@@ -254,3 +254,30 @@ def test_the_diagnosis_of_a_trained_run_is_measured(tmp_path):
     assert (row["case"], row["planted"], row["seed"]) == ("float32", confusion.CLEAN, 0)
     assert row["reported"] == confusion.CLEAN
     assert confusion._trained(case, 0, 4, tmp_path)["rules"] == row["rules"], "judged again, not trained again"
+
+
+@pytest.fixture(scope="module")
+def faults():
+    yield from imported("planted")
+
+
+@pytest.mark.parametrize(
+    ("name", "caught", "module"),
+    [
+        ("none (qwen3)", False, ""),
+        ("values scaled by 1.05 (scale of the cache)", True, "model.layers.0.self_attn.v_proj"),
+    ],
+)
+def test_planted_faults_are_caught_and_named_and_right_models_pass(faults, name, caught, module, tmp_path):
+    threads, path = torch.get_num_threads(), tmp_path / "planted.json"
+    faults.main(["--only", name, "--json", str(path)])
+    torch.set_num_threads(threads)
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["fault"], row["caught"], row["module"]) == (name, caught, module)
+    assert row["named"] is caught
+
+
+def test_faults_have_names_of_their_own(faults):
+    names = [fault.name for fault in (*faults.HONEST, *faults.FAULTS)]
+    assert len(set(names)) == len(names) >= 60
+    assert set(faults.REAL) <= set(names)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offdrift.check import equality
-from offdrift.check.bench import EngineSpec
+from offdrift.check.bench import Bench, EngineSpec
 from offdrift.check.check import check
 from offdrift.check.equality import bisect, determinism
 from offdrift.check.factors import chosen
@@ -176,3 +176,65 @@ def test_modules_of_flat_batches_are_read_token_by_token():
     assert noted.last("norm", 3).shape == (3, 8)
     assert torch.equal(noted.last("layer", 2), (whole + 2 * whole)[-2:].double())
     assert noted.last("layer", 6) is None
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "limit"),
+    [
+        (("float32", "float32"), 1.1920929e-5),
+        (("float16", "float32"), 0.09765625),
+        (("bfloat16", "float32"), None),
+        (("auto", "float32"), None),
+    ],
+)
+def test_what_rounding_may_do_to_a_module_is_a_hundred_eps_or_unknown(dtypes, limit):
+    assert equality.rounding_limit(*dtypes) == (None if limit is None else pytest.approx(limit))
+
+
+class ScaledValues(Bench):
+    """A rollout engine whose second layer has values that are larger by 0.1 %."""
+
+    def engine(self, spec):
+        fresh = spec.kind not in self._engines
+        made = super().engine(spec)
+        if fresh:
+            with torch.no_grad():
+                made.model.model.layers[1].self_attn.v_proj.weight.mul_(1.001)
+        return made
+
+
+def test_a_wrong_operand_is_told_from_rounding():
+    with bench_of(count=4) as bench:
+        honest = bisect(bench, FLOAT32, FLOAT32)
+    with bench_of(count=4, made=ScaledValues) as bench:
+        wrong = bisect(bench, FLOAT32, FLOAT32)
+        half = bisect(bench, BFLOAT16, FLOAT32)
+    assert honest["first"] is not None
+    assert honest["beyond_rounding"] is None
+    assert wrong["beyond_rounding"]["module"] == "model.layers.1.self_attn.v_proj"
+    assert wrong["beyond_rounding"]["relative"] == pytest.approx(0.001, rel=0.05)
+    assert half["rounding_limit"] is half["beyond_rounding"] is None
+
+
+class AnotherPrompt(Bench):
+    """A server that puts its own token before every prompt."""
+
+    def rollouts(self, spec, *, prompts=None, **how):
+        asked = self.prompts if prompts is None else prompts
+        drawn = super().rollouts(spec, prompts=[[9, *p] for p in asked], **how)
+        kept = torch.ones(len(drawn.prompt_tokens), dtype=torch.bool)
+        kept[drawn.prompt_cu_seqlens[:-1].long()] = False
+        cuts = drawn.prompt_cu_seqlens - torch.arange(len(drawn.prompt_cu_seqlens))
+        return drawn.with_(prompt_tokens=drawn.prompt_tokens[kept], prompt_cu_seqlens=cuts)
+
+
+def test_a_difference_that_is_not_in_the_modules_is_sought_elsewhere():
+    with bench_of(count=6, made=AnotherPrompt) as bench:
+        found = check(bench, FLOAT32, FLOAT32, noise=False, layers=True)
+    assert found["passed"] is False
+    assert found["bisect"]["elsewhere"] is True
+    assert "generation_config.json" in bisected(found)
+    with bench_of(count=6, made=ScaledValues) as bench:
+        assert check(bench, FLOAT32, FLOAT32, noise=False, layers=True)["bisect"]["elsewhere"] is False
+    with bench_of(count=6) as bench:
+        assert check(bench, FLOAT32, FLOAT32, noise=False, layers=True)["bisect"]["elsewhere"] is False

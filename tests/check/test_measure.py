@@ -12,6 +12,7 @@ from offdrift.check.measure import Measured, clustered_error, logged, measure, m
 from offdrift.check.rescore import THETAS, Scored, rescored, surprise_cgf, tail_caps
 from offdrift.divergence.interval import topk_divergences
 from offdrift.engines.generate import Generation, rollouts_from
+from offdrift.errors import EvidenceError
 from offdrift.judge import load_rules
 from offdrift.records.provenance import Provenance, Sampling
 from offdrift.records.rollouts import Rollouts
@@ -230,3 +231,12 @@ def test_the_cap_on_a_tail_that_one_policy_has_more_of():
     bound = cap * math.tanh(cap / 2) * 0.05 + (cap / math.tanh(cap) - 1) * (0.2 - 0.05)
     assert bound == pytest.approx(terms, rel=1e-4)
     assert cap == pytest.approx(math.log(4), rel=0.3)
+
+
+def test_a_token_beyond_the_trainers_vocabulary_is_named():
+    with bench_of(count=2) as bench:
+        drawn = bench.rollouts(FLOAT32)
+        tokens = drawn.tokens.clone()
+        tokens[3] = 71
+        with pytest.raises(EvidenceError, match=r"token 71.*64 tokens"):
+            measure(bench, drawn.with_(tokens=tokens, evidence=None), FLOAT32)

@@ -151,3 +151,25 @@ def test_precision_is_never_named_between_two_engines_in_float32():
     assert without_precision([named, other], found, "float32", "float32") == [other]
     assert without_precision([named, other], found, "bfloat16", "float32") == [named, other]
     assert without_precision([named, other], over, "bfloat16", "float32") == [other]
+
+
+def expert_stale(model: nn.Module) -> None:
+    """One expert of eight, by 3 %: a few sequences are sent to it."""
+    weight = model.model.layers[1].mlp.experts.down_proj
+    weight[5].add_(0.03 * weight.std() * torch.randn(weight[5].shape, generator=draws()))
+
+
+def test_an_expert_that_few_sequences_are_sent_to_is_found_in_float32():
+    found = found_on(expert_stale, FLOAT32, "moe")
+    precision = found["precision"]
+    assert precision["ratio"] > 1e4
+    assert 3 / 16 <= precision["share"] < 0.8
+    assert precision["exceeded"] is True
+    assert found["passed"] is False
+
+
+@pytest.mark.parametrize(("multiple", "exceeded"), [("precision_times_float32", True), ("precision_times_half", False)])
+def test_three_sequences_of_sixteen_are_enough_in_float32_alone(multiple, exceeded):
+    found = Explained("", measured=1.0, explained=1e-9, multiple=LIMITS[multiple], z=2.0, share=3 / 16, sequences=16)
+    assert found.exceeded is exceeded
+    assert not replace(found, share=2 / 16).exceeded

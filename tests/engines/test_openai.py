@@ -1,14 +1,7 @@
 """The client engine against a real vLLM server: started here on a free port of this machine."""
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,30 +13,17 @@ from offdrift.errors import EngineError, SyncError
 from offdrift.models import save_for_engine, tiny_tokenizer
 from tests.command import command
 from tests.engines.contract import PLAIN, PROMPTS, SAMPLINGS, EngineContract
-from tests.engines.models import CACHE_MIB, VOCAB, need_vllm, tiny
+from tests.engines.models import CACHE_MIB, VOCAB, tiny
+from tests.engines.serving import serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-START_S = 300
-"""Seconds that a start may take on a busy machine; 20 to 30 on a quiet one."""
 FLAGS = (
     "--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "64",
     "--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
     "--kv-cache-memory-bytes", str(CACHE_MIB * 2**20), "--enable-scale-out",
     "--worker-extension-cls", "offdrift.engines.vllm.worker.Worker",
 )  # fmt: skip
-LAUNCH = """
-import multiprocessing, runpy
-import vllm.utils.system_utils as system
-system.get_mp_context = lambda: multiprocessing.get_context("fork")
-runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
-"""
-"""vLLM imported once: its engine is forked from the server, and its worker runs in the engine, where both would
-otherwise import it again. Not `vllm serve`: the CPU build lacks the package metadata that it reads first."""
-ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -57,33 +37,8 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def url(folder, tmp_path_factory):
     """A vLLM server on that checkpoint; ended by its process id."""
-    need_vllm("uvicorn", "watchfiles", "prometheus_fastapi_instrumentator", "model_hosting_container_standards")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = tmp_path_factory.mktemp("log") / "server.log"
-    words = [sys.executable, "-c", LAUNCH, "--model", folder, "--host", "127.0.0.1", "--port", str(port), *FLAGS]
-    with log.open("w") as out:
-        server = subprocess.Popen(words, env=os.environ | ENVIRONMENT, stdout=out, stderr=out, start_new_session=True)
-    try:
-        _wait(server, f"http://127.0.0.1:{port}/health", log)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)  # its session: the server and its engine, and nothing else
-        server.wait(15)
-
-
-def _wait(server: subprocess.Popen, health: str, log: Path) -> None:
-    until = time.monotonic() + START_S
-    while time.monotonic() < until:
-        if server.poll() is not None:
-            break
-        try:
-            with urllib.request.urlopen(health, timeout=5):
-                return
-        except OSError:
-            time.sleep(0.2)
-    pytest.fail(f"the server did not start:\n{log.read_text()[-3000:]}", pytrace=False)
+    with serving(folder, tmp_path_factory.mktemp("log"), *FLAGS) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

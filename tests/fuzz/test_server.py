@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from offdrift.engines.server.client import SMALL, Server, identify
 from offdrift.engines.server.dialects import PATHS, read
-from offdrift.engines.server.engine import OpenAIEngine, _routes
+from offdrift.engines.server.engine import OpenAIEngine
+from offdrift.engines.server.recorded import read_experts
 from offdrift.errors import EngineError
 from offdrift.records.provenance import Sampling
 from tests.fuzz.spoil import _value
@@ -323,13 +324,13 @@ HEADER = b"{'descr': '<i8', 'fortran_order': False, 'shape': (%s), }"
 )  # fmt: skip
 def test_routes_that_are_no_array_of_numbers_are_refused(content: bytes) -> None:
     with pytest.raises(EngineError, match="routed_experts"):
-        _routes(base64.b64encode(content).decode(), 4)
+        read_experts(base64.b64encode(content).decode(), 4)
 
 
 def test_routes_that_are_one_are_read() -> None:
     held = io.BytesIO()
     np.save(held, np.arange(16, dtype=np.uint8).reshape(4, 2, 2))
-    assert _routes(base64.b64encode(held.getvalue()).decode(), 4).shape == (4, 2, 2)
+    assert read_experts(base64.b64encode(held.getvalue()).decode(), 4).shape == (4, 2, 2)
 
 
 def test_an_engine_whose_server_trickles_gives_up() -> None:

@@ -26,6 +26,9 @@ Option = str | int | float | bool
 KINDS = {"vllm": "bfloat16", "transformers": "float32", "openai": "auto"}
 """Engines there are, and the dtype that each has if none is named; "auto": what the server says."""
 
+SERVERS: dict[str, dict[str, str]] = {"openai": {}, "vllm-server": {}, "sglang": {"api": "sglang"}}
+"""Words before a server's address, and the options that they stand for."""
+
 DTYPES = {
     "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
     "float16": "float16", "fp16": "float16",
@@ -58,7 +61,8 @@ class EngineSpec:
 
     @staticmethod
     def parse(text: str) -> EngineSpec:
-        """`KIND[:DTYPE][,OPTION=VALUE ...]` or `openai:URL[,OPTION=VALUE ...]`, the inverse of `str`.
+        """`KIND[:DTYPE][,OPTION=VALUE ...]` or `openai:URL[,OPTION=VALUE ...]`, the inverse of `str`; `vllm-server:URL`
+        and `sglang:URL` are other words for a server.
 
         Values are true, false, whole numbers, numbers, or else words.
 
@@ -73,6 +77,8 @@ class EngineSpec:
                 raise EngineError(f"{each!r} in {text!r} is no option; write NAME=VALUE")
             named[name.strip()] = _value(value.strip())
         kind, dtype = kind.strip(), dtype.strip()
+        if kind in SERVERS and dtype.startswith("http"):
+            kind, named = "openai", {**SERVERS[kind], **named}
         if kind == "openai":
             named["url"], dtype = dtype, str(named.pop("dtype", ""))
         return EngineSpec(kind, dtype or KINDS.get(kind, "float32"), named)

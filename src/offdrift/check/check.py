@@ -18,10 +18,11 @@ from typing import Any, Literal
 
 from offdrift.check.bench import Bench, EngineSpec, Pair
 from offdrift.check.branches import branches
-from offdrift.check.claim import claimed_equal, with_module
-from offdrift.check.equality import attempted, bisect, determinism, repeated
+from offdrift.check.claim import Claim, claimed_equal, claimed_equal_to, with_digest, with_module
+from offdrift.check.equality import attempted, bisect, determinism, modules_agree, repeated
 from offdrift.check.factors.base import Factor, Outcome
 from offdrift.check.measure import Measured, measure
+from offdrift.check.paired import paired_rows
 from offdrift.check.precision import Explained, explained, unexplained, without_precision
 from offdrift.check.recommend import Level, broken_record, defects, level_of, recommended, sentence, thresholds, worst
 from offdrift.errors import BadValueError, RecordError
@@ -60,6 +61,8 @@ def check(
     noise: bool = True,
     layers: bool = False,
     claim: Literal["equal"] | None = None,
+    against: EngineSpec | None = None,
+    digest: str | None = None,
     max_kl: float | None = None,
     rules: Rules | None = None,
     watch: Watch = lambda stage, done, total: None,
@@ -76,6 +79,9 @@ def check(
         noise: also measure each engine against itself, and whether it is deterministic.
         layers: also find the first module whose output differs between the engines.
         claim: "equal": every log-prob has the same bits in both engines; without that the check has not passed.
+        against: another rollout engine with the same weights, which is led along the same tokens; a claim is then about
+            the two rollout engines.
+        digest: of another machine's claim; the check has not passed if this one's is another.
         max_kl: the largest mean KL(rollout || train) per token to pass with, nats.
         rules: of the diagnosis; default: the built-in ones.
         watch: called before each stage.
@@ -85,7 +91,8 @@ def check(
     check_max_kl(max_kl)
     rules = rules or load_rules()  # a rule that cannot be read must not cost the measurements
     started, pair = time.monotonic(), Pair(rollout, train)
-    total = 3 + 3 * noise + (claim is not None) + layers + len(factors)
+    pairs = rollout.kind == "openai" or against is not None
+    total = 3 + 3 * noise + pairs + (claim is not None) + layers + len(factors)
     bench.train_model(train)  # an impossible training engine is refused before sampling
     watch(f"drawing with {rollout}", 0, total)
     rollouts = bench.rollouts(rollout)
@@ -106,15 +113,20 @@ def check(
             noises["null"] = null_pair(bench, train)
             watch("other batches", 5, total)
             equality["deterministic"] = attempted(determinism, bench, rollout, train)
+        before_factors = total - len(factors)
+        if pairs:
+            watch("the same tokens", before_factors - 1 - (claim is not None) - layers, total)
+            equality["paired"] = _paired(bench, pair, rollouts, baseline, against)
         if claim is not None:
-            watch("every bit", total - len(factors) - 1 - layers, total)
-            equal = claimed_equal(bench, rollouts, baseline, train)
-            equality["claim"] = equal.as_dict()
-        if layers or (equal is not None and not equal.equal):
-            watch("layer by layer", total - len(factors) - 1, total)
-            equality["bisect"] = attempted(bisect, bench, rollout, train)
-            if equal is not None:
-                equality["claim"] = with_module(equal, equality["bisect"])
+            watch("every bit", before_factors - 1 - layers, total)
+            equal = _claimed(bench, pair, rollouts, baseline, against)
+            equality["claim"] = with_digest(equal.as_dict(), digest)
+        if layers or (equal is not None and not equal.equal and against is None):
+            watch("layer by layer", before_factors - 1, total)
+            found = attempted(bisect, bench, rollout, train)
+            equality["bisect"] = found | {"elsewhere": precision.exceeded and modules_agree(found)}
+            if equal is not None and against is None:
+                equality["claim"] = with_digest(with_module(equal, equality["bisect"]), digest)
         for i, factor in enumerate(factors):
             watch(factor.name, total - len(factors) + i, total)
             outcomes.append(factor.run(bench, pair, baseline))
@@ -133,7 +145,7 @@ def check(
     )
     if entry := equality.get("claim"):
         concluded["verdict"] = claim_verdict(entry, concluded["verdict"])
-        concluded["passed"] &= entry["equal"]
+        concluded["passed"] &= entry["equal"] and entry.get("same_digest", True)
     if interrupted:
         concluded |= _incomplete(concluded["verdict"], len(outcomes), len(factors))
     return plain(
@@ -155,6 +167,23 @@ def check(
             **concluded,
         }
     )
+
+
+def _paired(
+    bench: Bench, pair: Pair, rollouts: Rollouts, baseline: Measured, against: EngineSpec | None
+) -> list[dict[str, Any]]:
+    """Paired differences of the rollout engine, and of the one beside it, on the baseline's tokens."""
+    assert baseline.logged is not None
+    assert baseline.logged.logp_old is not None
+    logp = baseline.logged.logp_old
+    return paired_rows(bench, pair.rollout, rollouts, logp, train=pair.train, against=against)
+
+
+def _claimed(bench: Bench, pair: Pair, rollouts: Rollouts, baseline: Measured, against: EngineSpec | None) -> Claim:
+    """The claim of equality to the trainer, or to the engine beside the rollout engine."""
+    if against is None:
+        return claimed_equal(bench, rollouts, baseline, pair.train)
+    return claimed_equal_to(bench, rollouts, pair.rollout, against)
 
 
 def _facts(bench: Bench, rollout: EngineSpec, train: EngineSpec, rollouts: Rollouts) -> dict[str, Any]:
@@ -188,7 +217,8 @@ def _incomplete(so_far: Mapping[str, Any], done: int, factors: int) -> dict[str,
 
 def claim_verdict(claim: Mapping[str, Any], verdict: Mapping[str, Any]) -> dict[str, Any]:
     """The verdict of a check that was to prove equality: the claim first."""
-    level = verdict["level"] if claim["equal"] else worst([verdict["level"], "act"])
+    holds = claim["equal"] and claim.get("same_digest", True)
+    level = verdict["level"] if holds else worst([verdict["level"], "act"])
     return {"level": level, "text": f"{claim['text'][:1].upper()}{claim['text'][1:]}. {verdict['text']}"}
 
 

@@ -8,12 +8,17 @@ others.
                 for each sequence: log-probs of the response tokens (float32, -0 as 0)
 
 All numbers are little-endian; sequences stand in the order of the prompts.
+
+A claim is about the numbers that these tokens need. A bit of a weight that none of them multiplies (the embedding of a
+token that does not occur, an expert that no token is sent to), or whose change every sum rounds away, changes no number
+and is not seen; hold checksums of the files against each other for those.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,12 +28,14 @@ from torch import Tensor
 
 from offdrift.check.bench import Bench, EngineSpec
 from offdrift.check.measure import Measured, clustered_error
+from offdrift.check.paired import alike, along, beside
 from offdrift.check.precision import divergence_of
 from offdrift.check.rescore import LOGITS, PADDED
 from offdrift.engines.hf_fixed_order import is_batch_invariant
 from offdrift.engines.score import chunks, score
 from offdrift.errors import BadValueError
 from offdrift.records.rollouts import FullVocab, Rollouts
+from offdrift.segments import Segments
 
 HEADER = b"offdrift-equal-1\n"
 
@@ -52,6 +59,10 @@ class Claim:
     """Interval of that mean over fresh prompts, 95 %, clustered by sequence; [0, 0] if equal."""
     first: dict[str, Any] | None = None
     """First difference: request, token, its id, and both log-probs."""
+    other: str = ""
+    """The engine that the rollout engine was compared with; "": the trainer."""
+    computed: str = ""
+    """How that other engine's log-probs came about: decoded, or read at once."""
 
     def __str__(self) -> str:
         """One sentence.
@@ -61,15 +72,16 @@ class Claim:
             'equal: 8 of 8 tokens, KL = 0, digest aba'
         """
         over = "over the whole vocabulary" if self.whole else "log-probs of the drawn tokens alone were shown"
+        over = f"{over}; {self.other} {self.computed}" if self.other else over
         if self.equal:
             return (
                 f"equal: {self.equal_tokens:,} of {self.tokens:,} tokens, KL = 0, digest {self.digest_rollout} ({over})"
             )
-        first = self.first or {}
+        first, where = self.first or {}, "other one" if self.other else "trainer"
         return (
             f"not equal: {self.equal_tokens:,} of {self.tokens:,} tokens are ({over}); first difference at request "
             f"{first.get('request')}, token {first.get('token')}: log-prob {first.get('rollout')!r} in the rollout "
-            f"engine, {first.get('train')!r} in the trainer; KL {self.kl:.3g} nat per token "
+            f"engine, {first.get('train')!r} in the {where}; KL {self.kl:.3g} nat per token "
             f"({self.kl_low:.3g} to {self.kl_high:.3g})"
         )
 
@@ -79,7 +91,7 @@ class Claim:
 
 
 def claimed_equal(bench: Bench, rollouts: Rollouts, baseline: Measured, train: EngineSpec) -> Claim:
-    """Compare every log-prob of both engines, bit for bit."""
+    """Compare every log-prob of rollout engine and trainer, bit for bit."""
     log = baseline.logged
     assert log is not None
     assert log.logp_old is not None
@@ -88,9 +100,47 @@ def claimed_equal(bench: Bench, rollouts: Rollouts, baseline: Measured, train: E
     whole = isinstance(rollouts.evidence, FullVocab)
     if whole:
         same &= same_distributions(bench, rollouts, train)
+    return _claim(rollouts, theirs, ours, same=same, divergence=divergence_of(log), whole=whole)
+
+
+def claimed_equal_to(bench: Bench, rollouts: Rollouts, rollout: EngineSpec, against: EngineSpec) -> Claim:
+    """Compare every log-prob of the rollout engine and of another one that is led along the same tokens, bit for bit.
+
+    Where the other one is a server that can only read tokens, both read them, and the claim says so.
+
+    Raises: `NotOfferedError` if the other engine can neither be led along tokens nor read them; `BadValueError` for
+        tokens that were drawn at another temperature than 1, or with filters.
+    """
+    sampling = rollouts.provenance.sampling
+    if sampling.filtered or sampling.temperature != 1:
+        raise BadValueError("a claim about two engines needs tokens drawn at temperature 1 without filters")
+    other, computed = along(bench, against, rollouts)
+    own = beside(bench, rollout, rollouts, computed)
+    theirs, ours = own.logp_rollout.float(), other.logp_rollout.float()
+    whole = isinstance(own.evidence, FullVocab) and isinstance(other.evidence, FullVocab)
+    found = _claim(
+        rollouts,
+        theirs,
+        ours,
+        same=alike(own, other),
+        divergence=(theirs.double() - ours.double()).square() / 2,
+        whole=whole,
+    )
+    return replace(found, other=str(against), computed=computed)
+
+
+def _claim(
+    rollouts: Rollouts,
+    theirs: Float[Tensor, " n"],
+    ours: Float[Tensor, " n"],
+    *,
+    same: Bool[Tensor, " n"],
+    divergence: Float[Tensor, " n"],
+    whole: bool,
+) -> Claim:
+    """The claim about two engines' log-probs of the same tokens; `divergence` is that of every token, nat."""
     equal = bool(same.all())
-    d = divergence_of(log)
-    mean, error = float(d.mean()), clustered_error(d, log.segments)
+    mean, error = float(divergence.mean()), clustered_error(divergence, Segments(rollouts.cu_seqlens))
     reach = 0.0 if equal else 1.96 * error
     first = None
     if not equal:
@@ -171,3 +221,23 @@ def with_module(claim: Claim, bisected: dict[str, Any]) -> dict[str, Any]:
     elif claim.first is not None and (why := bisected.get("why")):
         entry["text"] += f"; the module is not known: {why}"
     return entry
+
+
+def with_digest(entry: dict[str, Any], expected: str | None) -> dict[str, Any]:
+    """A claim's entry with the comparison of its digest with another machine's.
+
+    Raises: `BadValueError` for anything but 64 hexadecimal digits.
+    """
+    if expected is None:
+        return entry
+    same = entry["digest_rollout"] == check_digest(expected)
+    words = "the same as the other machine's" if same else f"not the other machine's, {expected.lower()}"
+    text = f"{entry['text']}; the digest is {words}"
+    return {**entry, "expected_digest": expected.lower(), "same_digest": same, "text": text}
+
+
+def check_digest(digest: str) -> str:
+    """A digest in lower case. Raises: `BadValueError` for anything but 64 hexadecimal digits."""
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
+        raise BadValueError(f"digest = {digest[:80]!r} is not 64 hexadecimal digits, as a claim prints them")
+    return digest.lower()

@@ -16,11 +16,12 @@ from offdrift.check import processor
 from offdrift.check.bench import Bench, EngineSpec, checkpoint_of
 from offdrift.check.check import BUNDLED, Prompt, check_max_kl, encoded, read_prompts
 from offdrift.check.check import check as measure_all
+from offdrift.check.claim import check_digest
 from offdrift.check.factors import chosen, left_out
 from offdrift.check.live import LiveCheck, named_alone, server_spec
 from offdrift.check.live_result import live_result
 from offdrift.check.result import Check
-from offdrift.errors import check_count
+from offdrift.errors import BadValueError, check_count
 from offdrift.judge import Rules, load_rules
 from offdrift.models import load_model, save_for_engine
 from offdrift.records.provenance import Sampling
@@ -52,6 +53,8 @@ def check(
     thorough: bool = False,
     bisect: bool = False,
     claim: Literal["equal"] | None = None,
+    against: str | None = None,
+    digest: str | None = None,
     max_kl: float | None = None,
     device: str | None = None,
     rules: Rules | Location | None = None,
@@ -80,6 +83,9 @@ def check(
         thorough: also factors that compile an engine.
         bisect: name the first layer in which the engines differ.
         claim: "equal": every log-prob has the same bits in both engines.
+        against: another server or engine that holds the same weights, written as `rollout`: it is led along the same
+            tokens, and `claim` is about these two.
+        digest: that another machine's claim printed; not passed if this one's is another.
         max_kl: the largest mean KL per token to pass with, nats.
         device: where the training engine runs; default cuda if there is one.
         rules: by which the result is judged, or the TOML file that changes the built-in ones.
@@ -102,7 +108,14 @@ def check(
     judged_by = rules if isinstance(rules, Rules) else load_rules(None if rules is None else Path(rules))
     with watched(progress) as watch:
         if checkpoint is not None or earlier:
-            besides = {"--model": model, "--claim": claim, "--max-kl": max_kl, "--bisect": bisect}
+            besides = {
+                "--model": model,
+                "--claim": claim,
+                "--against": against,
+                "--digest": digest,
+                "--max-kl": max_kl,
+                "--bisect": bisect,
+            }
             besides |= {"--thorough": thorough, "--factors": factors != "all", "--samples": samples != 1}
             besides |= {"--temperature": temperature != 1, "--top-p": top_p != 1, "--train": train != TRAIN}
             names = [name for name, value in besides.items() if value]
@@ -114,11 +127,16 @@ def check(
             result = Check(live_result(live, *live.run()))
         else:
             check_max_kl(max_kl)
+            if digest is not None:
+                check_digest(digest)
+                if claim is None:
+                    raise BadValueError("digest is of a claim: --digest goes with --claim equal")
             engines = Engines(model, rollout, train, seed, where)
             draw = Draw(texts, samples, Sampling(length, temperature, top_p=top_p), chat=chat)
             ways = {"quick": quick, "thorough": thorough}
             asked = {"factors": chosen(factors, **ways), "left_out": left_out(factors, **ways)}
             asked |= {"layers": bisect, "claim": claim, "max_kl": max_kl, "rules": judged_by}
+            asked |= {"against": None if against is None else EngineSpec.parse(against), "digest": digest}
             data = engines.compared(draw, asked, watch)
             data["seconds"] = time.perf_counter() - started  # loading and warming up, too
             result = Check(data)

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from offdrift.check.bench import DTYPES, Bench, EngineSpec
+from offdrift.check.bench import DTYPES, SERVERS, Bench, EngineSpec
 from offdrift.check.check import Prompt, encoded
 from offdrift.check.checkpoint_folder import checkpoint_folder, step_of
 from offdrift.check.factors.base import few
@@ -40,8 +40,6 @@ from offdrift.records.rollouts import Rollouts
 
 HERE = Position(math.nan, math.nan)
 """Of the checkpoint itself."""
-SERVERS: dict[str, dict[str, str]] = {"openai": {}, "vllm-server": {}, "sglang": {"api": "sglang"}}
-"""Words before a server's address, and the options that they stand for."""
 AGAIN = 4
 """Sequences that are read once more at the end."""
 

@@ -19,6 +19,7 @@ from offdrift.divergence.chunks import by_rows
 from offdrift.divergence.fused import exact_divergences
 from offdrift.engines.output_head import logits_in_pieces
 from offdrift.engines.score import chunks, score
+from offdrift.errors import EvidenceError
 from offdrift.numerics import one_thread
 from offdrift.records.rollouts import FullVocab, HiddenStates, Rollouts
 from offdrift.segments import Segments
@@ -72,10 +73,15 @@ def rescored(model: nn.Module, rollouts: Rollouts, *, details: bool = False) -> 
     Filters are not replayed: a policy that cut its tail off differs from one that did not, and that is
     part of what is measured. Divergences need evidence of the whole vocabulary (full, or hidden states).
 
-    Raises: `EvidenceError` if the evidence is over another vocabulary.
+    Raises: `EvidenceError` if the evidence is over another vocabulary, or a token is beyond the model's.
     """
     device = next(model.parameters()).device
     vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr,operator]
+    if len(rollouts.tokens) and (largest := int(rollouts.tokens.max())) >= vocabulary:
+        raise EvidenceError(
+            f"the rollout engine drew token {largest}, and the trainer's vocabulary has {vocabulary} tokens: the "
+            "engine's is padded and its padding not masked, or it holds another model"
+        )
     budget = min(PADDED, max(1, LOGITS // vocabulary))
     segments = Segments(rollouts.cu_seqlens)
     parts: list[Scored] = []

@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from offdrift.check.paired_view import PAIRED, paired_lines
 from offdrift.show.findings import LEVELS, WORDS, footnote, in_order, safe, shown_view, verdict_view
 from offdrift.show.headline import correlation, headlines, thresholds
 from offdrift.show.json_access import Fields, at, mapping, number, rows, text
@@ -128,6 +129,7 @@ def check_view(check: Fields, width: int = 100, *, folder: str = "") -> Renderab
         *([Text(cited, style="dim")] if (cited := footnote(findings)) else []),
         *([] if live_rows(check) else _noise(check)),
         *_deterministic(check),
+        *_paired(check),
         *_bisected(check),
         *_factors(check),
         *_thresholds(check),
@@ -139,10 +141,17 @@ def check_view(check: Fields, width: int = 100, *, folder: str = "") -> Renderab
         kl = short(number(at(check, "baseline", "kl_mean")))
         words = f"\n{'passed' if passed else 'FAILED'}: mean KL {kl} nat per token"
         words += "" if limit is None else f", --max-kl {limit:g}"
+        words = "\nFAILED: the claim does not hold" if claim_fails(check) else words
         parts.append(Text(words, style="bold green" if passed else "bold red"))
     if check.get("interrupted"):
         parts.append(Text("Interrupted: the numbers above were measured before.", style="yellow"))
     return Group(*parts)
+
+
+def claim_fails(check: Fields) -> bool:
+    """Whether equality was claimed and does not hold, or has another digest than the one that was given."""
+    claim = mapping(check.get("claim"))
+    return claim.get("equal") is False or claim.get("same_digest") is False
 
 
 def about(check: Fields) -> list[str]:
@@ -278,8 +287,20 @@ def _deterministic(check: Fields) -> list[RenderableType]:
     return [_heading("Deterministic"), *(Text(line) for line in lines)] if lines else []
 
 
+def _paired(check: Fields) -> list[RenderableType]:
+    """Lines on the same tokens with one setting changed."""
+    lines = [Text.assemble((f"  {name}: ", "bold"), words) for name, words in paired_lines(check)]
+    return [_heading(PAIRED), *lines] if lines else []
+
+
 STEPS = 12
 """Modules that the screen shows of a bisection: the first that differ; the others are in check.json."""
+
+
+ELSEWHERE = (
+    ": on the same tokens both are one model. What differs comes behind its modules (softcap or scale of the logits), "
+    "or is the prompt (chat template, BOS), the sampling (generation_config.json) or the record"
+)
 
 
 def bisected(check: Fields) -> str:
@@ -290,13 +311,21 @@ def bisected(check: Fields) -> str:
         return f"not measured: {safe(why)}"
     if not count:
         return ""
+    elsewhere = ELSEWHERE if row.get("elsewhere") is True else ""
     if not first:
-        return f"every one of {count} modules has the same bits in both engines"
+        return f"every one of {count} modules has the same bits in both engines{elsewhere}"
     name, within = safe(text(first.get("module"))), safe(text(first.get("within")))
     by = f"by {short(number(first.get('abs_max')))} at most, {short(number(first.get('relative')))} of its size"
+    beyond, limit = mapping(row.get("beyond_rounding")), number(row.get("rounding_limit"))
+    more = ""
+    if limit is not None:
+        more = f"; no module differs by more than rounding ({short(limit)} of its size){elsewhere}"
+        if beyond:
+            size = short(number(beyond.get("relative")))
+            more = f"; first by more than rounding in {safe(text(beyond.get('module')))} ({size} of its size)"
     if within != name:
-        return f"first difference in {within or 'the model'}, before its module {name} ({by})"
-    return f"first difference in {name} ({by})"
+        return f"first difference in {within or 'the model'}, before its module {name} ({by}){more}"
+    return f"first difference in {name} ({by}){more}"
 
 
 def _bisected(check: Fields) -> list[RenderableType]:

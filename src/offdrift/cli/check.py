@@ -84,6 +84,20 @@ def check(
         Literal["equal"] | None,
         typer.Option(help="Prove that every log-prob has the same bits in both engines; exit status 3 if not."),
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ENGINE",
+            help="Another server or engine with the same weights, written as --rollout: led along the same tokens. "
+            "--claim equal is then about these two.",
+        ),
+    ] = None,
+    digest: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HEX", help="With --claim equal: the digest that another machine printed; exit status 3 if not met."
+        ),
+    ] = None,
     max_kl: Annotated[
         float | None, typer.Option(help="End with exit status 3 if the mean KL per token is larger, nat.")
     ] = None,
@@ -148,6 +162,8 @@ def check(
                 thorough=thorough,
                 bisect=bisect,
                 claim=claim,
+                against=against,
+                digest=digest,
                 max_kl=max_kl,
                 device=device,
                 rules=rules,

@@ -193,7 +193,7 @@ def rollouts_from(
         finish=tuple("stop" if e else "length" for e in ended.tolist()),
         provenance=provenance,
         evidence=joined_evidence(evidence) if evidence else None,
-        routes=Routes(_joined(experts), computed) if experts else None,
+        routes=Routes(_joined(experts), computed) if experts and len(experts) == len(draws) else None,
         retention=Retention(_joined(until), computed) if until else None,
         support=Support.joined([d.support for d in draws]),
         mix_kl=_joined(mix_kl) if mix_kl else None,

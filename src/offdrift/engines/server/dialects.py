@@ -23,6 +23,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.engines.generate import Generation
+from offdrift.engines.server.recorded import read_experts, read_mask
+from offdrift.engines.vllm.taps import IMPOSED
 from offdrift.errors import EngineError
 from offdrift.records.plausible import implausible
 from offdrift.records.provenance import Sampling
@@ -108,6 +110,34 @@ def forced_request(api: API, model: str, tokens: Sequence[int]) -> dict[str, Any
     return body | ({"logprob_start_len": 0} if api == "sglang" else {"prompt_logprobs": 0})
 
 
+Decoding = Literal["trace replay", "logits processor"]
+"""Ways in which a vLLM server decodes given tokens: its own, and by a plugin (`engines.vllm.forced`)."""
+DECODING: dict[Decoding, API] = {"trace replay": "generate", "logits processor": "completions"}
+"""API that takes such a request."""
+
+
+def decoding_request(
+    way: Decoding,
+    model: str,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    *,
+    evidence: EvidenceKind,
+    salt: str | None = None,
+) -> dict[str, Any]:
+    """The body of a request that decodes given tokens after a prompt, at temperature 1 without filters.
+
+    Args:
+        salt: prefixes are taken from the cache only of requests with the same one; None: of all.
+    """
+    body = request(DECODING[way], model, prompt, Sampling(len(tokens)), evidence=evidence, seed=0)
+    if way == "trace replay":
+        body["sampling_params"]["trace_decode_token_ids"] = list(tokens)
+    else:
+        body["vllm_xargs"] = {IMPOSED: list(tokens)}
+    return body if salt is None else body | {"cache_salt": salt}
+
+
 def size_limit(prompt: Sequence[int], sampling: Sampling, entries: int) -> int:
     """Bytes that an honest answer stays under; `entries` log-probs are asked for per token."""
     return 2**20 + 16 * len(prompt) + sampling.max_tokens * (entries + 2) * ENTRY
@@ -161,7 +191,10 @@ def _read(answer: _Parsed, sampling: Sampling, evidence: EvidenceKind, vocab_siz
             "with float32 log-probs (vLLM: --logprobs-mode processed_logprobs), leave out what changes them on the "
             'way, or ask for evidence = "sampled"'
         )
-    return Answer(Generation(tokens, length, logp, recorded), answer.spans)
+    support = read_mask(answer.mask, answer.tokens, vocab_size)
+    positions = answer.prompt + len(answer.tokens) - 1  # the last token was not computed yet
+    experts = None if answer.experts is None else read_experts(answer.experts, positions)
+    return Answer(Generation(tokens, length, logp, recorded, support=support, experts=experts), answer.spans)
 
 
 class _Parsed(NamedTuple):
@@ -173,6 +206,12 @@ class _Parsed(NamedTuple):
     finish: Any
     reason: Any
     spans: tuple[Span, ...] = ()
+    mask: Any = None
+    """`sampling_mask`, as the server lists it."""
+    experts: Any = None
+    """`routed_experts`, as the server encodes it."""
+    prompt: int = 0
+    """Tokens of the prompt."""
 
 
 def _completions(content: Any, prompt: Sequence[int]) -> _Parsed:
@@ -186,7 +225,8 @@ def _completions(content: Any, prompt: Sequence[int]) -> _Parsed:
     rows = _field(logprobs, "top_logprobs", list)
     top = [[(_named(k), v) for k, v in _dict(row).items()] for row in rows]
     logp = _field(logprobs, "token_logprobs", list)
-    return _Parsed(tokens, logp, top, choice.get("finish_reason"), choice.get("stop_reason"))
+    finish, reason, experts = (choice.get(k) for k in ("finish_reason", "stop_reason", "routed_experts"))
+    return _Parsed(tokens, logp, top, finish=finish, reason=reason, experts=experts, prompt=len(prompt))
 
 
 def _generate(content: Any, prompt: Sequence[int]) -> _Parsed:
@@ -199,7 +239,10 @@ def _generate(content: Any, prompt: Sequence[int]) -> _Parsed:
     top = [[(e.get("token_id"), e.get("logprob")) for e in entries] for entries in listed]
     spans = _spans(choice.get("weight_versions"), len(tokens))
     logp = [row.get("logprob") for row in rows]
-    return _Parsed(tokens, logp, top, finish=choice.get("finish_reason"), reason=choice.get("stop_reason"), spans=spans)
+    finish, reason = choice.get("finish_reason"), choice.get("stop_reason")
+    parsed = _Parsed(tokens, logp, top, finish=finish, reason=reason, spans=spans)
+    mask, experts = choice.get("sampling_mask"), choice.get("routed_experts")
+    return parsed._replace(mask=mask, experts=experts, prompt=len(prompt))
 
 
 def _sglang(content: Any, prompt: Sequence[int]) -> _Parsed:

@@ -7,9 +7,6 @@ vLLM is tested for real; SGLang against the contract of its 0.5 releases.
 
 from __future__ import annotations
 
-import base64
-import io
-import math
 import shutil
 import tempfile
 import uuid
@@ -19,9 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
-from jaxtyping import Integer
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -43,12 +38,15 @@ from offdrift.engines.server.dialects import (
     ENTRY,
     PATHS,
     Answer,
+    Decoding,
     forced_request,
     read,
     read_forced,
     request,
     size_limit,
 )
+from offdrift.engines.server.forced import ForcedDecoding
+from offdrift.engines.server.recorded import read_experts
 from offdrift.errors import EngineError
 from offdrift.records.provenance import Provenance, Sampling
 from offdrift.records.rollouts import EvidenceKind, Rollouts, Routes, cumulative
@@ -129,6 +127,7 @@ class OpenAIEngine:
         self._on_raw, self._sync, self._concurrency = on_raw, sync, concurrency
         self._mode: Mode | None = self.served.mode
         self._weights = Weights(self._server, self.served, folder=sync_folder, version=version)
+        self._decoding = ForcedDecoding(self._server, self.served, vocab_size)
         self._closed = False
 
     def generate(
@@ -188,6 +187,44 @@ class OpenAIEngine:
         provenance = replace(rollouts.provenance, sampling=Sampling(rollouts.provenance.sampling.max_tokens))
         return rollouts.with_(logp_rollout=logp, evidence=None, provenance=provenance)
 
+    def decoding(self, prompt: Sequence[int]) -> Decoding:
+        """How this server decodes given tokens. Raises: `NotOfferedError` if it does not, and how to start one."""
+        return self._decoding.way(prompt)
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that `decoded` found in the prefix cache so far; None if the server does not say."""
+        return self._decoding.cached_tokens
+
+    def decoded(
+        self,
+        rollouts: Rollouts,
+        *,
+        evidence: EvidenceKind = "sampled",
+        concurrency: int | None = None,
+        salts: Sequence[str] | None = None,
+    ) -> Rollouts:
+        """The rollouts with the log-probs that the server gives their tokens when it decodes them, one after the other
+        from its cache, as it decodes what it draws. They are those of temperature 1 without filters.
+
+        Args:
+            concurrency: requests under way at once; default: the engine's.
+            salts: of each request, see `decoding_request`; default: new ones, and no prefix is taken from the cache.
+
+        Raises: `NotOfferedError` if it decodes no given tokens; `EngineError` if it drew other ones.
+        """
+        prompts, responses = prompts_of(rollouts), responses_of(rollouts)
+        sampling = Sampling(rollouts.provenance.sampling.max_tokens)
+        self._check(prompts, sampling, evidence)
+        self.decoding(prompts[0])
+        width, salted = entries(evidence, self.vocab_size), salts or [uuid.uuid4().hex for _ in prompts]
+
+        def ask(i: int) -> Answer:
+            how: dict[str, Any] = {"evidence": evidence, "width": width, "salt": salted[i]}
+            return self._decoding.decoded(prompts[i], responses[i], **how)
+
+        return self._asked(ask, prompts, sampling, "processed", concurrency)
+
     def asleep(self) -> bool:
         """Whether the server says that it sleeps, as beside a trainer on the same device."""
         answer = optional(lambda: self._server.get("/is_sleeping")) if self.served.software == "vllm" else None
@@ -211,7 +248,7 @@ class OpenAIEngine:
             body["cache_salt"] = uuid.uuid4().hex
             answer = self._server.post(PATHS["completions"], body, limit=2**28)
             read("completions", answer, forced[i], one, "sampled", self.vocab_size)
-            return _routes(answer["choices"][0].get("routed_experts"), int(lengths[i]))
+            return read_experts(answer["choices"][0].get("routed_experts"), int(lengths[i]))
 
         return Routes(torch.cat(self._each(ask, len(forced))), cumulative(lengths))
 
@@ -255,8 +292,19 @@ class OpenAIEngine:
             except EngineError as error:
                 raise EngineError(f"request {i} of {len(prompts)} to {self.url}: {error}") from error
 
+        return self._asked(ask, prompts, sampling, logprobs)
+
+    def _asked(
+        self,
+        ask: Callable[[int], Answer],
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        logprobs: Literal["processed", "raw"],
+        concurrency: int | None = None,
+    ) -> Rollouts:
+        """Answers to all prompts as one record, if the weights stayed the same."""
         self._weights.check()
-        answers = self._each(ask, len(prompts))
+        answers = self._each(ask, len(prompts), concurrency)
         self._weights.check(span.label for a in answers for span in a.spans)
         versions = [self._weights.versions(a, unsaid=self.version) for a in answers]
         provenance = Provenance(
@@ -271,9 +319,9 @@ class OpenAIEngine:
         draws = [a.draws for a in answers]
         return rollouts_from(draws, prompts, version=torch.cat(versions), provenance=provenance)
 
-    def _each(self, ask: Callable[[int], Any], count: int) -> list[Any]:
+    def _each(self, ask: Callable[[int], Any], count: int, concurrency: int | None = None) -> list[Any]:
         """Answers in order; the first failure, or Ctrl-C, stops what has not begun."""
-        with ThreadPoolExecutor(min(self._concurrency, count)) as threads:
+        with ThreadPoolExecutor(min(concurrency or self._concurrency, count)) as threads:
             futures = [threads.submit(ask, i) for i in range(count)]
             try:
                 wait(futures, return_when=FIRST_EXCEPTION)
@@ -296,32 +344,6 @@ class OpenAIEngine:
                 f"a prompt of {longest} tokens and sampling.max_tokens = {sampling.max_tokens} exceed "
                 f"the {most} tokens that {self.url} serves; shorten either"
             )
-
-
-def _routes(encoded: Any, positions: int) -> Integer[Tensor, "p layers k"]:
-    if not isinstance(encoded, str):
-        raise EngineError(
-            "the server does not say its routing; start vLLM with --enable-return-routed-experts (a "
-            "dense model has none)"
-        )
-    try:
-        content = base64.b64decode(encoded, validate=True)
-        # Not `np.load`, which also opens archives, and reads a header that claims petabytes.
-        stream = io.BytesIO(content)
-        major, _ = np.lib.format.read_magic(stream)
-        header = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}[major]
-        shape, _, kind = header(stream)
-        if math.prod(shape) * kind.itemsize > len(content):
-            raise ValueError(f"it claims shape {shape} in {len(content)} bytes")
-        routes = np.load(io.BytesIO(content), allow_pickle=False)
-    except (ValueError, EOFError, OSError, KeyError, TypeError, OverflowError, RecursionError, MemoryError) as error:
-        raise EngineError(f"routed_experts cannot be read: {str(error)[:200]}") from error
-    if routes.ndim != 3 or len(routes) != positions or 0 in routes.shape or routes.dtype.kind not in "iu":
-        raise EngineError(
-            f"routed_experts has shape {routes.shape} and dtype {routes.dtype}; {positions} positions "
-            "of whole numbers by layer and choice were expected"
-        )
-    return torch.from_numpy(routes.astype(np.int64))
 
 
 # -- weights ---------------------------------------------------------------------------------------

@@ -596,3 +596,10 @@ def is_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def request_processor() -> type:
+    """The class of vLLM that plugins for the logits of single requests derive from."""
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+    return AdapterLogitsProcessor
