@@ -50,6 +50,12 @@ SWEEP = {2: Sweep(8, True, 1), 4: Sweep(8, True, 1)}
 FINISHED_TOGETHER = 128
 """Rows of one program of `finish_rows`."""
 
+FINISHING_WARPS = 4
+"""Warps of one program of it."""
+
+AGAIN = (4, 8)
+"""Entries that a thread of `exact_rows` reads at once, and the most warps: with more, an SM had one program."""
+
 SWEPT_AGAIN = 1024
 """Programs that look for rows to sweep again: a few for each SM, so that they share the work if all rows need it."""
 
@@ -122,7 +128,7 @@ def with_normalizers(
             )
             finish_rows[(math.ceil(n / FINISHED_TOGETHER),)](
                 *(sums, drawn, out, again, n, v, bits, 1 / temperature, has_tokens, tv, FINISHED_TOGETHER),
-                num_warps=4,
+                num_warps=FINISHING_WARPS,
                 **OPTIONS,
             )
         sweep_again(again, both, tokens, temperature, out)
@@ -154,8 +160,7 @@ def sweep_again(
     drawn = out if tokens is None else tokens.contiguous()
     arguments = (*both, drawn, out, both[0].stride(0), both[1].stride(0), n, v, _bits(temperature), each)
     programs = math.ceil(n / each)
-    # Threads with 8 entries would take so many registers that an SM had one program.
-    _launch(exact_rows, both, again, *arguments, programs=programs, most_r=4, HAS_TOKENS=tokens is not None)
+    _launch(exact_rows, both, again, *arguments, programs=programs, most=AGAIN, HAS_TOKENS=tokens is not None)
 
 
 def _packs(both: tuple[Tensor, ...]) -> bool:
@@ -284,16 +289,19 @@ def _launch(
     rows: tuple[Tensor, ...],
     *arguments: Any,
     programs: int | None = None,
-    most_r: int = VECTOR,
+    most: tuple[int, int] | None = None,
     **constants: Any,
 ) -> None:
-    """One program per row, or so many in all, with tiles that fit the row and its dtype."""
+    """One program per row, or so many in all, with tiles that fit the row, its dtype and what most says.
+
+    The tiles have at most that many entries for a thread, and the program that many warps.
+    """
     n, width = rows[0].shape
     if n == 0:
         return
     size = min(x.element_size() for x in rows)
-    r = min(VECTOR // size, most_r)
-    warps = _warps(width, r, WARPS[size])
+    r, warps = most or (VECTOR // size, WARPS[size])
+    warps = _warps(width, r, warps)
     grid = (n if programs is None else programs,)
     with torch.cuda.device_of(rows[0]):
         kernel[grid](*arguments, LANES=32 * warps, R=r, num_warps=warps, **constants, **OPTIONS)
