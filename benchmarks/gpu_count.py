@@ -51,7 +51,7 @@ def _facts(kernel: Any, constants: dict[str, Any], dtype: str, arch: int) -> dic
     r, warps, scores_of_a_load = kernels.VECTOR // size, kernels.WARPS[size], 1
     if kernel is kernels_triton.one_sweep_rows:
         packed = dtype == "bf16"
-        constants = {**constants, "PACKED": packed, "AHEAD": shape.ahead, "UNROLL": shape.unroll}
+        constants = {**constants, "PACKED": packed, "AHEAD": shape.ahead, "UNROLL": shape.unroll, "WIDE": shape.wide}
         r, warps, scores_of_a_load = 4, shape.warps, 2 if packed else 1
     elif kernel is kernels_triton.exact_rows:
         r, warps = kernels.AGAIN

@@ -252,7 +252,9 @@ def drifted(kl: float, *, peaked: bool, seed: int = 0) -> tuple[Tensor, Tensor, 
 
 
 @pytest.mark.parametrize("peaked", [False, True])
-@pytest.mark.parametrize(("kl", "limit"), [(1e-8, 2e-4), (5e-7, 1e-4), (1e-4, 1e-5), (1e-2, 1e-5), (1, 1e-5), (10, 1e-5)])
+@pytest.mark.parametrize(
+    ("kl", "limit"), [(1e-8, 2e-4), (5e-7, 1e-4), (1e-4, 1e-5), (1e-2, 1e-5), (1, 1e-5), (10, 1e-5)]
+)
 def test_divergences_of_any_size_keep_their_digits(kl, limit, peaked):
     mu, pi, tokens = drifted(kl, peaked=peaked)
     found, truth = exact_of(mu, pi, tokens), definition(mu.double(), pi.double(), tokens)

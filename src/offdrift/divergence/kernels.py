@@ -42,9 +42,11 @@ class Sweep(NamedTuple):
     ahead: bool
     """Whether a tile is asked for before the one before it is summed."""
     unroll: int
+    wide: bool = False
+    """Whether the first sweep is for any log-ratio, with one more exponential, or only for those below 3/4."""
 
 
-SWEEP = {2: Sweep(8, True, 1), 4: Sweep(8, True, 1)}
+SWEEP = {2: Sweep(4, False, 2), 4: Sweep(8, False, 1)}
 """By bytes of a score: see `kernels_triton`."""
 
 FINISHED_TOGETHER = 128
@@ -122,7 +124,7 @@ def with_normalizers(
         with torch.cuda.device_of(both[0]):
             one_sweep_rows[(n,)](
                 *(*both, drawn, sums, *strides, n, v, -1 / temperature),
-                *(32 * warps, r, has_tokens, tv, packed, shape.ahead, shape.unroll),
+                *(32 * warps, r, has_tokens, tv, packed, shape.ahead, shape.unroll, shape.wide),
                 num_warps=warps,
                 **OPTIONS,
             )

@@ -250,6 +250,8 @@ def fields_of(kl, kl_back, tv, chi2, plogp_rollout, plogp, squared):
 # Rows with a larger log pi - log mu are left to the careful sweep: beyond it, tokens whose mu
 # underflows may still count in chi2.
 QUICK_BELOW = tl.constexpr(32.0)
+# |log pi - log mu| from which one sweep is not enough.
+FAR = tl.constexpr(8.0)
 # log2 of a probability that is 0 and, unlike -inf, stays 0 when multiplied by its logarithm.
 NO_MASS = tl.constexpr(-1e4)
 
@@ -431,7 +433,6 @@ def _two_sweeps(
     tl.store(out + 12 * n, low_pi)
 
 
-
 @triton.jit(do_not_specialize=["n", "each"])
 @no_type_check
 def exact_rows(
@@ -478,10 +479,19 @@ def exact_rows(
 # float32, and the corrections, a handful per row, are float64. TV alone has a kink at pi = mu, which moves with D.
 
 
+# (e^-y - 1 + y - y^2 / 2) / y^3 on |y| <= NEAR: the interpolant at Chebyshev's five points.
+NEAR = tl.constexpr(0.75)
+NEAR_0 = tl.constexpr(-0.16666666666666666)
+NEAR_1 = tl.constexpr(0.04166419512076682)
+NEAR_2 = tl.constexpr(-0.008333059106967104)
+NEAR_3 = tl.constexpr(0.0014064369329705383)
+NEAR_4 = tl.constexpr(-0.0002003602643017344)
+
+
 @triton.jit
 @no_type_check
-def _sweep_tile(sums, a, b, inside, offsets, minus_over_t, MASKED: tl.constexpr):
-    """The sums with one tile. With -x in place of x no score is negated, which would be an instruction each."""
+def _sweep_tile(sums, a, b, inside, offsets, minus_over_t, MASKED: tl.constexpr, WIDE: tl.constexpr):
+    """The sums with one tile, for |x| < NEAR or, WIDE, any. With -x in place of x no score is negated, which would be an instruction each."""
     total, moved_total, curved_total, moved_x, moved_rise, m_bits, p_bits, squared, furthest = sums
     bits = tl.fma(a, LOG2E, offsets[0])
     minus_x = tl.fma(b, minus_over_t, a) + offsets[1]
@@ -489,13 +499,13 @@ def _sweep_tile(sums, a, b, inside, offsets, minus_over_t, MASKED: tl.constexpr)
         bits = tl.where(inside, bits, NO_MASS)
         minus_x = tl.where(inside, minus_x, 0.0)
     m = tl.exp2(bits)
-    # `expm1_minus`, and beyond its series the hardware's exponential.
-    series = tl.fma(minus_x, SERIES_4, -SERIES_3)
-    series = tl.fma(minus_x, series, SERIES_2)
-    series = tl.fma(minus_x, series, -SERIES_1)
-    near = minus_x * minus_x * tl.fma(minus_x, series, 0.5)
-    far = tl.exp2(minus_x * -LOG2E) - 1 + minus_x
-    curved = tl.where(tl.abs(minus_x) < SERIES_BELOW, near, far)
+    series = tl.fma(minus_x, NEAR_4, NEAR_3)
+    series = tl.fma(minus_x, series, NEAR_2)
+    series = tl.fma(minus_x, series, NEAR_1)
+    series = tl.fma(minus_x, series, NEAR_0)
+    curved = minus_x * minus_x * tl.fma(minus_x, series, 0.5)
+    if WIDE:
+        curved = tl.where(tl.abs(minus_x) < NEAR, curved, tl.exp2(minus_x * -LOG2E) - 1 + minus_x)
     rise = curved - minus_x
     moved = m * rise
     p = m + moved
@@ -539,14 +549,64 @@ def _halves(words):
 
 @triton.jit
 @no_type_check
-def _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED: tl.constexpr):
+def _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED: tl.constexpr, WIDE: tl.constexpr):
     if PACKED:
         low_a, high_a = _halves(a)
         low_b, high_b = _halves(b)
-        sums = _sweep_tile(sums, low_a, low_b, True, offsets, minus_over_t, False)
-        return _sweep_tile(sums, high_a, high_b, True, offsets, minus_over_t, False)
+        sums = _sweep_tile(sums, low_a, low_b, True, offsets, minus_over_t, False, WIDE)
+        return _sweep_tile(sums, high_a, high_b, True, offsets, minus_over_t, False, WIDE)
     else:
-        return _sweep_tile(sums, a.to(tl.float32), b.to(tl.float32), True, offsets, minus_over_t, False)
+        return _sweep_tile(sums, a.to(tl.float32), b.to(tl.float32), True, offsets, minus_over_t, False, WIDE)
+
+
+@triton.jit
+@no_type_check
+def _sweep(
+    row_mu,
+    row_pi,
+    width,
+    offsets,
+    minus_over_t,
+    LANES: tl.constexpr,
+    R: tl.constexpr,
+    PACKED: tl.constexpr,
+    AHEAD: tl.constexpr,
+    UNROLL: tl.constexpr,
+    LAST_USE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The sums of one row."""
+    step: tl.constexpr = LANES * R
+    entries: tl.constexpr = 2 * step if PACKED else step
+    tiles = width // entries
+    words_mu = _words(row_mu, PACKED)
+    words_pi = _words(row_pi, PACKED)
+    zero = tl.zeros([LANES, R], tl.float32)
+    sums = (zero, zero, zero, zero, zero, zero, zero, zero, zero)
+    for start in tl.range(tiles * entries, width, step):
+        rest = columns_of(start, LANES, R)
+        rest_a = load_scores(row_mu, rest, width, True, True)
+        rest_b = load_scores(row_pi, rest, width, True, True)
+        sums = _sweep_tile(sums, rest_a, rest_b, rest < width, offsets, minus_over_t, True, WIDE)
+    if AHEAD:
+        columns = columns_of(0, LANES, R)
+        inside = columns < tiles * step
+        a = tl.load(words_mu + columns, mask=inside, other=0)
+        b = tl.load(words_pi + columns, mask=inside, other=0)
+        for k in tl.range(1, tiles + 1, loop_unroll_factor=UNROLL):
+            columns = columns_of(tl.minimum(k, tiles - 1) * step, LANES, R)
+            next_a = _load(words_mu, columns, LAST_USE)
+            next_b = _load(words_pi, columns, LAST_USE)
+            sums = _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED, WIDE)
+            a = next_a
+            b = next_b
+    else:
+        for k in tl.range(0, tiles, loop_unroll_factor=UNROLL):
+            columns = columns_of(k * step, LANES, R)
+            a = _load(words_mu, columns, LAST_USE)
+            b = _load(words_pi, columns, LAST_USE)
+            sums = _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED, WIDE)
+    return sums
 
 
 @triton.jit
@@ -580,8 +640,9 @@ def one_sweep_rows(
     PACKED: tl.constexpr,
     AHEAD: tl.constexpr,  # a tile is asked for before the one before it is summed
     UNROLL: tl.constexpr,
+    WIDE: tl.constexpr,  # the first sweep, too, is for any x
 ):
-    """The sums of one row."""
+    """The sums of one row: by a polynomial and, if it has an x that is too large for that, once more."""
     i = tl.program_id(0)
     row_mu = row_at(scores_rollout, i, stride_rollout)
     row_pi = row_at(scores, i, stride)
@@ -601,35 +662,18 @@ def one_sweep_rows(
         ref_pi = tl.max(tl.max(load_scores(row_pi, first, width, True, False), 1), 0)
     offsets = (-(ref_mu * LOG2E), -tl.fma(ref_pi, minus_over_t, ref_mu))
 
-    zero = tl.zeros([LANES, R], tl.float32)
-    sums = (zero, zero, zero, zero, zero, zero, zero, zero, zero)
-    for start in tl.range(tiles * entries, width, step):
-        rest = columns_of(start, LANES, R)
-        rest_a = load_scores(row_mu, rest, width, True, True)
-        rest_b = load_scores(row_pi, rest, width, True, True)
-        sums = _sweep_tile(sums, rest_a, rest_b, rest < width, offsets, minus_over_t, True)
-    if AHEAD:
-        columns = columns_of(0, LANES, R)
-        inside = columns < tiles * step
-        a = tl.load(words_mu + columns, mask=inside, other=0)
-        b = tl.load(words_pi + columns, mask=inside, other=0)
-        for k in tl.range(1, tiles + 1, loop_unroll_factor=UNROLL):
-            columns = columns_of(tl.minimum(k, tiles - 1) * step, LANES, R)
-            next_a = _load(words_mu, columns, not TV)
-            next_b = _load(words_pi, columns, not TV)
-            sums = _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED)
-            a = next_a
-            b = next_b
-    else:
-        for k in tl.range(0, tiles, loop_unroll_factor=UNROLL):
-            columns = columns_of(k * step, LANES, R)
-            a = _load(words_mu, columns, not TV)
-            b = _load(words_pi, columns, not TV)
-            sums = _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED)
+    sums = _sweep(
+        row_mu, row_pi, width, offsets, minus_over_t, LANES, R, PACKED, AHEAD, UNROLL, not (TV or WIDE), WIDE
+    )
+    furthest = tl.max(tl.max(sums[8], 1), 0)
+    if not WIDE:
+        if (furthest >= NEAR) & (furthest < FAR):
+            sums = _sweep(row_mu, row_pi, width, offsets, minus_over_t, LANES, R, PACKED, False, 1, not TV, True)
+        else:
+            sums = sums
     out += i
     for field in tl.static_range(8):
         tl.store(out + field * n, lane_sum(sums[field]))
-    furthest = tl.max(tl.max(sums[8], 1), 0)
     tl.store(out + 8 * n, furthest)
     tl.store(out + 9 * n, offsets[0])
     tl.store(out + 10 * n, offsets[1])
@@ -638,7 +682,7 @@ def one_sweep_rows(
     if TV:
         u = lane_sum(sums[1]).to(tl.float64) / lane_sum(sums[0]).to(tl.float64)
         apart = -tl.log(1 + u).to(tl.float32)
-        tv = zero
+        tv = tl.zeros([LANES, R], tl.float32)
         for start in tl.range(tiles * entries, width, step):
             rest = columns_of(start, LANES, R)
             rest_a = load_scores(row_mu, rest, width, True, True)
@@ -700,8 +744,8 @@ def finish_rows(
 
     Those are: rows with an infinity or NaN among the sums (what one policy or both cannot draw); |x| beyond 8 somewhere
     (a token whose m underflows may still count in chi2; r = x + c loses digits); normalizers so far apart that M + R
-    loses digits; and rows whose token neither policy is likely to draw, where what cancels is large: C / M and u + D beyond
-    128 times the KL, log M beyond 8 times the entropy.
+    loses digits; and rows whose token neither policy is likely to draw, where what cancels is large: C / M and u + D
+    beyond 128 times the KL, log M beyond 8 times the entropy.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
@@ -729,7 +773,7 @@ def finish_rows(
     x_p = moved - curved + moved_x  # sum m (1 + r) x
     entropy_pi = log_p - (p_bits * LN2 + x_p) / p
     sane = curved + moved_x + moved_rise + m_bits + p_bits + squared
-    quick = (tl.abs(sane) < float("inf")) & (furthest < 8) & (tl.abs(apart) < 1)
+    quick = (tl.abs(sane) < float("inf")) & (furthest < FAR) & (tl.abs(apart) < 1)
     quick = quick & (curved / total <= 128 * kl + 1e-12)
     quick = quick & (log_m <= 8 * entropy_mu + 0.25) & (log_p <= 8 * entropy_pi + 0.25)
     tl.store(again + i, tl.where(quick, 0, 1), mask=inside)
