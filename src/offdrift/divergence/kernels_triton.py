@@ -222,30 +222,14 @@ def fields_of(kl, kl_back, tv, chi2, plogp_rollout, plogp, squared):
     )
 
 
-# Exact divergences from whole rows of logits: two sweeps over each row. Instructions were counted in the machine
-# code that Triton's compiler writes for sm_90 (`benchmarks/gpu_kl.py --count` counts again), times measured on an
-# H200, whose copy moves 4.28 TB/s (`benchmarks/gpu.py`, 151,936 entries a row).
+# Exact divergences from whole rows of logits, for any row: two sweeps, no term being known before both normalizers are.
+# It was the way for all rows (40 % of a copy's bandwidth on an H200 with bfloat16 rows, 54 % with float32, which exceed
+# the L2 cache and come from memory twice; 44 % and 52 % on an H100) and is now for those that `finish_rows` marks. The
+# second sweep runs backward and marks what it has read as the first to leave the cache.
 #
-# Memory. A row of bfloat16 scores is 297 KiB, twice that for both policies. No term is known before both
-# normalizers are, so a row is read twice: once from memory and, if it is still there, once from the L2 cache (60
-# MiB). The second sweep runs backward and marks what it has read as the first to go, so that on average half of a
-# row must be kept. 132 SMs have 77 MiB of bfloat16 rows in flight, and 154 MiB of float32 rows, which are therefore
-# mostly read twice from memory: 54 % of the copy's bandwidth, counted once. One program of 16 warps per SM does it
-# best (two of 8: 52 %).
-#
-# Instructions. The loops compile to 10 + 34.4 per entry of a bfloat16 row pair, 4 of them exponentials; no register
-# is spilled. 132 SMs of 128 lanes at 1.75 GHz issue 29.6e12 per second: at most 0.64e12 entries, 60 % of the copy's
-# bandwidth. 40 % are reached, with two programs of 8 warps per SM, so that the sweeps of one hide the memory of the
-# other (one of 16: 35 %). So bfloat16 rows are bound by instructions, float32 rows by memory, and nothing is in the
-# loops that can be elsewhere: no search for the largest score, no test for infinities. Rows that need either are
-# swept again.
-#
-# Tried and not kept, on an H100, whose copy moves 3.0 TB/s (44 % and 52 %). Rows in parts for several programs, which
-# wait for each other between the sweeps and so keep fewer rows in flight: 49 % and 60 % with parts of 64 and 128 KiB of
-# a pair, less with smaller ones, since meeting costs as much as sweeping 56 KiB. The next part's first sweep in place
-# of waiting: 43 % and 52 %. Log-probs by one fma and one exponential's argument fewer (42 per entry), with 16, 20 or 24
-# warps on an SM: no change (50 % at a vocabulary of 32,000 with all of them). Twelve points of a hundred are not worth
-# programs that wait for others.
+# Tried and not kept, on an H100. Rows in parts for several programs, which wait for each other between the sweeps and so
+# keep fewer rows in flight: 49 % and 60 % with parts of 64 and 128 KiB of a pair. The next part's first sweep in place
+# of waiting: 43 % and 52 %. More warps of fewer registers: no change.
 
 # Rows with a larger log pi - log mu are left to the careful sweep: beyond it, tokens whose mu
 # underflows may still count in chi2.
@@ -476,7 +460,14 @@ def exact_rows(
 #     chi2 = (Q / (1 + u)^2 - u^2) / M ...    see `finish_rows`
 #
 # No term is large where mu is, because the token is one that was drawn, so that x is small there: the sums may be
-# float32, and the corrections, a handful per row, are float64. TV alone has a kink at pi = mu, which moves with D.
+# float32, and the corrections, a handful per row, are float64. TV alone has a kink at pi = mu, which moves with D: it
+# takes a second sweep, of 17 instructions.
+#
+# Counted for sm_90 (`benchmarks/gpu_kl.py --count`): 30 instructions per pair of bfloat16 scores (31 of float32), 2 of
+# them exponentials, and 64 to 77 registers. Measured on an H200 at a vocabulary of 151,936, by `one_sweep.py`: eight
+# numbers at 76 % of a copy's bandwidth with bfloat16 scores, 99 % with float32; all nine at 48 % and 53 %. By `ncu` the
+# bfloat16 sweep is bound by instructions (issue slots 77 % busy, 30.7 executed per pair; memory 69 %), and half of the
+# cycles that a warp waits are for loads. Programs of 16 warps: 51 %. Loading ahead of the sums: no gain.
 
 
 # (e^-y - 1 + y - y^2 / 2) / y^3 on |y| <= NEAR: the interpolant at Chebyshev's five points.
@@ -499,13 +490,19 @@ def _sweep_tile(sums, a, b, inside, offsets, minus_over_t, MASKED: tl.constexpr,
         bits = tl.where(inside, bits, NO_MASS)
         minus_x = tl.where(inside, minus_x, 0.0)
     m = tl.exp2(bits)
-    series = tl.fma(minus_x, NEAR_4, NEAR_3)
-    series = tl.fma(minus_x, series, NEAR_2)
-    series = tl.fma(minus_x, series, NEAR_1)
-    series = tl.fma(minus_x, series, NEAR_0)
-    curved = minus_x * minus_x * tl.fma(minus_x, series, 0.5)
     if WIDE:
-        curved = tl.where(tl.abs(minus_x) < NEAR, curved, tl.exp2(minus_x * -LOG2E) - 1 + minus_x)
+        series = tl.fma(minus_x, SERIES_4, -SERIES_3)
+        series = tl.fma(minus_x, series, SERIES_2)
+        series = tl.fma(minus_x, series, -SERIES_1)
+        near = minus_x * minus_x * tl.fma(minus_x, series, 0.5)
+        far = tl.exp2(minus_x * -LOG2E) - 1 + minus_x
+        curved = tl.where(tl.abs(minus_x) < SERIES_BELOW, near, far)
+    else:
+        series = tl.fma(minus_x, NEAR_4, NEAR_3)
+        series = tl.fma(minus_x, series, NEAR_2)
+        series = tl.fma(minus_x, series, NEAR_1)
+        series = tl.fma(minus_x, series, NEAR_0)
+        curved = minus_x * minus_x * tl.fma(minus_x, series, 0.5)
     rise = curved - minus_x
     moved = m * rise
     p = m + moved
@@ -640,9 +637,9 @@ def one_sweep_rows(
     PACKED: tl.constexpr,
     AHEAD: tl.constexpr,  # a tile is asked for before the one before it is summed
     UNROLL: tl.constexpr,
-    WIDE: tl.constexpr,  # the first sweep, too, is for any x
+    WIDE: tl.constexpr,  # for any x
 ):
-    """The sums of one row: by a polynomial and, if it has an x that is too large for that, once more."""
+    """The sums of one row; without WIDE by a polynomial and, if it has an x that is too large for that, once more."""
     i = tl.program_id(0)
     row_mu = row_at(scores_rollout, i, stride_rollout)
     row_pi = row_at(scores, i, stride)
@@ -662,9 +659,7 @@ def one_sweep_rows(
         ref_pi = tl.max(tl.max(load_scores(row_pi, first, width, True, False), 1), 0)
     offsets = (-(ref_mu * LOG2E), -tl.fma(ref_pi, minus_over_t, ref_mu))
 
-    sums = _sweep(
-        row_mu, row_pi, width, offsets, minus_over_t, LANES, R, PACKED, AHEAD, UNROLL, not (TV or WIDE), WIDE
-    )
+    sums = _sweep(row_mu, row_pi, width, offsets, minus_over_t, LANES, R, PACKED, AHEAD, UNROLL, not TV, WIDE)
     furthest = tl.max(tl.max(sums[8], 1), 0)
     if not WIDE:
         if (furthest >= NEAR) & (furthest < FAR):
