@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -117,19 +117,20 @@ def with_normalizers(
     drawn = out if tokens is None else tokens.contiguous()
     strides = (both[0].stride(0), both[1].stride(0))
     bits, has_tokens = _bits(temperature), tokens is not None
+    sweep, finish = cast("Any", one_sweep_rows), cast("Any", finish_rows)
     if n > 0:
         shape = SWEEP[min(x.element_size() for x in both)]
         packed = _packs(both)
         r = 4  # words: with more, the sums of a thread would take so many registers that an SM had one program less
         warps = _warps(v, 2 * r if packed else r, shape.warps)
         with torch.cuda.device_of(both[0]):
-            one_sweep_rows[(n,)](
+            sweep[(n,)](
                 *(*both, drawn, sums, *strides, n, v, -1 / temperature),
                 *(32 * warps, r, has_tokens, tv, packed, shape.ahead, shape.unroll, shape.wide),
                 num_warps=warps,
                 **OPTIONS,
             )
-            finish_rows[(math.ceil(n / FINISHED_TOGETHER),)](
+            finish[(math.ceil(n / FINISHED_TOGETHER),)](
                 *(sums, drawn, out, again, n, v, bits, 1 / temperature, has_tokens, tv, FINISHED_TOGETHER),
                 num_warps=FINISHING_WARPS,
                 **OPTIONS,

@@ -227,9 +227,9 @@ def fields_of(kl, kl_back, tv, chi2, plogp_rollout, plogp, squared):
 # the L2 cache and come from memory twice; 44 % and 52 % on an H100) and is now for those that `finish_rows` marks. The
 # second sweep runs backward and marks what it has read as the first to leave the cache.
 #
-# Tried and not kept, on an H100. Rows in parts for several programs, which wait for each other between the sweeps and so
-# keep fewer rows in flight: 49 % and 60 % with parts of 64 and 128 KiB of a pair. The next part's first sweep in place
-# of waiting: 43 % and 52 %. More warps of fewer registers: no change.
+# Tried and not kept, on an H100. Rows in parts for several programs, which wait for each other between the sweeps and
+# so keep fewer rows in flight: 49 % and 60 % with parts of 64 and 128 KiB of a pair. The next part's first sweep in
+# place of waiting: 43 % and 52 %. More warps of fewer registers: no change.
 
 # Rows with a larger log pi - log mu are left to the careful sweep: beyond it, tokens whose mu
 # underflows may still count in chi2.
@@ -444,7 +444,19 @@ def exact_rows(
         i = first + k
         if tl.load(again + i, mask=i < n, other=0) != 0:
             _two_sweeps(
-                i, scores_rollout, scores, tokens, out, stride_rollout, stride, n, width, bits, LANES, R, HAS_TOKENS
+                i,
+                scores_rollout,
+                scores,
+                tokens,
+                out,
+                stride_rollout=stride_rollout,
+                stride=stride,
+                n=n,
+                width=width,
+                bits=bits,
+                LANES=LANES,
+                R=R,
+                HAS_TOKENS=HAS_TOKENS,
             )
 
 
@@ -482,7 +494,10 @@ NEAR_4 = tl.constexpr(-0.0002003602643017344)
 @triton.jit
 @no_type_check
 def _sweep_tile(sums, a, b, inside, offsets, minus_over_t, MASKED: tl.constexpr, WIDE: tl.constexpr):
-    """The sums with one tile, for |x| < NEAR or, WIDE, any. With -x in place of x no score is negated, which would be an instruction each."""
+    """The sums with one tile, for |x| < NEAR or, WIDE, any.
+
+    With -x in place of x no score is negated, which would be an instruction each.
+    """
     total, moved_total, curved_total, moved_x, moved_rise, m_bits, p_bits, squared, furthest = sums
     bits = tl.fma(a, LOG2E, offsets[0])
     minus_x = tl.fma(b, minus_over_t, a) + offsets[1]
@@ -550,10 +565,12 @@ def _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED: tl.constexpr, WIDE:
     if PACKED:
         low_a, high_a = _halves(a)
         low_b, high_b = _halves(b)
-        sums = _sweep_tile(sums, low_a, low_b, True, offsets, minus_over_t, False, WIDE)
-        return _sweep_tile(sums, high_a, high_b, True, offsets, minus_over_t, False, WIDE)
+        sums = _sweep_tile(sums, low_a, low_b, True, offsets, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE)
+        return _sweep_tile(sums, high_a, high_b, True, offsets, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE)
     else:
-        return _sweep_tile(sums, a.to(tl.float32), b.to(tl.float32), True, offsets, minus_over_t, False, WIDE)
+        return _sweep_tile(
+            sums, a.to(tl.float32), b.to(tl.float32), True, offsets, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE
+        )
 
 
 @triton.jit
@@ -584,7 +601,9 @@ def _sweep(
         rest = columns_of(start, LANES, R)
         rest_a = load_scores(row_mu, rest, width, True, True)
         rest_b = load_scores(row_pi, rest, width, True, True)
-        sums = _sweep_tile(sums, rest_a, rest_b, rest < width, offsets, minus_over_t, True, WIDE)
+        sums = _sweep_tile(
+            sums, rest_a, rest_b, rest < width, offsets, minus_over_t=minus_over_t, MASKED=True, WIDE=WIDE
+        )
     if AHEAD:
         columns = columns_of(0, LANES, R)
         inside = columns < tiles * step
@@ -594,7 +613,7 @@ def _sweep(
             columns = columns_of(tl.minimum(k, tiles - 1) * step, LANES, R)
             next_a = _load(words_mu, columns, LAST_USE)
             next_b = _load(words_pi, columns, LAST_USE)
-            sums = _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED, WIDE)
+            sums = _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED=PACKED, WIDE=WIDE)
             a = next_a
             b = next_b
     else:
@@ -602,7 +621,7 @@ def _sweep(
             columns = columns_of(k * step, LANES, R)
             a = _load(words_mu, columns, LAST_USE)
             b = _load(words_pi, columns, LAST_USE)
-            sums = _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED, WIDE)
+            sums = _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED=PACKED, WIDE=WIDE)
     return sums
 
 
@@ -612,10 +631,22 @@ def _tv_loaded(tv, a, b, offsets, apart, minus_over_t, PACKED: tl.constexpr, WID
     if PACKED:
         low_a, high_a = _halves(a)
         low_b, high_b = _halves(b)
-        tv = _tv_tile(tv, low_a, low_b, True, offsets, apart, minus_over_t, False, WIDE)
-        return _tv_tile(tv, high_a, high_b, True, offsets, apart, minus_over_t, False, WIDE)
+        tv = _tv_tile(tv, low_a, low_b, True, offsets, apart=apart, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE)
+        return _tv_tile(
+            tv, high_a, high_b, True, offsets, apart=apart, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE
+        )
     else:
-        return _tv_tile(tv, a.to(tl.float32), b.to(tl.float32), True, offsets, apart, minus_over_t, False, WIDE)
+        return _tv_tile(
+            tv,
+            a.to(tl.float32),
+            b.to(tl.float32),
+            True,
+            offsets,
+            apart=apart,
+            minus_over_t=minus_over_t,
+            MASKED=False,
+            WIDE=WIDE,
+        )
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -659,11 +690,37 @@ def one_sweep_rows(
         ref_pi = tl.max(tl.max(load_scores(row_pi, first, width, True, False), 1), 0)
     offsets = (-(ref_mu * LOG2E), -tl.fma(ref_pi, minus_over_t, ref_mu))
 
-    sums = _sweep(row_mu, row_pi, width, offsets, minus_over_t, LANES, R, PACKED, AHEAD, UNROLL, not TV, WIDE)
+    sums = _sweep(
+        row_mu,
+        row_pi,
+        width,
+        offsets,
+        minus_over_t,
+        LANES=LANES,
+        R=R,
+        PACKED=PACKED,
+        AHEAD=AHEAD,
+        UNROLL=UNROLL,
+        LAST_USE=not TV,
+        WIDE=WIDE,
+    )
     furthest = tl.max(tl.max(sums[8], 1), 0)
     if not WIDE:
         if (furthest >= NEAR) & (furthest < FAR):
-            sums = _sweep(row_mu, row_pi, width, offsets, minus_over_t, LANES, R, PACKED, False, 1, not TV, True)
+            sums = _sweep(
+                row_mu,
+                row_pi,
+                width,
+                offsets,
+                minus_over_t,
+                LANES=LANES,
+                R=R,
+                PACKED=PACKED,
+                AHEAD=False,
+                UNROLL=1,
+                LAST_USE=not TV,
+                WIDE=True,
+            )
         else:
             sums = sums
     out += i
@@ -682,20 +739,30 @@ def one_sweep_rows(
             rest = columns_of(start, LANES, R)
             rest_a = load_scores(row_mu, rest, width, True, True)
             rest_b = load_scores(row_pi, rest, width, True, True)
-            tv = _tv_tile(tv, rest_a, rest_b, rest < width, offsets, apart, minus_over_t, True, True)
+            tv = _tv_tile(
+                tv,
+                rest_a,
+                rest_b,
+                rest < width,
+                offsets,
+                apart=apart,
+                minus_over_t=minus_over_t,
+                MASKED=True,
+                WIDE=True,
+            )
         # Backward: what the first sweep read last is what the L2 still holds.
         if furthest < 1:  # and |D| < 1 for a row that is not swept again
             for k in tl.range(0, tiles, loop_unroll_factor=UNROLL):
                 columns = columns_of((tiles - 1 - k) * step, LANES, R)
                 a = _load(words_mu, columns, True)
                 b = _load(words_pi, columns, True)
-                tv = _tv_loaded(tv, a, b, offsets, apart, minus_over_t, PACKED, False)
+                tv = _tv_loaded(tv, a, b, offsets, apart, minus_over_t=minus_over_t, PACKED=PACKED, WIDE=False)
         else:
             for k in tl.range(0, tiles):
                 columns = columns_of((tiles - 1 - k) * step, LANES, R)
                 a = _load(words_mu, columns, True)
                 b = _load(words_pi, columns, True)
-                tv = _tv_loaded(tv, a, b, offsets, apart, minus_over_t, PACKED, True)
+                tv = _tv_loaded(tv, a, b, offsets, apart, minus_over_t=minus_over_t, PACKED=PACKED, WIDE=True)
         tl.store(out + 13 * n, lane_sum(tv))
 
 
