@@ -20,6 +20,9 @@ ALIGNED = ("stride", "stride_rollout", "width")
 
 LINEAR = {"CAPPED": False, "ROUND": triton.language.float32}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "one_sweep_rows": (kernels_triton.one_sweep_rows, {"HAS_TOKENS": True, "TV": False}),
+    "one_sweep_rows:tv": (kernels_triton.one_sweep_rows, {"HAS_TOKENS": True, "TV": True}),
+    "finish_rows": (kernels_triton.finish_rows, {"HAS_TOKENS": True, "TV": True}),
     "exact_rows": (kernels_triton.exact_rows, {"HAS_TOKENS": True}),
     "update_rows": (kernels_triton.update_rows, LINEAR),
     "accumulate_rows": (
@@ -44,8 +47,19 @@ def compiled(arch: int, dtypes: list[str]) -> dict[str, dict[str, Any]]:
 
 def _facts(kernel: Any, constants: dict[str, Any], dtype: str, arch: int) -> dict[str, Any]:
     size = 4 if dtype == "fp32" else 2
-    r, warps = kernels.VECTOR // size, kernels.WARPS[size]
-    constants = {**constants, "LANES": 32 * warps, "R": r}
+    shape = kernels.SWEEP[size]
+    r, warps, scores_of_a_load = kernels.VECTOR // size, kernels.WARPS[size], 1
+    if kernel is kernels_triton.one_sweep_rows:
+        packed = dtype == "bf16"
+        constants = {**constants, "PACKED": packed, "AHEAD": shape.ahead, "UNROLL": shape.unroll, "WIDE": shape.wide}
+        r, warps, scores_of_a_load = 4, shape.warps, 2 if packed else 1
+    elif kernel is kernels_triton.exact_rows:
+        r, warps = kernels.AGAIN
+    if kernel is kernels_triton.finish_rows:
+        warps = kernels.FINISHING_WARPS
+        constants = {**constants, "BLOCK": kernels.FINISHED_TOGETHER}
+    else:
+        constants = {**constants, "LANES": 32 * warps, "R": r}
     signature = {name: _type_of(name, constants, dtype) for name in kernel.arg_names}
     attributes = {
         (i,): [["tt.divisibility", 16]]
@@ -66,7 +80,7 @@ def _facts(kernel: Any, constants: dict[str, Any], dtype: str, arch: int) -> dic
         "registers": used["REG"],
         "spilled_bytes": used["STACK"] + used["LOCAL"],
         "cubin_bytes": len(binary),
-        "sweeps": [_per_entry(loop, r) for loop in _loops(listing)],
+        "sweeps": [_per_entry(loop, r * scores_of_a_load) for loop in _loops(listing)],
     }
 
 
@@ -106,7 +120,7 @@ def _loops(listing: str) -> list[Counter[str]]:
 
 
 def _per_entry(body: Counter[str], r: int) -> dict[str, float]:
-    """Per entry of a row pair: two vectors of r numbers are loaded for r entries."""
+    """Per entry of a row pair: two vectors of r scores are loaded for r entries."""
     entries = body["LDG"] * r / 2
     return {
         "instructions": body.total(),

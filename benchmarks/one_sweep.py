@@ -32,7 +32,9 @@ from offdrift.divergence.exact import ExactDivergences, definition
 
 VOCABULARIES = (151_936, 32_000, 128_256, 262_144)
 DTYPES = (torch.bfloat16, torch.float32)
-SHAPES = [kernels.Sweep(warps, ahead, unroll) for ahead in (True, False) for unroll in (1, 2) for warps in (4, 8, 16)]
+SHAPES = [
+    kernels.Sweep(warps, ahead, unroll) for ahead in (True, False) for unroll in (1, 2) for warps in (4, 8, 16)
+] + [kernels.Sweep(4, False, unroll, wide=False) for unroll in (2, 4)]
 KLS = (1e-8, 5e-7, 1e-4, 1e-2, 1.0, 10.0)
 ROW_BYTES = 2**31
 """Of logits of one policy, far beyond any cache."""
@@ -43,7 +45,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--parts", default="accuracy,time,variants")
     parser.add_argument("--profile", action="store_true", help="only launch the best variant, once")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--processes", type=int, default=8, help="that compile beforehand")
+    parser.add_argument("--processes", type=int, default=12, help="that compile beforehand")
     parser.add_argument("--tiny", action="store_true", help="small sizes, in Triton's interpreter")
     parser.add_argument("--json", type=Path, default=Path("one_sweep.json"))
     args = parser.parse_args(argv)
@@ -80,7 +82,6 @@ def _compile_for(dtype: torch.dtype) -> None:
     mu, pi, tokens = gpu_kl.policies(2, 32_000, dtype, torch.device("cuda"))
     for tv in (False, True):
         kernels.with_normalizers(mu, pi, tokens, tv=tv)
-    gpu_kl.our_step(mu, pi)
 
 
 def with_shape(shape: kernels.Sweep | None, run: Callable[[], Any]) -> Callable[[], Any]:
@@ -164,7 +165,10 @@ def accuracy(args: argparse.Namespace, device: torch.device) -> Any:
                     errors[name] = {"median": float(off.median()), "worst": float(off.max())}
                 name = f"{'peaked' if peaked else 'flat'}, KL {kl:g}, {str(dtype).removeprefix('torch.')}"
                 median = float(truth.kl_rollout_current.median())
-                print(f"  {name}: KL {median:.1e}", {k: f"{x['median']:.0e} / {x['worst']:.0e}" for k, x in errors.items()})
+                print(
+                    f"  {name}: KL {median:.1e}",
+                    {k: f"{x['median']:.0e} / {x['worst']:.0e}" for k, x in errors.items()},
+                )
                 yield name, {"kl_median": median, "errors": errors}
 
 

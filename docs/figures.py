@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
+from typing import Any
 
 from offdrift.show.numbers import short
 from offdrift_lab.exact.lengths import MEASURED, Drift, length_rows
@@ -79,3 +82,81 @@ def measured_table(drifts: Sequence[Drift] = MEASURED) -> list[str]:
         words = "–" if end is None else f"{end:,} tokens"
         lines.append(f"| {row['name']} | {short(row['kl_rate'])} | {short(row['delta'])} | {words} | {row['source']} |")
     return lines
+
+
+ACCURACY = Path(__file__).parents[1] / "benchmarks" / "results" / "accuracy.json"
+WAYS = {
+    "log_softmax, bfloat16": ("log_softmax, bfloat16", "var(--line)", "6 3"),
+    "log_softmax, float32": ("log_softmax, float32", "var(--one)", ""),
+    "Liger, KL loss": ("Liger, KL loss", "var(--three)", "2 4"),
+    "TRL, chunked": ("TRL, chunked (in torch)", "var(--ink)", "8 3"),
+    "offdrift": ("offdrift, CPU", "var(--two)", ""),
+    "offdrift, GPU kernels": ("offdrift, GPU kernels", "var(--two)", "3 3"),
+}
+"""Ways to compute the KL: their names, colors and dashes."""
+
+
+def accuracy_figure() -> str:
+    """Median relative error of the KL against the KL, both logarithmic: a line for each way."""
+    levels = json.loads(ACCURACY.read_text(encoding="utf-8"))["levels"]
+    left, right, top, bottom = 62, 462, 20, 250
+    low = min(math.log10(level["kl"]) for level in levels) - 0.2
+    x = lambda kl: round(left + (right - left) * (math.log10(kl) - low) / (0.2 - low), 1)  # noqa: E731
+    y = lambda error: round(bottom - (bottom - top) * (math.log10(max(error, 1e-8)) + 8) / 10, 1)  # noqa: E731
+    lines = [
+        f'<svg class="od-figure" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 480 {bottom + 106}" '
+        'font-family="system-ui, sans-serif" font-size="13.5">',
+        f"  {STYLE}",
+    ]
+    for power in range(-8, 3, 2):
+        at = y(10.0**power)
+        lines += [
+            f'  <path d="M{left} {at}H{right}" stroke="var(--line)" opacity=".35"/>',
+            f'  <text class="small" x="{left - 6}" y="{at + 4}" text-anchor="end">{_power(power)}</text>',
+        ]
+    for power in range(-8, 1, 2):
+        lines.append(
+            f'  <text class="small" x="{x(10.0**power)}" y="{bottom + 18}" text-anchor="middle">{_power(power)}</text>'
+        )
+    for number, (way, (name, color, dash)) in enumerate(WAYS.items()):
+        points = [(x(level["kl"]), y(level["ways"][way]["median"])) for level in levels]
+        style = f'stroke="{color}" stroke-width="2" fill="none"' + (f' stroke-dasharray="{dash}"' if dash else "")
+        column, row = left + 200 * (number % 2), bottom + 56 + 19 * (number // 2)
+        lines += [
+            f'  <path d="M{" L".join(f"{a} {b}" for a, b in points)}" {style}/>',
+            f'  <path d="M{column} {row - 4}h26" {style}/>',
+            f'  <text class="small" x="{column + 32}" y="{row}">{escape(name)}</text>',
+        ]
+    lines += [
+        f'  <text class="small" x="{left}" y="{bottom + 36}">KL(mu || pi), nat; upward: median relative error</text>',
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _power(power: int) -> str:
+    return "1" if power == 0 else f'10<tspan dy="-5" font-size="9">{"−" if power < 0 else ""}{abs(power)}</tspan>'
+
+
+def accuracy_table() -> list[str]:
+    """The same as a table of Markdown, with the rows that came out below 0, and what was measured with."""
+    stored: dict[str, Any] = json.loads(ACCURACY.read_text(encoding="utf-8"))
+    levels, machine = stored["levels"], stored["machine"]
+    head = "".join(f" | {name}" for name, _, _ in WAYS.values())
+    lines = [f"| KL, nat{head} |", "|---:" + "|---:" * len(WAYS) + "|"]
+    for level in levels:
+        cells = [_error(level["ways"][way]) for way in WAYS]
+        lines.append(f"| {level['kl']:.1e} | {' | '.join(cells)} |")
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "triton", "trl", "liger-kernel"))
+    lines += [
+        "",
+        f"Median relative error of {stored['rows']} rows of {stored['vocab']:,} scores, in brackets the rows whose KL came "
+        f"out below 0. {versions}; {machine['processor']} ({machine['simd']}), kernels for GPUs in {stored['kernels']}.",
+    ]
+    return lines
+
+
+def _error(way: dict[str, Any]) -> str:
+    below = f" ({way['negative_rows']})" if way["negative_rows"] else ""
+    error = way["median"]
+    return (f"{error:.0e}" if error < 0.01 else f"{error:.0%}" if error < 10 else f"{error:.0f} times") + below

@@ -300,6 +300,16 @@ def faq_page() -> str:
     return "\n".join([before + DRIFTS_BEGIN, "", *FIGURES["measured_table"](), "", DRIFTS_END]) + after
 
 
+def speed_page() -> str:
+    """docs/speed.md with the table of errors renewed."""
+    page = (HERE / "speed.md").read_text(encoding="utf-8")
+    before, rest = page.split(ERRORS_BEGIN)
+    after = rest.split(ERRORS_END)[1]
+    return "\n".join([before + ERRORS_BEGIN, "", *FIGURES["accuracy_table"](), "", ERRORS_END]) + after
+
+
+ERRORS_BEGIN = "<!-- The table of errors, written by `make docs`. -->"
+ERRORS_END = "<!-- End of the table of errors. -->"
 DRIFTS_BEGIN = "<!-- The table of measured drifts, written by `make docs`. -->"
 DRIFTS_END = "<!-- End of the table of measured drifts. -->"
 FIGURES = runpy.run_path(str(HERE / "figures.py"))
@@ -515,7 +525,9 @@ PAGES = {
     "commands.md": commands_page,
     "settings.md": settings_page,
     "faq.md": faq_page,
+    "speed.md": speed_page,
     "figures/measured.svg": FIGURES["measured_figure"],
+    "figures/accuracy.svg": FIGURES["accuracy_figure"],
     "methods.md": methods_page,
     "metrics.md": metrics_page,
     "rules.md": rules_page,

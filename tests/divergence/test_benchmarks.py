@@ -72,3 +72,16 @@ def test_correction_gives_packed_and_padded_input_the_same_numbers(benchmark_nam
         assert weight[inside].equal(corrected.weight)
         assert padded_metrics == pytest.approx(metrics, nan_ok=True)
         assert len(metrics) > 10
+
+
+def test_accuracy(benchmark_named, tmp_path):
+    path = tmp_path / "accuracy.json"
+    found = benchmark_named("accuracy").main(["--tiny", "--json", str(path)])
+    assert json.loads(path.read_text()) == found
+    assert len(found["levels"]) == 9
+    for level in found["levels"]:
+        ours = level["ways"]["offdrift"]
+        assert ours["negative_rows"] == 0
+        assert ours["worst"] < 1e-3
+    small = found["levels"][0]["ways"]
+    assert small["log_softmax, float32"]["median"] > 100 * small["offdrift"]["median"]

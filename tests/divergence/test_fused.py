@@ -299,7 +299,7 @@ def kernels(monkeypatch):
     """Kernels that only say what they were given, in the place of the real ones."""
     stub = ModuleType("kernels")
     stub.available = lambda *_: True
-    stub.with_normalizers = lambda *given_arguments: (given_arguments, None)
+    stub.with_normalizers = lambda *given_arguments, tv: ((*given_arguments, tv), None)
     monkeypatch.setattr(fused, "kernels", stub)
     return stub
 
@@ -316,7 +316,7 @@ def test_a_gpu_takes_the_triton_kernels_unless_told_otherwise(kernels, monkeypat
     mu, pi = random_pair(4, 10, drift=0.5)
     tokens = torch.arange(4)
     got = inspect.unwrap(exact_divergences)(mu, pi, tokens=tokens, temperature=0.7)
-    for ours, theirs in zip(got, (mu, pi, tokens, 0.7), strict=True):
+    for ours, theirs in zip(got, (mu, pi, tokens, 0.7, True), strict=True):
         assert ours is theirs
 
 
@@ -343,3 +343,12 @@ def test_evidence_has_no_gradient():
     mu, pi = (z.requires_grad_() for z in random_pair(2, 5, drift=0.1))
     for x in exact_divergences(mu, pi, tokens=torch.tensor([0, 1])):
         assert not x.requires_grad
+
+
+@pytest.mark.parametrize("compiled", [False, None])
+def test_tv_may_be_left_out(compiled):
+    mu, pi = random_pair(4, 10, drift=0.5)
+    found, without = (exact_divergences(mu, pi, compiled=compiled, tv=tv) for tv in (True, False))
+    assert without.tv.isnan().all()
+    assert without.tv.shape == found.tv.shape
+    assert without.kl_rollout_current.equal(found.kl_rollout_current)

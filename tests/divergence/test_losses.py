@@ -283,7 +283,8 @@ def test_a_gpu_keeps_the_normalizers_for_the_way_back(of, monkeypatch):
     kept = kernels.Normalizers(*torch.arange(12.0).reshape(4, 3))
     calls = []
 
-    def with_normalizers(logits_rollout, logits, temperature):
+    def with_normalizers(logits_rollout, logits, temperature, tv):
+        assert not tv  # another sweep, for nothing
         calls.append((logits_rollout.data_ptr(), logits.data_ptr(), temperature))
         return definition(logits_rollout, logits, first_tokens(logits), temperature), kept
 

@@ -39,7 +39,7 @@ class ExactDivergences(NamedTuple):
     kl_current_rollout: Float[Tensor, " n"]
     """KL(pi || mu); +inf where mu cannot draw a token of pi's."""
     tv: Float[Tensor, " n"]
-    """TV = 1/2 sum |mu - pi|, in [0, 1]."""
+    """TV = 1/2 sum |mu - pi|, in [0, 1]; NaN if it was not asked for."""
     chi2: Float[Tensor, " n"]
     """E_mu[(pi / mu)^2] - 1 = sum pi^2 / mu - 1; +inf where mu cannot draw a token of pi's."""
     entropy_rollout: Float[Tensor, " n"]

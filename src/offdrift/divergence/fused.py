@@ -1,7 +1,7 @@
 """Exact divergences without a `[tokens, vocab]` temporary, by the fastest route of the device.
 
 On CUDA the Triton kernels; elsewhere, or where Triton is not installed, `exact.definition` a few rows at a
-time, compiled if that pays, else in its plain form. Each row of logits comes from memory once, and is read
+time, compiled if that pays, else in its plain form. There each row of logits comes from memory once, and is read
 three times (largest entry, normalizer, sums), the second and third time from the cache.
 
 Shape suffixes: n tokens, v vocabulary.
@@ -9,6 +9,7 @@ Shape suffixes: n tokens, v vocabulary.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -44,6 +45,7 @@ def exact_divergences(
     tokens: Int[Tensor, " n"] | None = None,
     temperature: float | int = 1.0,
     compiled: bool | None = None,
+    tv: bool = True,
 ) -> ExactDivergences:
     """Compute both KLs, TV, chi-squared, entropies and sampled log-probs at every token, in bounded memory.
 
@@ -63,6 +65,8 @@ def exact_divergences(
             already is what was sampled.
         compiled: None chooses the route; True compiles and lets a failure through; False is plain.
             `TORCH_COMPILE_DISABLE=1` in the environment never compiles.
+        tv: False leaves TV out, NaN in its place. On a GPU it alone takes a second sweep over the
+            logits, because its kink moves with the normalizers; elsewhere it saves nothing.
 
     Returns: nats and probabilities, float32 or better. Gradient: none, it is evidence; `losses` has
         the divergences that carry one.
@@ -88,11 +92,13 @@ def exact_divergences(
             "token that was drawn from each row"
         )
     if route_of(logits_rollout, logits, compiled=compiled) == "triton":
-        return kernels.with_normalizers(logits_rollout, logits, tokens, temperature)[0]
+        return kernels.with_normalizers(logits_rollout, logits, tokens, temperature, tv=tv)[0]
     token_ids = torch.zeros_like(logits[:, 0], dtype=torch.int64) if tokens is None else tokens.long()
     rows = (logits_rollout, logits, token_ids)
     scale = temperature_of(logits, temperature)
     fields = ExactDivergences(*chunks.by_rows(definition, rows, scale, compiled=compiled, plain=plain_divergences))
+    if not tv:
+        fields = fields._replace(tv=torch.full_like(fields.tv, math.nan))
     return fields if tokens is not None else fields._replace(logp_rollout=None, logp=None)
 
 

@@ -3,8 +3,8 @@
 Same numbers as `exact.definition` to rounding, and no `[tokens, vocab]` tensor but the gradient that
 is asked for. The programs are in `kernels_triton`, which is imported at the first call; without Triton
 `available` says False and nothing else here works. `TRITON_INTERPRET=1`, set before that, runs the
-programs on CPU tensors, slowly, for tests. Timed on an H200 by `benchmarks/gpu.py`; the numbers are in
-`benchmarks/results/gpu.json`.
+programs on CPU tensors, slowly, for tests. Timed on an H200 by `benchmarks/one_sweep.py` and `gpu.py`; the numbers
+are in `benchmarks/results/`.
 
 Shape suffixes: n tokens, v vocabulary, c vocabulary chunk.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -42,13 +42,22 @@ class Sweep(NamedTuple):
     ahead: bool
     """Whether a tile is asked for before the one before it is summed."""
     unroll: int
+    wide: bool = True
+    """Whether the sweep is for any log-ratio, or one by a polynomial comes before it: 26 instructions in place of 30 if
+    all log-ratios of the row are below 3/4, two sweeps if not. Not timed yet."""
 
 
-SWEEP = {2: Sweep(8, True, 1), 4: Sweep(8, True, 1)}
+SWEEP = {2: Sweep(4, False, 2), 4: Sweep(8, False, 1)}
 """By bytes of a score: see `kernels_triton`."""
 
 FINISHED_TOGETHER = 128
 """Rows of one program of `finish_rows`."""
+
+FINISHING_WARPS = 4
+"""Warps of one program of it."""
+
+AGAIN = (4, 8)
+"""Entries that a thread of `exact_rows` reads at once, and the most warps: with more, an SM had one program."""
 
 SWEPT_AGAIN = 1024
 """Programs that look for rows to sweep again: a few for each SM, so that they share the work if all rows need it."""
@@ -108,21 +117,22 @@ def with_normalizers(
     drawn = out if tokens is None else tokens.contiguous()
     strides = (both[0].stride(0), both[1].stride(0))
     bits, has_tokens = _bits(temperature), tokens is not None
+    sweep, finish = cast("Any", one_sweep_rows), cast("Any", finish_rows)
     if n > 0:
         shape = SWEEP[min(x.element_size() for x in both)]
         packed = _packs(both)
         r = 4  # words: with more, the sums of a thread would take so many registers that an SM had one program less
         warps = _warps(v, 2 * r if packed else r, shape.warps)
         with torch.cuda.device_of(both[0]):
-            one_sweep_rows[(n,)](
+            sweep[(n,)](
                 *(*both, drawn, sums, *strides, n, v, -1 / temperature),
-                *(32 * warps, r, has_tokens, tv, packed, shape.ahead, shape.unroll),
+                *(32 * warps, r, has_tokens, tv, packed, shape.ahead, shape.unroll, shape.wide),
                 num_warps=warps,
                 **OPTIONS,
             )
-            finish_rows[(math.ceil(n / FINISHED_TOGETHER),)](
+            finish[(math.ceil(n / FINISHED_TOGETHER),)](
                 *(sums, drawn, out, again, n, v, bits, 1 / temperature, has_tokens, tv, FINISHED_TOGETHER),
-                num_warps=4,
+                num_warps=FINISHING_WARPS,
                 **OPTIONS,
             )
         sweep_again(again, both, tokens, temperature, out)
@@ -154,8 +164,7 @@ def sweep_again(
     drawn = out if tokens is None else tokens.contiguous()
     arguments = (*both, drawn, out, both[0].stride(0), both[1].stride(0), n, v, _bits(temperature), each)
     programs = math.ceil(n / each)
-    # Threads with 8 entries would take so many registers that an SM had one program.
-    _launch(exact_rows, both, again, *arguments, programs=programs, most_r=4, HAS_TOKENS=tokens is not None)
+    _launch(exact_rows, both, again, *arguments, programs=programs, most=AGAIN, HAS_TOKENS=tokens is not None)
 
 
 def _packs(both: tuple[Tensor, ...]) -> bool:
@@ -284,16 +293,19 @@ def _launch(
     rows: tuple[Tensor, ...],
     *arguments: Any,
     programs: int | None = None,
-    most_r: int = VECTOR,
+    most: tuple[int, int] | None = None,
     **constants: Any,
 ) -> None:
-    """One program per row, or so many in all, with tiles that fit the row and its dtype."""
+    """One program per row, or so many in all, with tiles that fit the row, its dtype and what most says.
+
+    The tiles have at most that many entries for a thread, and the program that many warps.
+    """
     n, width = rows[0].shape
     if n == 0:
         return
     size = min(x.element_size() for x in rows)
-    r = min(VECTOR // size, most_r)
-    warps = _warps(width, r, WARPS[size])
+    r, warps = most or (VECTOR // size, WARPS[size])
+    warps = _warps(width, r, warps)
     grid = (n if programs is None else programs,)
     with torch.cuda.device_of(rows[0]):
         kernel[grid](*arguments, LANES=32 * warps, R=r, num_warps=warps, **constants, **OPTIONS)

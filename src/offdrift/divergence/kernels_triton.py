@@ -222,34 +222,20 @@ def fields_of(kl, kl_back, tv, chi2, plogp_rollout, plogp, squared):
     )
 
 
-# Exact divergences from whole rows of logits: two sweeps over each row. Instructions were counted in the machine
-# code that Triton's compiler writes for sm_90 (`benchmarks/gpu_kl.py --count` counts again), times measured on an
-# H200, whose copy moves 4.28 TB/s (`benchmarks/gpu.py`, 151,936 entries a row).
+# Exact divergences from whole rows of logits, for any row: two sweeps, no term being known before both normalizers are.
+# It was the way for all rows (40 % of a copy's bandwidth on an H200 with bfloat16 rows, 54 % with float32, which exceed
+# the L2 cache and come from memory twice; 44 % and 52 % on an H100) and is now for those that `finish_rows` marks. The
+# second sweep runs backward and marks what it has read as the first to leave the cache.
 #
-# Memory. A row of bfloat16 scores is 297 KiB, twice that for both policies. No term is known before both
-# normalizers are, so a row is read twice: once from memory and, if it is still there, once from the L2 cache (60
-# MiB). The second sweep runs backward and marks what it has read as the first to go, so that on average half of a
-# row must be kept. 132 SMs have 77 MiB of bfloat16 rows in flight, and 154 MiB of float32 rows, which are therefore
-# mostly read twice from memory: 54 % of the copy's bandwidth, counted once. One program of 16 warps per SM does it
-# best (two of 8: 52 %).
-#
-# Instructions. The loops compile to 10 + 34.4 per entry of a bfloat16 row pair, 4 of them exponentials; no register
-# is spilled. 132 SMs of 128 lanes at 1.75 GHz issue 29.6e12 per second: at most 0.64e12 entries, 60 % of the copy's
-# bandwidth. 40 % are reached, with two programs of 8 warps per SM, so that the sweeps of one hide the memory of the
-# other (one of 16: 35 %). So bfloat16 rows are bound by instructions, float32 rows by memory, and nothing is in the
-# loops that can be elsewhere: no search for the largest score, no test for infinities. Rows that need either are
-# swept again.
-#
-# Tried and not kept, on an H100, whose copy moves 3.0 TB/s (44 % and 52 %). Rows in parts for several programs, which
-# wait for each other between the sweeps and so keep fewer rows in flight: 49 % and 60 % with parts of 64 and 128 KiB of
-# a pair, less with smaller ones, since meeting costs as much as sweeping 56 KiB. The next part's first sweep in place
-# of waiting: 43 % and 52 %. Log-probs by one fma and one exponential's argument fewer (42 per entry), with 16, 20 or 24
-# warps on an SM: no change (50 % at a vocabulary of 32,000 with all of them). Twelve points of a hundred are not worth
-# programs that wait for others.
+# Tried and not kept, on an H100. Rows in parts for several programs, which wait for each other between the sweeps and
+# so keep fewer rows in flight: 49 % and 60 % with parts of 64 and 128 KiB of a pair. The next part's first sweep in
+# place of waiting: 43 % and 52 %. More warps of fewer registers: no change.
 
 # Rows with a larger log pi - log mu are left to the careful sweep: beyond it, tokens whose mu
 # underflows may still count in chi2.
 QUICK_BELOW = tl.constexpr(32.0)
+# |log pi - log mu| from which one sweep is not enough.
+FAR = tl.constexpr(8.0)
 # log2 of a probability that is 0 and, unlike -inf, stays 0 when multiplied by its logarithm.
 NO_MASS = tl.constexpr(-1e4)
 
@@ -458,7 +444,19 @@ def exact_rows(
         i = first + k
         if tl.load(again + i, mask=i < n, other=0) != 0:
             _two_sweeps(
-                i, scores_rollout, scores, tokens, out, stride_rollout, stride, n, width, bits, LANES, R, HAS_TOKENS
+                i,
+                scores_rollout,
+                scores,
+                tokens,
+                out,
+                stride_rollout=stride_rollout,
+                stride=stride,
+                n=n,
+                width=width,
+                bits=bits,
+                LANES=LANES,
+                R=R,
+                HAS_TOKENS=HAS_TOKENS,
             )
 
 
@@ -474,13 +472,32 @@ def exact_rows(
 #     chi2 = (Q / (1 + u)^2 - u^2) / M ...    see `finish_rows`
 #
 # No term is large where mu is, because the token is one that was drawn, so that x is small there: the sums may be
-# float32, and the corrections, a handful per row, are float64. TV alone has a kink at pi = mu, which moves with D.
+# float32, and the corrections, a handful per row, are float64. TV alone has a kink at pi = mu, which moves with D: it
+# takes a second sweep, of 17 instructions.
+#
+# Counted for sm_90 (`benchmarks/gpu_kl.py --count`): 30 instructions per pair of bfloat16 scores (31 of float32), 2 of
+# them exponentials, and 64 to 77 registers. Measured on an H200 at a vocabulary of 151,936, by `one_sweep.py`: eight
+# numbers at 76 % of a copy's bandwidth with bfloat16 scores, 99 % with float32; all nine at 48 % and 53 %. By `ncu` the
+# bfloat16 sweep is bound by instructions (issue slots 77 % busy, 30.7 executed per pair; memory 69 %), and half of the
+# cycles that a warp waits are for loads. Programs of 16 warps: 51 %. Loading ahead of the sums: no gain.
+
+
+# (e^-y - 1 + y - y^2 / 2) / y^3 on |y| <= NEAR: the interpolant at Chebyshev's five points.
+NEAR = tl.constexpr(0.75)
+NEAR_0 = tl.constexpr(-0.16666666666666666)
+NEAR_1 = tl.constexpr(0.04166419512076682)
+NEAR_2 = tl.constexpr(-0.008333059106967104)
+NEAR_3 = tl.constexpr(0.0014064369329705383)
+NEAR_4 = tl.constexpr(-0.0002003602643017344)
 
 
 @triton.jit
 @no_type_check
-def _sweep_tile(sums, a, b, inside, offsets, minus_over_t, MASKED: tl.constexpr):
-    """The sums with one tile. With -x in place of x no score is negated, which would be an instruction each."""
+def _sweep_tile(sums, a, b, inside, offsets, minus_over_t, MASKED: tl.constexpr, WIDE: tl.constexpr):
+    """The sums with one tile, for |x| < NEAR or, WIDE, any.
+
+    With -x in place of x no score is negated, which would be an instruction each.
+    """
     total, moved_total, curved_total, moved_x, moved_rise, m_bits, p_bits, squared, furthest = sums
     bits = tl.fma(a, LOG2E, offsets[0])
     minus_x = tl.fma(b, minus_over_t, a) + offsets[1]
@@ -488,13 +505,19 @@ def _sweep_tile(sums, a, b, inside, offsets, minus_over_t, MASKED: tl.constexpr)
         bits = tl.where(inside, bits, NO_MASS)
         minus_x = tl.where(inside, minus_x, 0.0)
     m = tl.exp2(bits)
-    # `expm1_minus`, and beyond its series the hardware's exponential.
-    series = tl.fma(minus_x, SERIES_4, -SERIES_3)
-    series = tl.fma(minus_x, series, SERIES_2)
-    series = tl.fma(minus_x, series, -SERIES_1)
-    near = minus_x * minus_x * tl.fma(minus_x, series, 0.5)
-    far = tl.exp2(minus_x * -LOG2E) - 1 + minus_x
-    curved = tl.where(tl.abs(minus_x) < SERIES_BELOW, near, far)
+    if WIDE:
+        series = tl.fma(minus_x, SERIES_4, -SERIES_3)
+        series = tl.fma(minus_x, series, SERIES_2)
+        series = tl.fma(minus_x, series, -SERIES_1)
+        near = minus_x * minus_x * tl.fma(minus_x, series, 0.5)
+        far = tl.exp2(minus_x * -LOG2E) - 1 + minus_x
+        curved = tl.where(tl.abs(minus_x) < SERIES_BELOW, near, far)
+    else:
+        series = tl.fma(minus_x, NEAR_4, NEAR_3)
+        series = tl.fma(minus_x, series, NEAR_2)
+        series = tl.fma(minus_x, series, NEAR_1)
+        series = tl.fma(minus_x, series, NEAR_0)
+        curved = minus_x * minus_x * tl.fma(minus_x, series, 0.5)
     rise = curved - minus_x
     moved = m * rise
     p = m + moved
@@ -538,14 +561,68 @@ def _halves(words):
 
 @triton.jit
 @no_type_check
-def _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED: tl.constexpr):
+def _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED: tl.constexpr, WIDE: tl.constexpr):
     if PACKED:
         low_a, high_a = _halves(a)
         low_b, high_b = _halves(b)
-        sums = _sweep_tile(sums, low_a, low_b, True, offsets, minus_over_t, False)
-        return _sweep_tile(sums, high_a, high_b, True, offsets, minus_over_t, False)
+        sums = _sweep_tile(sums, low_a, low_b, True, offsets, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE)
+        return _sweep_tile(sums, high_a, high_b, True, offsets, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE)
     else:
-        return _sweep_tile(sums, a.to(tl.float32), b.to(tl.float32), True, offsets, minus_over_t, False)
+        return _sweep_tile(
+            sums, a.to(tl.float32), b.to(tl.float32), True, offsets, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE
+        )
+
+
+@triton.jit
+@no_type_check
+def _sweep(
+    row_mu,
+    row_pi,
+    width,
+    offsets,
+    minus_over_t,
+    LANES: tl.constexpr,
+    R: tl.constexpr,
+    PACKED: tl.constexpr,
+    AHEAD: tl.constexpr,
+    UNROLL: tl.constexpr,
+    LAST_USE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The sums of one row."""
+    step: tl.constexpr = LANES * R
+    entries: tl.constexpr = 2 * step if PACKED else step
+    tiles = width // entries
+    words_mu = _words(row_mu, PACKED)
+    words_pi = _words(row_pi, PACKED)
+    zero = tl.zeros([LANES, R], tl.float32)
+    sums = (zero, zero, zero, zero, zero, zero, zero, zero, zero)
+    for start in tl.range(tiles * entries, width, step):
+        rest = columns_of(start, LANES, R)
+        rest_a = load_scores(row_mu, rest, width, True, True)
+        rest_b = load_scores(row_pi, rest, width, True, True)
+        sums = _sweep_tile(
+            sums, rest_a, rest_b, rest < width, offsets, minus_over_t=minus_over_t, MASKED=True, WIDE=WIDE
+        )
+    if AHEAD:
+        columns = columns_of(0, LANES, R)
+        inside = columns < tiles * step
+        a = tl.load(words_mu + columns, mask=inside, other=0)
+        b = tl.load(words_pi + columns, mask=inside, other=0)
+        for k in tl.range(1, tiles + 1, loop_unroll_factor=UNROLL):
+            columns = columns_of(tl.minimum(k, tiles - 1) * step, LANES, R)
+            next_a = _load(words_mu, columns, LAST_USE)
+            next_b = _load(words_pi, columns, LAST_USE)
+            sums = _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED=PACKED, WIDE=WIDE)
+            a = next_a
+            b = next_b
+    else:
+        for k in tl.range(0, tiles, loop_unroll_factor=UNROLL):
+            columns = columns_of(k * step, LANES, R)
+            a = _load(words_mu, columns, LAST_USE)
+            b = _load(words_pi, columns, LAST_USE)
+            sums = _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED=PACKED, WIDE=WIDE)
+    return sums
 
 
 @triton.jit
@@ -554,10 +631,22 @@ def _tv_loaded(tv, a, b, offsets, apart, minus_over_t, PACKED: tl.constexpr, WID
     if PACKED:
         low_a, high_a = _halves(a)
         low_b, high_b = _halves(b)
-        tv = _tv_tile(tv, low_a, low_b, True, offsets, apart, minus_over_t, False, WIDE)
-        return _tv_tile(tv, high_a, high_b, True, offsets, apart, minus_over_t, False, WIDE)
+        tv = _tv_tile(tv, low_a, low_b, True, offsets, apart=apart, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE)
+        return _tv_tile(
+            tv, high_a, high_b, True, offsets, apart=apart, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE
+        )
     else:
-        return _tv_tile(tv, a.to(tl.float32), b.to(tl.float32), True, offsets, apart, minus_over_t, False, WIDE)
+        return _tv_tile(
+            tv,
+            a.to(tl.float32),
+            b.to(tl.float32),
+            True,
+            offsets,
+            apart=apart,
+            minus_over_t=minus_over_t,
+            MASKED=False,
+            WIDE=WIDE,
+        )
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -579,8 +668,9 @@ def one_sweep_rows(
     PACKED: tl.constexpr,
     AHEAD: tl.constexpr,  # a tile is asked for before the one before it is summed
     UNROLL: tl.constexpr,
+    WIDE: tl.constexpr,  # for any x
 ):
-    """The sums of one row."""
+    """The sums of one row; without WIDE by a polynomial and, if it has an x that is too large for that, once more."""
     i = tl.program_id(0)
     row_mu = row_at(scores_rollout, i, stride_rollout)
     row_pi = row_at(scores, i, stride)
@@ -600,35 +690,42 @@ def one_sweep_rows(
         ref_pi = tl.max(tl.max(load_scores(row_pi, first, width, True, False), 1), 0)
     offsets = (-(ref_mu * LOG2E), -tl.fma(ref_pi, minus_over_t, ref_mu))
 
-    zero = tl.zeros([LANES, R], tl.float32)
-    sums = (zero, zero, zero, zero, zero, zero, zero, zero, zero)
-    for start in tl.range(tiles * entries, width, step):
-        rest = columns_of(start, LANES, R)
-        rest_a = load_scores(row_mu, rest, width, True, True)
-        rest_b = load_scores(row_pi, rest, width, True, True)
-        sums = _sweep_tile(sums, rest_a, rest_b, rest < width, offsets, minus_over_t, True)
-    if AHEAD:
-        columns = columns_of(0, LANES, R)
-        inside = columns < tiles * step
-        a = tl.load(words_mu + columns, mask=inside, other=0)
-        b = tl.load(words_pi + columns, mask=inside, other=0)
-        for k in tl.range(1, tiles + 1, loop_unroll_factor=UNROLL):
-            columns = columns_of(tl.minimum(k, tiles - 1) * step, LANES, R)
-            next_a = _load(words_mu, columns, not TV)
-            next_b = _load(words_pi, columns, not TV)
-            sums = _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED)
-            a = next_a
-            b = next_b
-    else:
-        for k in tl.range(0, tiles, loop_unroll_factor=UNROLL):
-            columns = columns_of(k * step, LANES, R)
-            a = _load(words_mu, columns, not TV)
-            b = _load(words_pi, columns, not TV)
-            sums = _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED)
+    sums = _sweep(
+        row_mu,
+        row_pi,
+        width,
+        offsets,
+        minus_over_t,
+        LANES=LANES,
+        R=R,
+        PACKED=PACKED,
+        AHEAD=AHEAD,
+        UNROLL=UNROLL,
+        LAST_USE=not TV,
+        WIDE=WIDE,
+    )
+    furthest = tl.max(tl.max(sums[8], 1), 0)
+    if not WIDE:
+        if (furthest >= NEAR) & (furthest < FAR):
+            sums = _sweep(
+                row_mu,
+                row_pi,
+                width,
+                offsets,
+                minus_over_t,
+                LANES=LANES,
+                R=R,
+                PACKED=PACKED,
+                AHEAD=False,
+                UNROLL=1,
+                LAST_USE=not TV,
+                WIDE=True,
+            )
+        else:
+            sums = sums
     out += i
     for field in tl.static_range(8):
         tl.store(out + field * n, lane_sum(sums[field]))
-    furthest = tl.max(tl.max(sums[8], 1), 0)
     tl.store(out + 8 * n, furthest)
     tl.store(out + 9 * n, offsets[0])
     tl.store(out + 10 * n, offsets[1])
@@ -637,25 +734,35 @@ def one_sweep_rows(
     if TV:
         u = lane_sum(sums[1]).to(tl.float64) / lane_sum(sums[0]).to(tl.float64)
         apart = -tl.log(1 + u).to(tl.float32)
-        tv = zero
+        tv = tl.zeros([LANES, R], tl.float32)
         for start in tl.range(tiles * entries, width, step):
             rest = columns_of(start, LANES, R)
             rest_a = load_scores(row_mu, rest, width, True, True)
             rest_b = load_scores(row_pi, rest, width, True, True)
-            tv = _tv_tile(tv, rest_a, rest_b, rest < width, offsets, apart, minus_over_t, True, True)
+            tv = _tv_tile(
+                tv,
+                rest_a,
+                rest_b,
+                rest < width,
+                offsets,
+                apart=apart,
+                minus_over_t=minus_over_t,
+                MASKED=True,
+                WIDE=True,
+            )
         # Backward: what the first sweep read last is what the L2 still holds.
         if furthest < 1:  # and |D| < 1 for a row that is not swept again
             for k in tl.range(0, tiles, loop_unroll_factor=UNROLL):
                 columns = columns_of((tiles - 1 - k) * step, LANES, R)
                 a = _load(words_mu, columns, True)
                 b = _load(words_pi, columns, True)
-                tv = _tv_loaded(tv, a, b, offsets, apart, minus_over_t, PACKED, False)
+                tv = _tv_loaded(tv, a, b, offsets, apart, minus_over_t=minus_over_t, PACKED=PACKED, WIDE=False)
         else:
             for k in tl.range(0, tiles):
                 columns = columns_of((tiles - 1 - k) * step, LANES, R)
                 a = _load(words_mu, columns, True)
                 b = _load(words_pi, columns, True)
-                tv = _tv_loaded(tv, a, b, offsets, apart, minus_over_t, PACKED, True)
+                tv = _tv_loaded(tv, a, b, offsets, apart, minus_over_t=minus_over_t, PACKED=PACKED, WIDE=True)
         tl.store(out + 13 * n, lane_sum(tv))
 
 
@@ -699,8 +806,8 @@ def finish_rows(
 
     Those are: rows with an infinity or NaN among the sums (what one policy or both cannot draw); |x| beyond 8 somewhere
     (a token whose m underflows may still count in chi2; r = x + c loses digits); normalizers so far apart that M + R
-    loses digits; and rows whose token neither policy is likely to draw, where what cancels is large: C / M and u + D beyond
-    128 times the KL, log M beyond 8 times the entropy.
+    loses digits; and rows whose token neither policy is likely to draw, where what cancels is large: C / M and u + D
+    beyond 128 times the KL, log M beyond 8 times the entropy.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
@@ -728,7 +835,7 @@ def finish_rows(
     x_p = moved - curved + moved_x  # sum m (1 + r) x
     entropy_pi = log_p - (p_bits * LN2 + x_p) / p
     sane = curved + moved_x + moved_rise + m_bits + p_bits + squared
-    quick = (tl.abs(sane) < float("inf")) & (furthest < 8) & (tl.abs(apart) < 1)
+    quick = (tl.abs(sane) < float("inf")) & (furthest < FAR) & (tl.abs(apart) < 1)
     quick = quick & (curved / total <= 128 * kl + 1e-12)
     quick = quick & (log_m <= 8 * entropy_mu + 0.25) & (log_p <= 8 * entropy_pi + 0.25)
     tl.store(again + i, tl.where(quick, 0, 1), mask=inside)
