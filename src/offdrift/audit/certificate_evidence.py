@@ -232,7 +232,7 @@ class Proof:
         return ""
 
     def takes_for_granted(self, prompts: PromptDesign | None) -> list[str]:
-        """What the log cannot show and a certificate takes for granted, besides `ALWAYS`, rewards and lengths."""
+        """List what the log cannot show and a certificate takes for granted, besides `ALWAYS`, rewards and lengths."""
         told = {
             "which rollouts of these weights were used first did not depend on what was drawn, as on their length": (
                 self.reused

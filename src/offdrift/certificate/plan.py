@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def words(self) -> str:
-        """What was compared, and which to use."""
+        """Say what was compared, and which to use."""
         kl = "KL of sequences not recorded" if self.kl_seq is None else f"KL of sequences {self.kl_seq:.3g} nat"
         about = f"{kl}, {self.length:.4g} tokens a response, {self.prompts:,} prompts"
         counts = {k: "no planned number of" if n is None else f"{n:,}" for k, n in self.needed.items()}

@@ -119,7 +119,7 @@ def evidence_like(rollouts: Rollouts) -> EvidenceKind:
 
 
 def along(bench: Bench, spec: EngineSpec, rollouts: Rollouts) -> tuple[Rollouts, str]:
-    """The same tokens with another engine's log-probs, and how it computed them.
+    """Give the same tokens another engine's log-probs, and say how it computed them.
 
     A server that decodes no given tokens reads them.
 
@@ -176,13 +176,13 @@ def _attempted(name: str, measure: Any) -> Paired:
 def _server(
     bench: Bench, rollout: EngineSpec, drawn: Rollouts, logp_train: Float[Tensor, " n"], train: EngineSpec
 ) -> Iterator[Paired]:
-    """What a request can change of a running server."""
+    """Measure what a request can change of a running server."""
     engine: Any = bench.engine(rollout)
     prompt, count = prompts_of(drawn)[0], drawn.num_sequences
 
     def prefill() -> Paired:
         words = "tokens read as a prompt instead of drawn"
-        return paired("prefill", words, READ, drawn, engine.forced(drawn), logp_train)
+        return paired("prefill", words, READ, drawn, engine.forced(drawn), logp_train=logp_train)
 
     yield _attempted("prefill", prefill)
     try:
@@ -193,13 +193,13 @@ def _server(
 
     def repeats() -> Paired:
         again = engine.decoded(drawn, evidence=evidence_like(drawn))
-        return paired("repeats", "decoded again", way, drawn, again, logp_train)
+        return paired("repeats", "decoded again", way, drawn, again, logp_train=logp_train)
 
     def batch() -> Paired:
         some = few(drawn, sequences=ALONE, v=bench.vocab_size)
         alone = engine.decoded(some, concurrency=1, evidence=evidence_like(drawn))
         words = f"each sequence alone instead of {count} together"
-        return paired("batch", words, way, some, alone, logp_train[: len(some.tokens)])
+        return paired("batch", words, way, some, alone, logp_train=logp_train[: len(some.tokens)])
 
     def prefix_cache() -> Paired:
         some = _long_prompts(bench, few(drawn, sequences=ALONE, v=bench.vocab_size))
@@ -213,7 +213,7 @@ def _server(
             if after == before:
                 raise NotOfferedError("the server found no prefix in its cache; it is off, or its blocks are long")
         words = f"prompts of {LONG} tokens or more taken from the prefix cache ({hits}) instead of computed"
-        return paired("prefix_cache", words, way, cold, warm, bench.score(cold, train).logp)
+        return paired("prefix_cache", words, way, cold, warm, logp_train=bench.score(cold, train).logp)
 
     for name, measure in (("repeats", repeats), ("batch", batch), ("prefix_cache", prefix_cache)):
         yield _attempted(name, measure)
@@ -235,11 +235,11 @@ def _other(
     """Another engine along the same tokens, both decoding, or both reading."""
     other, computed = along(bench, against, drawn)
     before = beside(bench, rollout, drawn, computed)
-    return paired("another engine", f"{against} instead of {rollout}", computed, before, other, logp_train)
+    return paired("another engine", f"{against} instead of {rollout}", computed, before, other, logp_train=logp_train)
 
 
 def beside(bench: Bench, rollout: EngineSpec, drawn: Rollouts, computed: str) -> Rollouts:
-    """What to hold another engine's log-probs against: those drawn, or, if it reads tokens, those that are read."""
+    """Choose what another engine's log-probs are held against: those drawn, or those read if it reads tokens."""
     if computed == READ and rollout.kind == "openai":
         engine: Any = bench.engine(rollout)
         return engine.forced(drawn)

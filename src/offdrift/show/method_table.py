@@ -284,7 +284,7 @@ def suggested(rows: Rows, name: str) -> Rows:
 
 
 def suggestions(name: str) -> RenderableType:
-    """What an audit said, and the three methods to begin with, each with what speaks for it.
+    """Show what an audit said, and the three methods to begin with, each with what speaks for it.
 
     Args:
         name: of a situation.

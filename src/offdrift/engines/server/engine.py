@@ -188,7 +188,7 @@ class OpenAIEngine:
         return rollouts.with_(logp_rollout=logp, evidence=None, provenance=provenance)
 
     def decoding(self, prompt: Sequence[int]) -> Decoding:
-        """How this server decodes given tokens. Raises: `NotOfferedError` if it does not, and how to start one."""
+        """Say how this server decodes given tokens. Raises: `NotOfferedError` if it does not, and how to start one."""
         return self._decoding.way(prompt)
 
     @property

@@ -47,7 +47,7 @@ class ForcedDecoding:
         """Tokens of prompts that were taken from the prefix cache so far; None if the server does not say."""
 
     def way(self, prompt: Sequence[int]) -> Decoding:
-        """How the server decodes given tokens; asked once, behind this prompt.
+        """Say how the server decodes given tokens; asked once, behind this prompt.
 
         Raises: `NotOfferedError` if it does not, and how to start one that does.
         """
