@@ -162,6 +162,8 @@ def levels_of(setting: Sequence[Row], rules: Rules) -> dict[str, tuple[str, str]
         level, why = supported(seen(setting, of_rule(name), WITHIN, rate), rule.severity)
         if rule.fact and _weaker(level, rule.severity):
             level, why = rule.severity, FACT
+        elif rule.letter == "A" and rule.severity == "act" and _weaker(level, "act"):
+            level, why = "act", f"{why}; it names what to repair, whatever becomes of the reward"
         table[name] = (level, why)
     return table
 

@@ -180,7 +180,7 @@ def correct(method: str, of: Batch, **options_: Any) -> tuple[Tensor, Tensor]:
     return weight.reshape(of.mask.shape), torch.stack(kept)
 
 
-FRAMEWORK = Framework("slime", stand_in, run, served=89, records=False)
+FRAMEWORK = Framework("slime", stand_in, run, served=102, records=False)
 CORRECTING = Correcting("slime", stand_in, correct, mask_is_kept=True)
 
 

@@ -346,7 +346,7 @@ def test_estimators_are_registered_each_with_two_baselines():
     ours = {n.removeprefix("offdrift/") for n in registry if n.startswith("offdrift/")}
     assert ours == set(estimator_names())
     assert {"dr_grpo", "dr_grpo/kept", "opob", "opob/kept"} <= ours
-    assert len(ours) == 28
+    assert len(ours) == 30
     assert set(SKIPPED) == {"gae", "gdpo", "rl_zvp"}
 
 

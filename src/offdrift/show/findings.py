@@ -108,7 +108,7 @@ SIDES = {
 """What a person calls the cause of a rule that knows on which side it is."""
 SURVEY = (
     'survey: "Off-policy drift in LLM RL", 2026, with its decision tree, escalation and anti-patterns; what each '
-    "rule and limit rests on: docs/rules.md"
+    "rule and limit rests on: offdrift docs rules"
 )
 """Footnote below findings that cite it."""
 LEARNING_RATE = re.compile(r"\b(lr|learning_rate)(\s*[=:]\s*|\s+)[1-9][\d.]*e-\d+")
