@@ -113,6 +113,9 @@ def policies(kl: float, rows: int, vocab: int, device: torch.device) -> tuple[Te
     whole = definition(logits[:2].double(), moved[:2].double(), torch.zeros(2, dtype=torch.int64))
     share = min(1.0, kl / float(whole.kl_rollout_current.mean()))
     chosen = torch.rand(rows, vocab, generator=generator) < share
+    # A row of few entries may have none that moved: its KL would be 0, and an error relative to it nothing.
+    same = ~(chosen & (moved != logits)).any(-1)
+    chosen[same, (moved - logits).abs().argmax(-1)[same]] = True
     tokens = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
     return logits.to(device), torch.where(chosen, moved, logits).to(device), tokens.to(device)
 
