@@ -297,7 +297,7 @@ def _token(i: int, draw: np.random.Generator) -> dict[str, Any]:
 
 def _method(name: str, draw: np.random.Generator) -> dict[str, Any]:
     row = METHODS[name]
-    on = sorted({part.on for part in (*row.correction.gates, *row.correction.weights)})
+    on = sorted({part.on for part in (*row.correction.gates, *row.correction.weights) if part.on is not None})
     parts = row.describe().split("; ")
     kept, harsh = 1.0, 0.0
     if row.correction.gates:

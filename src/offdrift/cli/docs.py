@@ -23,7 +23,7 @@ def docs(
 ) -> None:
     """Read the documentation of the installed version, offline.
 
-    Messages name pages as docs/NAME.md; this shows one wherever offdrift is installed.
+    Messages name a page by its file, as docs/rules.md; this shows it wherever offdrift is installed.
 
     \b
     offdrift docs                       all pages

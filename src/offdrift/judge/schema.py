@@ -33,7 +33,9 @@ def rules_schema() -> dict[str, Any]:
     reference = {"$ref": "#/definitions/rule"}
     known = {name: {"description": row.symptom, "allOf": [reference]} for name, row in rules.rules.items()}
     texts = {key: {"type": "string"} for key in _names(Fix)}
-    fix = _table(texts, method={"enum": sorted(METHODS)}, snippets=_texts())
+    fix = _table(
+        texts, method={"enum": sorted(METHODS)}, snippets={"type": "object", "additionalProperties": {"type": "string"}}
+    )
     return {
         "$schema": DIALECT,
         "title": "Thresholds and rules for --rules",
@@ -59,10 +61,6 @@ def _table(properties: dict[str, Any], **others: Any) -> dict[str, Any]:
 
 def _names(kind: type) -> list[str]:
     return [f.name for f in fields(kind)]
-
-
-def _texts() -> dict[str, Any]:
-    return {"type": "object", "additionalProperties": {"type": "string"}}
 
 
 def _conditions() -> dict[str, Any]:

@@ -180,7 +180,11 @@ class VLLMEngine(BaseEngine):
 
             self._linear = linear_layers(self.path)
             warn_of_saturation(self.instructions)
-        with preserve_host_state(compiling=self.compiled), loadable(self.path, self._linear) as folder:
+        with (
+            preserve_host_state(compiling=self.compiled),
+            onednn_int8(quantized=bool(self._linear)),
+            loadable(self.path, self._linear) as folder,
+        ):
             self._llm = build(
                 vllm,
                 *_modules(),
@@ -262,7 +266,8 @@ class VLLMEngine(BaseEngine):
         with preserve_host_state():
             if self._linear:
                 weights = rounded(weights, self._linear)
-            with reloadable(getattr(torch, self.dtype), quantized=bool(self._linear)):
+            quantized = bool(self._linear)
+            with onednn_int8(quantized=quantized), reloadable(getattr(torch, self.dtype), quantized=quantized):
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             repacked(self.llm)
             self.llm.reset_prefix_cache()
@@ -533,6 +538,25 @@ def reloadable(dtype: torch.dtype, *, quantized: bool) -> Iterator[None]:
     finally:
         torch.set_default_dtype(default)
         Kernel.process_weights_for_onednn = inner
+
+
+@contextmanager
+def onednn_int8(*, quantized: bool) -> Iterator[None]:
+    """Meanwhile, vLLM gives W8A8 weights to oneDNN on every processor.
+
+    Where there is AMX it takes a kernel that refuses activations in float32, which is noticed at the first request.
+    """
+    if not quantized:
+        yield
+        return
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu
+
+    inner = cpu.check_cpu_sgl_kernel
+    cpu.check_cpu_sgl_kernel = lambda n, k, dtype: False
+    try:
+        yield
+    finally:
+        cpu.check_cpu_sgl_kernel = inner
 
 
 @contextmanager

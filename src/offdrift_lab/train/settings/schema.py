@@ -13,7 +13,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from offdrift.methods import METHODS
@@ -82,19 +82,15 @@ def sweep_schema() -> dict[str, Any]:
 def _schema(model: type[Section], title: str) -> dict[str, Any]:
     content = model.model_json_schema(by_alias=True)
     content = {"$schema": DIALECT, **content, "title": title}
-    models = {m.__name__: m for m in _sections(model)}
+    # Settings are spread over the rooms of the trainer: each class by the name of its definition.
+    rooms = [m for name, m in sys.modules.items() if name.startswith("offdrift_lab.train.") and m is not None]
+    classes = (c for room in rooms for c in vars(room).values() if isinstance(c, type))
+    models = {c.__name__: c for c in classes if issubclass(c, Section)}
     for name, table in {model.__name__: content, **content.get("$defs", {})}.items():
         if name in models:
             _describe(table, models[name])
     _choices(content)
     return _draft_7(content)
-
-
-def _sections(model: type[Section]) -> Iterable[type[Section]]:
-    """Every class whose schema may be among the definitions: those of the modules of settings."""
-    modules = [m for name, m in sys.modules.items() if name.startswith("offdrift_lab.train.") and m is not None]
-    for module in (*modules, sys.modules[model.__module__]):
-        yield from (c for c in vars(module).values() if isinstance(c, type) and issubclass(c, Section))
 
 
 def _describe(table: dict[str, Any], model: type[Section]) -> None:
