@@ -323,7 +323,7 @@ def test_filters_add_up():
     both = select(rows, evidence="exact", unit="seq_mean")
     assert set(both) == {"trm_avg", "trm_max_avg"}
     assert set(select(rows, unit="seq_max")) == set(select(rows, unit="worst")) >= {"trm_max"}
-    assert set(select(rows, ratio="none")) == {"none", "gpg", "online_dpo"}
+    assert set(select(rows, ratio="none")) == {"none", "gpg", "online_dpo", "asympo", "spo_scaled"}
     assert set(select(rows, kind="system")) == set(SYSTEMS)
     assert set(select(rows, kind="presets")) == set(FAMILIES["presets"])
     assert "trm_max" in select(rows, reference="2512.23075")
@@ -333,7 +333,7 @@ def test_filters_add_up():
 
 def test_every_choice_finds_exactly_the_rows_that_have_it():
     rows, found = catalog(), 0
-    for axis in set(CHOICES) - {"ratio", "kind"}:
+    for axis in set(CHOICES) - {"ratio", "kind", "situation"}:
         for choice in CHOICES[axis]:
             have = {n: r[axis] if isinstance(r[axis], list) else [r[axis]] for n, r in rows.items()}
             having = {n for n, values in have.items() if choice in values}
@@ -341,6 +341,8 @@ def test_every_choice_finds_exactly_the_rows_that_have_it():
                 assert set(select(rows, **{axis: choice})) == having, choice
                 found += 1
     assert found > 20
+    for situation in CHOICES["situation"]:
+        assert len(select(rows, situation=situation)) >= 3
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,8 @@ def weighed(how: str, n: int) -> torch.Tensor:
     shares = (RIGHT * LAW).sum(1)
     if how in ("rloo", "rloo_vectorized"):
         return RIGHT - shares[:, None]
+    if how == "batch_mean":  # here one batch holds all groups
+        return RIGHT - shares.mean()
     if how == "remax":
         return RIGHT - CRITIC[:, :1]
     if how in ("dr_grpo", "gpg", "reinforce_plus_plus_baseline"):

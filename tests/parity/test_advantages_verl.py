@@ -14,7 +14,7 @@ from offdrift.advantages import ADVANTAGES, advantages, returns_to_go
 from tests.advantages.batches import Batch, random_batch
 from tests.parity.peers import load_verl
 
-OURS_ALONE = {"dr_grpo", "opob", "rl_zvp"}
+OURS_ALONE = {"batch_mean", "dr_grpo", "opob", "rl_zvp"}
 FLOAT32_IN_VERL = {"grpo_vectorized"}
 """Group mean and deviation are computed in float32 there, whatever the rewards' dtype."""
 

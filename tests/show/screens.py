@@ -8,7 +8,9 @@ from rich.console import Console
 
 def printed(view: Any, width: int = 100, *, color: bool = False) -> str:
     screen = io.StringIO()
-    console = Console(file=screen, width=width, force_terminal=color, color_system="standard" if color else None)
+    console = Console(
+        file=screen, width=width, force_terminal=color, color_system="standard" if color else None, no_color=not color
+    )
     console.print(view, highlight=False)
     return screen.getvalue()
 
