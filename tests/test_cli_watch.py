@@ -77,7 +77,7 @@ def test_another_run_in_the_same_place_sends_its_own(watch, tmp_path):
 
 def test_a_dead_webhook_and_a_failing_command_are_said_once_and_cost_the_watch_nothing(watch):
     with receiver(answer(403, b"no such hook")) as received:
-        done = watch(*QUICK, "--fail-on", "stop", "--on", "watch", "exit 7", "--webhook", received.url).wait(60)
+        done = watch(*QUICK, "--fail-on", "act", "--on", "watch", "exit 7", "--webhook", received.url).wait(60)
     assert done.returncode == 3
     assert done.stderr.count("status 7") == 1
     assert done.stderr.count("403: no such hook") == 1
