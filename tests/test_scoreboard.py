@@ -112,8 +112,11 @@ def test_certificates_are_of_disjoint_samples_and_wrong_ones_are_counted(neural,
     assert (many["prompts"], many["certificates"]) == (128, 1)
     assert few["certifies"]["all"] == few["above_truth"]["all"] == 0  # nothing changed, and nothing is certified
     better = batch.columns.clone()
-    better[32:, at_work.COLUMNS.index("log_product")] = 2.0  # all but the first sample
-    better[32:, at_work.COLUMNS.index("reward")] = 1.0
+    # In all but the first sample every second response is right, and drawn 1.9 times as often: ratios have mean 1.
+    right = torch.arange(len(better) - 32) % 2 == 0
+    product, reward = (at_work.COLUMNS.index(name) for name in ("log_product", "reward"))
+    better[32:, product] = torch.where(right, 1.9, 0.1).log().to(better)
+    better[32:, reward] = right.to(better)
     (few, _) = at_work.certificates(replace(batch, columns=better), (0.0, 0.0, 0.0))
     assert few["certifies"]["all"] == few["above_truth"]["all"] == 5
     (lower, _) = at_work.certificates(batch, (-9.0, -9.0, -9.0))
