@@ -16,7 +16,7 @@ from offdrift.certificate.samples import ENOUGH, fresh_curve, unit_rewards
 
 @dataclass(frozen=True)
 class Plan:
-    """How many prompts each route to a certificate takes, for the policies, lengths and prompts of a batch."""
+    """Prompts that each route to a certificate takes, for the policies, lengths and prompts of a batch."""
 
     curves: Mapping[str, Mapping[int, float]]
     """By route ("direct", "fresh") the probability of a certificate, by number of prompts: estimates."""

@@ -35,7 +35,7 @@ WARPS = {2: 8, 4: 16}
 
 
 class Sweep(NamedTuple):
-    """How `one_sweep_rows` is launched."""
+    """Launch shape of `one_sweep_rows`."""
 
     warps: int
     """The most per program."""
