@@ -397,7 +397,8 @@ def _ratio(log_ratio: float) -> str:
 
 
 ON_TOKENS = ("token", "seq_max")
-SELECTABLE = 40
+# Room for every row of the table and as many of one's own; an audit that somebody else wrote may name any number.
+SELECTABLE = 2 * len(METHODS)
 
 
 def choices(audit: Fields) -> dict[str, list[dict[str, Any]]]:
