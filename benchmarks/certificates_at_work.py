@@ -114,7 +114,7 @@ def trained(
     head = begin(recipe, at, False)
     weights: dict[int, dict[str, Tensor]] = {}
     run = set_up(recipe, at, lambda event: None)
-    at.create(head | {"raises": {}})
+    at.create(head | {"trained_return": {}})
     arm, source = start_arm(run, "none", resume=False)
 
     def keep(event) -> None:

@@ -109,7 +109,9 @@ METHOD_COLUMNS = {
     "sign": lambda row: row["sign"],
     "made for": lambda row: cell(row["target"]),
     "stop-gradient": lambda row: row["stop_gradient"],
-    "certifies, the gain of": lambda row: f"{row['certifies']}<br>{code(row['raises']['return'] or 'none known')}",
+    "certifies, the gain of": lambda row: (
+        f"{row['certifies']}<br>{code(row['trained_return']['return'] or 'none known')}"
+    ),
     "bias": lambda row: cell(row["bias"] or "not known"),
     "when it fails": lambda row: cell(row["fails"]),
     "status": lambda row: row["status"],

@@ -20,7 +20,7 @@ from offdrift.certificate import TrustRegion
 from offdrift.certificate.certify import certify as certificate_of
 from offdrift.engines.hf import TransformersEngine
 from offdrift.judge import load_rules
-from offdrift.methods.describe import raises
+from offdrift.methods.describe import trained_return
 from offdrift.models import load_model, save_for_engine
 from offdrift.prove.certify import judge
 from offdrift.records import Sampling
@@ -178,18 +178,20 @@ def test_the_screen_shows_the_verdict_and_what_was_read(arm, monkeypatch, width)
 def test_beside_the_certificate_of_j_stands_what_the_arm_was_trained_to_raise(
     arm, monkeypatch, aggregate, advantage, words
 ):
-    head = {"raises": {"none": raises(aggregate, advantage)}}
+    head = {"trained_return": {"none": trained_return(aggregate, advantage)}}
     run = arm.parent.parent / "run.json"
     monkeypatch.setenv("COLUMNS", "80")
     try:
         run.write_text(json.dumps(head))
         found, text = answer(arm), " ".join(certify(arm).stdout.split())
+        run.write_text(json.dumps({"raises": head["trained_return"]}))
+        assert answer(arm)["trained_objective"] == head["trained_return"]["none"], "a run of 0.1"
         run.write_text("{")
         assert answer(arm)["trained_objective"] is None
     finally:
         run.unlink()
     assert found["about"] == "J = E[R], the mean reward of a response"
-    assert found["trained_objective"] == head["raises"]["none"]
+    assert found["trained_objective"] == head["trained_return"]["none"]
     assert "The certificate is about J = E[R], the mean reward of a response." in text
     assert f"What the arm's steps raise ({advantage}): {words}" in text
 

@@ -136,7 +136,7 @@
       ...pair("also needs", needs(row).join(", ")),
       ...pair("bias", row.kind === "system" ? "" : meaning("bias", row.bias || "not known")),
       ...pair("certifies", meaning("certifies", row.certifies)),
-      ...pair("raises", row.raises && row.raises.words),
+      ...pair("trained return", row.trained_return && row.trained_return.words),
       ...pair("where", row.where),
       ...pair("watch", list(row.watch).join(", ")),
       ...pair("correct with", list(row.related).join(", ")),

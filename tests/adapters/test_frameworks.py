@@ -111,7 +111,7 @@ def test_dumps(folder: str, named: str, left: list[tuple[int, int]], fields: dic
     check(batch, **fields)
     hole = "logp/missing" if folder == "prime_rl" else "logp_rollout/missing"
     assert unscored(batch) == ({hole: 1} if left is ONE_HOLE else {})
-    assert folder != "slime/rollout_data" or "evaluation" in log.said
+    assert folder != "slime/rollout_data" or "evaluation" in log.description
 
 
 def test_slices_of_sequences_are_not_taken_for_sequences() -> None:
@@ -176,7 +176,7 @@ def test_verl(tmp_path: Path) -> None:
     check(batches[0], logp_rollout=None, completions=TEXTS, response_lengths=lengths, rewards=REWARDS)
     assert batches[0].length_unit == "character"
     assert same_groups(batches[0].group_ids, GROUPS)
-    assert "no log-probs" in log.said
+    assert "no log-probs" in log.description
 
 
 def trl_log(folder: Path, monkeypatch: pytest.MonkeyPatch, **extra: list[Any]) -> None:
@@ -242,4 +242,4 @@ def test_the_own_log_is_read_where_it_lies_beside_the_rollouts(tmp_path: Path) -
     log, (batch,), _ = read_all(tmp_path)
     assert (log.framework, log.format) == ("offdrift", "plain")
     assert batch.logp is not None
-    assert "not reading 1 file of offdrift rollout records" in log.said
+    assert "not reading 1 file of offdrift rollout records" in log.description

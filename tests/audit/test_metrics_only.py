@@ -42,7 +42,7 @@ def concluded(tmp_path: Path, rows: list[dict], **context) -> dict:
 def test_it_says_first_that_tokens_are_missing_and_answers_nothing_that_needs_them(tmp_path, rows):
     audit = concluded(tmp_path, rows)
     assert audit["evidence"] == "metrics"
-    assert audit["coverage"]["said"][0] == MISSING
+    assert audit["coverage"]["sentences"][0] == MISSING
     assert audit["verdict"]["text"].startswith(MISSING)
     asked = {q["question"]: q for q in audit["questions"]}
     how = metric_names().records[audit["source"]["framework"]]

@@ -161,6 +161,9 @@ def test_the_stored_audit_comes_back(log, whole, tmp_path):
     assert read_audit(tmp_path) == json.loads(json.dumps(told))
     with pytest.raises(RecordError, match="holds no audit"):
         read_audit(tmp_path / "elsewhere")
+    covered = {"said" if name == "sentences" else name: value for name, value in told["coverage"].items()}
+    (tmp_path / "audit.json").write_text(json.dumps({**told, "format": 1, "coverage": covered}))
+    assert read_audit(tmp_path) == json.loads(json.dumps(told)), "as 0.1 wrote it"
     (tmp_path / "audit.json").write_text(json.dumps({**told, "format": 99}))
     with pytest.raises(RecordError, match="format 99"):
         read_audit(tmp_path)

@@ -227,15 +227,15 @@ ASIDE = ("side_field_many", "lag_below_zero_many")
 )
 def test_what_is_missing_stands_first(audits, name):
     _, printed, told = audits[name]
-    assert told["verdict"]["text"].startswith(told["coverage"]["said"][0])
+    assert told["verdict"]["text"].startswith(told["coverage"]["sentences"][0])
     assert list(told).index("coverage") < list(told).index("overall")
     lost = "Not readable" if PLANTED[name].unread else "Not comparable"
     headline = printed.index(lost)
-    assert printed.index(told["coverage"]["said"][0][:20]) < headline
+    assert printed.index(told["coverage"]["sentences"][0][:20]) < headline
     kl = printed.find("KL per token")
     assert kl < 0 or headline < kl
     page = (Path(told["source"]["paths"][0]).parent / name / "report.html").read_text()
-    assert told["coverage"]["said"][0] in page
+    assert told["coverage"]["sentences"][0] in page
     if told["verdict"]["level"] == "stop":
         assert told["suggestion"]["method"] is None
 

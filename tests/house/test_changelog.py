@@ -20,7 +20,10 @@ from offdrift.engines.server.client import Server
 from offdrift.engines.verify_sync import SyncReport
 from offdrift.errors import EngineError, RecipeError
 from offdrift.judge import load_rules
+from offdrift.methods import METHODS
+from offdrift.methods.describe import facts
 from offdrift.records.readers import detect
+from offdrift.records.rollouts import Retention
 from offdrift.setting import parse_settings
 from offdrift_lab.train.sweep import sweep, sweep_workers
 from offdrift_lab.train.sweep.sweep import stored_sweep
@@ -112,7 +115,14 @@ def parsed(folder: Path) -> None:
     assert parse_settings("gate.high=0.5") == {"gate.high": 0.5}
 
 
+def trained_return(folder: Path) -> None:
+    assert facts("grpo", METHODS["grpo"])["trained_return"]["words"]
+    assert "visible_until" in {field.name for field in dataclasses.fields(Retention)}
+
+
 CHECKS: dict[str, Callable[[Path], None]] = {
+    "`coverage.said` of `audit.json`": held_by("audit/test_stream.py", "test_the_stored_audit_comes_back"),
+    "`raises` in `offdrift methods --json`": trained_return,
     "`from offdrift.train...`": held_by("test_moved.py", "test_an_old_name_is_the_same_module_and_warns"),
     "`from offdrift.adapters.base import settings_of`": parsed,
     "`SyncReport.groups`": sync_report,

@@ -118,8 +118,8 @@ def test_constant_versions_are_versions(tmp_path):
 def test_a_single_hole_is_named_and_is_no_finding(tmp_path):
     audit = foreign.said(foreign.one_hole(foreign.Play()), tmp_path / "log")
     assert audit["findings"] == []
-    assert "1 of 9,216 tokens" in audit["coverage"]["said"][0]
-    assert audit["verdict"]["text"].startswith(audit["coverage"]["said"][0])
+    assert "1 of 9,216 tokens" in audit["coverage"]["sentences"][0]
+    assert audit["verdict"]["text"].startswith(audit["coverage"]["sentences"][0])
     assert audit["coverage"]["partial"] == {}
 
 

@@ -123,7 +123,7 @@ def test_an_advantage_is_one_everywhere():
         "The reward's square.",
         "R^2",
     )
-    assert facts("mine.py:row", row)["raises"]["return"] == "E[R^2]"
+    assert facts("mine.py:row", row)["trained_return"]["return"] == "E[R^2]"
 
 
 @pytest.mark.parametrize(

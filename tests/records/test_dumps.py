@@ -170,7 +170,7 @@ def test_ranks_of_miles_that_hold_the_same_samples_count_once(tmp_path: Path) ->
     assert sum(b.num_sequences for b in batches) == 6
     assert sorted(Path(f).name for f in found.files) == ["7_4.pt", "7_6.pt", "8_4.pt", "8_6.pt"]
     assert all(b.logp_old is not None for b in batches)
-    assert "not reading 12 files of ranks that hold the samples of another rank" in found.said
+    assert "not reading 12 files of ranks that hold the samples of another rank" in found.description
     # A rank that cannot be read is reported, and another one with the same samples is read.
     (tmp_path / "train_data" / "7_4.pt").write_bytes(b"damaged")
     found, batches, bad = read_all(tmp_path)
@@ -208,7 +208,7 @@ def test_slices_and_single_calls_of_miles_are_no_sequences(tmp_path: Path) -> No
     assert (found.format, bad) == ("miles-rollout", [])
     assert batch.num_sequences == 3
     assert batch.response_lengths.tolist() == [3, 1, 4]
-    assert "one of 2 context-parallel slices" in found.said
+    assert "one of 2 context-parallel slices" in found.description
     moved = tmp_path / "elsewhere" / "calls.pt"
     loss_call(moved)
     with pytest.raises(RecordError, match="one rank's part of one call of miles' policy loss"):
@@ -224,7 +224,7 @@ def test_evaluations_of_miles_are_no_training(tmp_path: Path) -> None:
     found, (batch,), _ = read_all(tmp_path)
     assert [Path(f).name for f in found.files] == ["rollout_7.parquet"]
     assert batch.num_sequences == 3
-    assert "not reading 1 file of evaluation" in found.said
+    assert "not reading 1 file of evaluation" in found.description
 
 
 def test_samples_that_slime_removes_do_not_train(tmp_path: Path) -> None:
@@ -278,10 +278,10 @@ def test_validation_of_verl_is_no_training(tmp_path: Path) -> None:
     found, (batch,), _ = read_all(tmp_path)
     assert [Path(f).parent.name for f in found.files] == ["train"]
     assert batch.num_sequences == 1
-    assert "not reading 1 file of verl's validation dump" in found.said
+    assert "not reading 1 file of verl's validation dump" in found.description
     alone, (batch,), _ = read_all(tmp_path / "val")
     assert alone.format == "verl-validation"
-    assert "nothing that was trained on" in alone.said
+    assert "nothing that was trained on" in alone.description
 
 
 def test_tokens_of_tools_in_open_instruct_are_no_log_probs(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_episodes_of_prime_rl(tmp_path: Path) -> None:
     assert batch.rewards.tolist() == [2.5, 2.5]
     assert batch.rollout_version.tolist() == [4] * 5
     assert len(batch.group_ids.unique()) == 1
-    assert "token_export" in found.said
+    assert "token_export" in found.description
 
 
 def test_episodes_lie_beside_token_exports(tmp_path: Path) -> None:

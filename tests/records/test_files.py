@@ -36,8 +36,8 @@ def test_globs_and_several_paths(tmp_path: Path) -> None:
     # A file that is named twice is read once.
     found = detect([str(tmp_path), str(tmp_path / "a1.jsonl")])
     assert len(found.files) == 3
-    assert "1 file named again by another path, counted once" in found.said
-    assert "again" not in detect([str(tmp_path)]).said
+    assert "1 file named again by another path, counted once" in found.description
+    assert "again" not in detect([str(tmp_path)]).description
     with pytest.raises(RecordError, match=r"no log at .*c\*"):
         detect([str(tmp_path / "c*")])
 
@@ -86,8 +86,8 @@ def test_the_log_that_says_most_is_read_and_the_rest_is_named(tmp_path: Path) ->
     found = detect([str(tmp_path)])
     assert found.framework == "offdrift"
     assert [Path(f).name for f in found.files] == ["1.parquet"]
-    assert "not reading 1 file of verl's rollout dump" in found.said
-    assert "junk.jsonl" in found.said
+    assert "not reading 1 file of verl's rollout dump" in found.description
+    assert "junk.jsonl" in found.description
 
 
 def test_metrics_beside_a_log_are_no_log(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_metrics_beside_a_log_are_no_log(tmp_path: Path) -> None:
     found = detect([str(tmp_path)])
     assert [Path(f).name for f in found.files] == ["1.parquet"]
     assert found.format == "plain"
-    assert "metrics.jsonl" in found.said
+    assert "metrics.jsonl" in found.description
 
 
 def test_mapped_columns_choose_the_files_that_have_them(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_mapped_columns_choose_the_files_that_have_them(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text(json.dumps({"other": 1}))
     found = detect([str(tmp_path)], columns={"logp_rollout": "mu", "logp": "pi"})
     assert [Path(f).name for f in found.files] == ["a.jsonl"]
-    assert "b.jsonl" in found.said
+    assert "b.jsonl" in found.description
 
 
 def test_a_log_with_both_sides_is_read_before_one_with_one(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_file_is_counted_once_whatever_leads_to_it(tmp_path: Path, monkeypatch
         # The names that tell steps are those that are read.
         assert sorted(s for b in batches for s in b.step.tolist()) == [1, 2], found.files
         assert found.bytes == 2 * len(ROW)
-        assert f"{n} file{'s' * (n > 1)} named again" in found.said, found.said
+        assert f"{n} file{'s' * (n > 1)} named again" in found.description, found.description
     assert len(detect(["run", "copy.jsonl"]).files) == 3
 
 
@@ -156,7 +156,7 @@ def test_one_file_named_twice_in_an_object_store() -> None:
     fsspec.filesystem("memory").pipe("/twice/1.jsonl", ROW.encode())
     found = detect(["memory://twice", "memory:///twice/1.jsonl"])
     assert len(found.files) == 1
-    assert "1 file named again" in found.said
+    assert "1 file named again" in found.description
 
 
 def test_damage_is_no_question_of_columns(tmp_path: Path) -> None:

@@ -265,7 +265,7 @@ def test_what_is_no_file_is_skipped_and_named(mixed: Path) -> None:
     assert_matches("a link that leads nowhere: No such file", reasons["2.jsonl"])
     assert_matches("a link that leads nowhere: Too many levels", reasons["3.jsonl"])
     assert reasons["4.jsonl"] == "it is a device, no file"
-    said = detect([str(mixed)]).said
+    said = detect([str(mixed)]).description
     assert "4 files cannot be read" in said
     assert f"{mixed / '1.jsonl'} (it is a pipe, no file)" in said
     assert len(detect([str(mixed / "*.jsonl")]).skipped) == 4

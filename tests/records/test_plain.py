@@ -99,7 +99,7 @@ def test_mapped_columns(tmp_path: Path, kind: str) -> None:
     batch = one(path, columns=columns)
     assert batch.logp.tolist() == [-0.25, -1.5, -2.5]
     assert batch.rewards.tolist() == [1.0, 0.5]
-    assert "logp from info.pi" in detect([str(path)], columns=columns).said
+    assert "logp from info.pi" in detect([str(path)], columns=columns).description
 
 
 @both
@@ -174,7 +174,7 @@ def test_masked_tokens_are_left_out_whatever_they_hold(tmp_path: Path, kind: str
 def test_known_spellings(tmp_path: Path, kind: str) -> None:
     row = {"rollout_log_probs": [-1.0, -2.0], "old_log_probs": [-1.5, -2.5], "response_mask": [1, 1]}
     path = written(tmp_path, kind, [row])
-    assert "logp_old from old_log_probs" in detect([str(path)]).said
+    assert "logp_old from old_log_probs" in detect([str(path)]).description
     batch = one(path)
     assert batch.logp_old.tolist() == [-1.5, -2.5]
 
@@ -212,13 +212,13 @@ def test_columns_of_numbers_that_are_not_read_are_named(tmp_path: Path, kind: st
     }  # fmt: skip
     path = str(written(tmp_path, kind, [row]))
     hint = "not used: vllm_lp, fsdp_lp, sc, gs, info.tries; map with --columns"
-    assert hint in detect([path]).said
+    assert hint in detect([path]).description
     mapped = {"logp_rollout": "vllm_lp", "logp": "fsdp_lp", "group_id": "gs"}
-    assert "not used: sc, info.tries; map" in detect([path], columns=mapped).said
+    assert "not used: sc, info.tries; map" in detect([path], columns=mapped).description
     many = {"completion": "yes", **{f"n{i}": i for i in range(10)}}
-    said = detect([str(written(tmp_path, kind, [many]))]).said
+    said = detect([str(written(tmp_path, kind, [many]))]).description
     assert "not used: n0, n1, n2, n3, n4, n5, n6, n7 and 2 more; map" in said
-    assert "not used" not in detect([str(written(tmp_path, kind, ROWS))]).said
+    assert "not used" not in detect([str(written(tmp_path, kind, ROWS))]).description
 
 
 IMPOSSIBLE = [

@@ -182,14 +182,14 @@ def test_retention_is_stored_selected_and_joined(tmp_path: Path, dtype: torch.dt
     after = store.read(path)
     assert after.provenance == before.provenance
     assert after.retention is not None
-    assert after.retention.until.dtype == dtype
-    assert torch.equal(after.retention.until, until)
+    assert after.retention.visible_until.dtype == dtype
+    assert torch.equal(after.retention.visible_until, until)
     back = after.select(torch.tensor([2, 1, 0])).retention
     assert back is not None
-    assert torch.equal(back.until, until[[3, 4, 5, 0, 1, 2]])
+    assert torch.equal(back.visible_until, until[[3, 4, 5, 0, 1, 2]])
     parts = concatenate([after.select(torch.tensor([i])) for i in range(3)]).retention
     assert parts is not None
-    assert torch.equal(parts.until, until)
+    assert torch.equal(parts.visible_until, until)
     assert parts.cu_seqlens.tolist() == [0, 3, 3, 6]
     assert concatenate([after, after.with_(retention=None)]).retention is None
     store.write(before.with_(retention=Retention(until, torch.tensor([0, 2, 3, 6]))), path)

@@ -68,7 +68,7 @@ def audit(*, steps: int = 160, pairs: tuple[str, ...] = PAIRS, seed: int = 0) ->
     }
     overall |= {f"{p}/abs_log_ratio_max": max(r[f"{p}/abs_log_ratio_max"] for r in by_step) for p in pairs}
     return {
-        "format": 1,
+        "format": 2,
         "kind": "audit",
         "offdrift": "0.1.0",
         "created": "2026-05-04T09:30:00+00:00",

@@ -9,7 +9,7 @@ import pytest
 
 from offdrift.errors import RecordError
 from offdrift.judge import load_rules
-from offdrift.methods.describe import raises
+from offdrift.methods.describe import trained_return
 from offdrift.show.charts import points
 from offdrift_lab.train.report.page import (
     QUANTITIES,
@@ -92,7 +92,7 @@ def test_the_last_new_batch_of_every_arm_says_what_it_proves(tmp_path):
     name = next((folder / "arms").iterdir()).name
     head = json.loads((folder / "run.json").read_text("utf-8"))
     assert "What its steps raise" not in write_report(folder).read_text("utf-8"), "an older run did not store it"
-    head["raises"] = {name: raises("seq_mean_token_mean", "grpo")}
+    head["trained_return"] = {name: trained_return("seq_mean_token_mean", "grpo")}
     (folder / "run.json").write_text(json.dumps(head), "utf-8")
     with open(folder / "arms" / name / "metrics.jsonl", "a") as f:
         f.writelines(json.dumps(row) + "\n" for row in (planted, learned))

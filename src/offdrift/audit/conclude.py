@@ -26,7 +26,8 @@ from offdrift.show.json_access import mapping, number
 from offdrift.stats import Alphas
 from offdrift.texts import read_json
 
-FORMAT = 1
+FORMAT = 2
+"""1: `coverage.sentences` was called `said`."""
 FILE_NAME = "audit.json"
 PAGE = "report.html"
 """The page of an audit, which stands beside its JSON."""
@@ -75,7 +76,7 @@ def conclude(
         "offdrift": version("offdrift"),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "source": {
-            "detected": source.said,
+            "detected": source.description,
             "format": source.format,
             "framework": context.framework,
             "files": len(source.files),
@@ -126,7 +127,7 @@ def judged(audit: Mapping[str, Any], context: Context, rules: Rules) -> dict[str
             limits=limits,
         ),
         "findings": on_page((_without_itself(f.as_dict()) for f in findings), PAGE),
-        "verdict": verdict(findings, overall, missing=audit["coverage"]["said"], limits=limits),
+        "verdict": verdict(findings, overall, missing=audit["coverage"]["sentences"], limits=limits),
     }
 
 
@@ -177,6 +178,10 @@ def read_audit(path: Path) -> dict[str, Any]:
         raise RecordError(f"{path} holds no audit ({e}); run `offdrift audit` first") from e
     if not isinstance(audit, dict) or audit.get("kind") != "audit":
         raise RecordError(f"{file} is not an audit; give the folder that `offdrift audit` wrote")
+    if audit.get("format") == 1:
+        audit["format"] = FORMAT
+        if isinstance(covered := audit.get("coverage"), dict) and "said" in covered:
+            covered["sentences"] = covered.pop("said")
     if audit.get("format") != FORMAT:
         raise RecordError(f"{file} has format {audit.get('format')}, this version reads {FORMAT}; audit the log again")
     return audit

@@ -49,7 +49,7 @@ def coverage(part: AuditPartial, *, files: int, size: int) -> dict[str, Any]:
         causes         tokens by policy and cause
         partial        fields that only some sequences have: how many, of how many
         ahead_frac     share of tokens with a version lag below 0
-        said           in sentences, what was not read or not scored; empty if nothing is missing
+        sentences      what was not read or not scored; empty if nothing is missing
         remarks        in sentences, what else numbers are not about: fields that only some
                        sequences have, lags below 0, responses without a token
 
@@ -115,7 +115,7 @@ def coverage(part: AuditPartial, *, files: int, size: int) -> dict[str, Any]:
         "ahead_frac": _over(counts.get("ahead", 0), counts.get("tokens", 0)),
         "unscored": unscored,
         "trainable": trainable,
-        "said": missing,
+        "sentences": missing,
         "remarks": remarks,
     }
 

@@ -307,8 +307,8 @@ def forecast_of(paths: Sequence[str], options: Options, *, workers: int) -> Expe
     """Estimate the cost of an audit; of a run of several arms of all of them together."""
     source = options.source(list((arms_at(paths) or {}).values()) or logs_of(paths))
     if isinstance(source, MetricLog):
-        return Expected(source.said, None)
-    return Expected(source.said, forecast(options.job(source), options.plan(source), workers=workers))
+        return Expected(source.description, None)
+    return Expected(source.description, forecast(options.job(source), options.plan(source), workers=workers))
 
 
 def arms_at(paths: Sequence[str]) -> dict[str, str] | None:

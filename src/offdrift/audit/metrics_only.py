@@ -76,7 +76,7 @@ def conclude_metrics(log: MetricLog, *, context: Context, rules: Rules | None = 
         "offdrift": version("offdrift"),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "source": {
-            "detected": log.said,
+            "detected": log.description,
             "format": "metrics",
             "framework": context.framework,
             "files": len(log.files),
@@ -85,7 +85,7 @@ def conclude_metrics(log: MetricLog, *, context: Context, rules: Rules | None = 
             "columns": dict(log.names),
         },
         "coverage": {
-            "said": [MISSING, *unread],
+            "sentences": [MISSING, *unread],
             "remarks": [*_limits(overall, len(asked) - len(open_ones), len(open_ones)), *differences],
         },
         "has": sorted(name for name in overall if name != "step"),

@@ -138,7 +138,7 @@ def drawn_by(audit: Fields) -> list[str]:
 
 def missing(audit: Fields) -> list[str]:
     """Sentences on the part of the log that the audit has not read or not compared."""
-    return [text(x) for k in ("said", "remarks") for x in items(at(audit, "coverage", k))]
+    return [text(x) for k in ("sentences", "remarks") for x in items(at(audit, "coverage", k))]
 
 
 def regime_words(audit: Fields) -> str:

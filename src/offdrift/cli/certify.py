@@ -115,7 +115,8 @@ def certify(
     that share a source are no independent draws: --cluster names it.
 
     J is the mean reward of a response. Aggregation by response length and normalization by a group's deviation make
-    training raise another return, which is said beside it for the model of an arm (`offdrift methods NAME`: raises).
+    training raise another return, which stands beside it for the model of an arm (`offdrift methods NAME`:
+    trained_return).
 
     The exit status does not tell whether there is a certificate; "certified" in the JSON does.
 
@@ -313,8 +314,9 @@ def _raised_by(model: str) -> dict[str, Any] | None:
     for path in (Path(model).expanduser(), Path(model).expanduser().resolve()):
         for arm in path.parents:
             if arm.parent.name == "arms":
-                with suppress(OSError, ValueError, KeyError, TypeError):
-                    return dict(read_json(arm.parent.parent / "run.json")["raises"][arm.name])
+                with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                    head = read_json(arm.parent.parent / "run.json")
+                    return dict((head.get("trained_return") or head["raises"])[arm.name])  # until 0.1: "raises"
     return None
 
 

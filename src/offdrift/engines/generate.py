@@ -83,7 +83,7 @@ class Generation:
     """Of `Routes`, where they are recorded."""
     mix_kl: Float[Tensor, " n"] | None = None
     """See `Rollouts`; where a teacher decodes along."""
-    until: Int[Tensor, "p layers heads"] | None = None
+    visible_until: Int[Tensor, "p layers heads"] | None = None
     """Of `Retention`, where the cache is compressed."""
     speculation: Speculation | None = None
     """Where a drafter proposed tokens."""
@@ -179,7 +179,7 @@ def rollouts_from(
     prompt_tokens, prompt_cuts = pack_sequences(prompts)
     experts = [d.experts for d in draws if d.experts is not None]
     mix_kl = [d.mix_kl for d in draws if d.mix_kl is not None]
-    until = [d.until for d in draws if d.until is not None]
+    until = [d.visible_until for d in draws if d.visible_until is not None]
     speculation = [d.speculation for d in draws if d.speculation is not None]
     computed = cuts + prompt_cuts - torch.arange(len(cuts))
     return Rollouts(

@@ -244,7 +244,7 @@ class DrawRecorder:
             support=support,
             experts=experts,
             mix_kl=mix_kl,
-            until=until,
+            visible_until=until,
         )
         if "origin" not in self.steps[0]:
             return draws

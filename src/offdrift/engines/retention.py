@@ -101,15 +101,15 @@ def imposed(
     if retention is None:
         yield
         return
-    modules, (_, layers, heads) = attention_modules(model), retention.until.shape
+    modules, (_, layers, heads) = attention_modules(model), retention.visible_until.shape
     if layers not in (1, len(modules)):
         raise EngineError(f"retention of {layers} layers, the model has {len(modules)}")
-    if len(retention.until) != len(cells):
-        raise EngineError(f"retention of {len(retention.until)} positions, the batch has {len(cells)}")
+    if len(retention.visible_until) != len(cells):
+        raise EngineError(f"retention of {len(retention.visible_until)} positions, the batch has {len(cells)}")
     b, t = positions.shape
     # What has no record (padding, last tokens) is seen by whoever the model's own mask lets see it.
     until = torch.full((b * t, layers, heads), torch.iinfo(torch.int32).max, dtype=torch.int32, device=positions.device)
-    until[cells.to(positions.device)] = retention.until.to(positions.device, torch.int32)
+    until[cells.to(positions.device)] = retention.visible_until.to(positions.device, torch.int32)
     until = until.view(b, t, layers, heads).permute(2, 0, 3, 1)
 
     def visible(layer: int) -> Bool[Tensor, "b heads t t"]:
@@ -154,7 +154,7 @@ def kept_until(
     lost: Bool[Tensor, "m layers heads"],
     victims: Int[Tensor, "n layers heads"],
 ) -> Int[Tensor, "p layers heads"]:
-    """`Retention.until` from what a cache let go, and when.
+    """`Retention.visible_until` from what a cache let go, and when.
 
     Args:
         prompts: tokens of every prompt, `m` in all.
@@ -189,12 +189,12 @@ def retention_sums(rollouts: Rollouts) -> dict[str, Tensor]:
     # Prompts are read whole: the first token that may see less is the one behind the prompt.
     prompts = rollouts.prompt_cu_seqlens.diff()[segments.seq_ids]
     first = torch.maximum(segments.position, prompts)[:, None, None]
-    until = retention.until.long()
+    until = retention.visible_until.long()
     pairs = (segments.lengths[segments.seq_ids][:, None, None] - first).expand_as(until)
     return {
         "kv/kept": (until - first).clamp(min=0).sum(),
         "kv/pairs": pairs.sum(),
-        "kv/bytes": torch.tensor(until.numel() * retention.until.itemsize),
+        "kv/bytes": torch.tensor(until.numel() * retention.visible_until.itemsize),
     }
 
 

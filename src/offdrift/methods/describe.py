@@ -3,7 +3,7 @@
 `facts` holds all of it, for the terminal, for JSON and for docs/methods.md: over what ratios are taken (`units`),
 which are read (`ratios`), what has to be recorded (`evidence`), whether both signs of the advantage are treated alike
 (`sign`), whether ratios are constants to the gradient, what the trained objective `certifies`, and which return it
-`raises`.
+`trained_return`.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def stop_gradient(row: Method) -> str:
     return {"score": "yes", "token": "unit", "unit": "no"}[gradient]
 
 
-def raises(aggregate: str, advantage: str) -> dict[str, Any]:
+def trained_return(aggregate: str, advantage: str) -> dict[str, Any]:
     """The return that a step raises, in place of J = E[R]: what the trained objective is about.
 
     Aggregates and advantages weigh prompts and responses, and a weight changes the reward: the gradient at equal
@@ -218,9 +218,9 @@ def raises(aggregate: str, advantage: str) -> dict[str, Any]:
         `for_j`, the settings of a recipe that would make it J; and `words`, all of it but the settings.
 
     Example:
-        >>> raises("token_mean", "rloo")["words"]
+        >>> trained_return("token_mean", "rloo")["words"]
         'J / E[|y|]: J in other units. |y|: tokens of a response'
-        >>> raises("seq_mean_token_mean", "grpo")["return"]
+        >>> trained_return("seq_mean_token_mean", "grpo")["return"]
         'E[(R / sigma - b) / |y|]'
     """
     estimator, by_length = ADVANTAGES[advantage], aggregate == "seq_mean_token_mean"
@@ -253,10 +253,10 @@ def raises(aggregate: str, advantage: str) -> dict[str, Any]:
 
 
 def raised_by(row: Method, advantage: str) -> dict[str, Any]:
-    """`raises` of a method with an advantage estimator; of one that reads no advantages, what its objective says."""
-    name: str | None = getattr(row.objective, "raises", None)
+    """`trained_return` of a method with an advantage estimator; where none is read, what the objective says."""
+    name: str | None = getattr(row.objective, "trained_return", None)
     if name is None:
-        return raises(row.aggregate, advantage)
+        return trained_return(row.aggregate, advantage)
     words = f"{name}, not J = E[R]: it can rise while J falls"
     return {"return": name, "is_j": False, "advantage": advantage, "provided": "", "for_j": [], "words": words}
 
@@ -353,7 +353,7 @@ def facts(name: str, row: Method) -> dict[str, Any]:
         "sign": sign(row),
         "stop_gradient": stop_gradient(row),
         "certifies": certifies(row),
-        "raises": raised_by(row, row.advantage or DEFAULT_ADVANTAGE),
+        "trained_return": raised_by(row, row.advantage or DEFAULT_ADVANTAGE),
         "aggregate": row.aggregate,
         "mechanism": row.mechanism,
         "is_treatment": is_treatment(row),
@@ -383,8 +383,9 @@ def code_facts(name: str) -> dict[str, Any]:
 
 
 SYSTEM_FACTS = (
-    "name kind family title summary unit ratio evidence sign stop_gradient certifies raises aggregate mechanism "
-    "is_treatment target model_class fails bias reference status experimental where here watch related command"
+    "name kind family title summary unit ratio evidence sign stop_gradient certifies trained_return aggregate "
+    "mechanism is_treatment target model_class fails bias reference status experimental where here watch related "
+    "command"
 )
 """What is said of a row, in this order; what a technique outside the loss does not have is None."""
 

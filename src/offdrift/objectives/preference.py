@@ -117,7 +117,7 @@ class Preference:
     needs = ("rewards",)
     needs_reference = True
     whole_prompts = True
-    raises = "E[Pr(best of the answers | R) - Pr(worst of the answers | R)] near the reference policy"
+    trained_return = "E[Pr(best of the answers | R) - Pr(worst of the answers | R)] near the reference policy"
     on = None
 
     def __post_init__(self) -> None:
@@ -215,7 +215,7 @@ class Classified:
     gradient = "unit"
     unit = "geometric"
     whole_prompts = True
-    raises = "E[n / (1 + n_same)] for right answers less that for wrong ones, n_same the answers of its class"
+    trained_return = "E[n / (1 + n_same)] for right answers less that for wrong ones, n_same the answers of its class"
 
     def __post_init__(self) -> None:
         check_choice("on", self.on, get_args(RatioName))

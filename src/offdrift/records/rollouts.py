@@ -238,7 +238,7 @@ class Retention:
     Reference: Shadow Mask Distillation, arXiv:2605.06850 (there a mask of positions x positions).
     """
 
-    until: Int[Tensor, "p layers heads"]
+    visible_until: Int[Tensor, "p layers heads"]
     """First place that no longer sees the key, the number of the sequence's positions where it stayed: 2 bytes each for
     sequences of up to 32,767 positions, else 4. One layer and one head where all of them keep the same."""
     cu_seqlens: Int[Tensor, " cuts"]
@@ -247,18 +247,18 @@ class Retention:
     @property
     def bytes_per_position(self) -> int:
         """Size of what an engine records, layers x heads x (2 or 4) bytes."""
-        return self.until[0].numel() * self.until.itemsize if len(self.until) else 0
+        return self.visible_until[0].numel() * self.visible_until.itemsize if len(self.visible_until) else 0
 
     def select(self, sequences: Int[Tensor, " s"]) -> Retention:
         """That of the given sequences, in the given order."""
         segments = Segments(self.cu_seqlens)
-        return Retention(self.until[segments.rows(sequences)], cumulative(segments.lengths[sequences]))
+        return Retention(self.visible_until[segments.rows(sequences)], cumulative(segments.lengths[sequences]))
 
     @staticmethod
     def joined(parts: Sequence[Retention]) -> Retention:
         """That of all parts' sequences."""
         cuts = cumulative(torch.cat([part.cu_seqlens.diff() for part in parts]))
-        return Retention(torch.cat([part.until for part in parts]), cuts)
+        return Retention(torch.cat([part.visible_until for part in parts]), cuts)
 
 
 def place_dtype(positions: int) -> torch.dtype:

@@ -112,8 +112,8 @@ def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
     if rollouts.mix_kl is not None:
         columns["mix_kl"] = _list(rollouts.mix_kl, offsets, pa.float32())
     if (retention := rollouts.retention) is not None:
-        _, layers, heads = retention.until.shape
-        by_head = pa.FixedSizeListArray.from_arrays(pa.array(retention.until.reshape(-1).numpy()), heads)
+        _, layers, heads = retention.visible_until.shape
+        by_head = pa.FixedSizeListArray.from_arrays(pa.array(retention.visible_until.reshape(-1).numpy()), heads)
         columns["kept_until"] = _cut(pa.FixedSizeListArray.from_arrays(by_head, layers), retention.cu_seqlens)
     if (support := rollouts.support) is not None:
         columns["support_counts"] = _list(support.cu_seqlens.diff(), offsets, pa.int32())

@@ -391,7 +391,7 @@ def _change(row: Row) -> str:
 
 def _raised(row: Row) -> str:
     """Return that a step raises, under which advantage, and how it would be J."""
-    about = row["raises"]
+    about = row["trained_return"]
     by = "as published" if row["advantage"] else "the trainer's default"
     words = f"{about['words']}. (Aggregate {row['aggregate']}, advantage {about['advantage']}, {by}.)"
     return words + (f"\nTo optimize J itself: --set {' --set '.join(about['for_j'])}" if about["for_j"] else "")

@@ -100,7 +100,7 @@ def test_at_equal_weights_the_trainer_has_the_engines_log_probs(model, eviction)
     assert gap(model, rollouts.with_(retention=None)) > 0.5
     assert rollouts.provenance.eviction == eviction
     # The record of another batch of the same shape is another policy.
-    shifted = replace(rollouts.retention, until=(rollouts.retention.until + 1))
+    shifted = replace(rollouts.retention, visible_until=(rollouts.retention.visible_until + 1))
     assert gap(model, rollouts.with_(retention=shifted)) > 0.1
 
 
@@ -151,9 +151,9 @@ def test_a_window_keeps_the_first_and_the_latest_keys(model, sinks):
     for prompt, response in zip(rollouts.prompt_cu_seqlens.diff().tolist(), rollouts.lengths.tolist(), strict=True):
         n = prompt + response - 1
         expected += [n if k < sinks else min(n, max(prompt, k + 6 - sinks)) for k in range(n)]
-    assert rollouts.retention.until.flatten().tolist() == expected
-    assert rollouts.retention.until.shape[1:] == (1, 1)
-    assert rollouts.retention.until.dtype == torch.int16
+    assert rollouts.retention.visible_until.flatten().tolist() == expected
+    assert rollouts.retention.visible_until.shape[1:] == (1, 1)
+    assert rollouts.retention.visible_until.dtype == torch.int16
 
 
 def test_attention_lets_go_what_has_received_the_least(model):
@@ -179,11 +179,11 @@ def test_attention_lets_go_what_has_received_the_least(model):
                         gone = min(free, key=lambda k: float(received[:q, k].sum()))
                         alive.remove(gone)
                         until[gone] = q
-                assert one.retention.until[:, layer, head].tolist() == until
+                assert one.retention.visible_until[:, layer, head].tolist() == until
                 checked += sum(u < n for u in until)
     assert checked > 300
-    assert rollouts.retention.until.shape[1:] == (3, 2)
-    assert not torch.equal(rollouts.retention.until[:, 0, 0], rollouts.retention.until[:, 2, 1])
+    assert rollouts.retention.visible_until.shape[1:] == (3, 2)
+    assert not torch.equal(rollouts.retention.visible_until[:, 0, 0], rollouts.retention.visible_until[:, 2, 1])
 
 
 def test_the_cache_stays_as_large_as_its_budget(model, monkeypatch):
@@ -207,11 +207,11 @@ def test_tokens_do_not_depend_on_what_else_is_drawn(model, eviction):
     engine = TransformersEngine(model, eviction=eviction)
     again = engine.rescore(whole)
     torch.testing.assert_close(again.logp_rollout, whole.logp_rollout, atol=1e-5, rtol=0)
-    assert torch.equal(again.retention.until, whole.retention.until)
+    assert torch.equal(again.retention.visible_until, whole.retention.visible_until)
     alone = [engine.rescore(whole.select(torch.tensor([i]))) for i in range(whole.num_sequences)]
-    logp, until = torch.cat([x.logp_rollout for x in alone]), torch.cat([x.retention.until for x in alone])
+    logp, until = torch.cat([x.logp_rollout for x in alone]), torch.cat([x.retention.visible_until for x in alone])
     torch.testing.assert_close(logp, whole.logp_rollout, atol=1e-5, rtol=0)
-    assert torch.equal(until, whole.retention.until)
+    assert torch.equal(until, whole.retention.visible_until)
     assert torch.equal(drawn(model, eviction, batch_size=5).tokens, whole.tokens)
 
 
@@ -274,7 +274,7 @@ def test_caches_and_records_that_do_not_fit_are_refused(model):
     with pytest.raises(EngineError, match="which streams do not"):
         engine.open_stream(Sampling(max_tokens=3))
     rollouts = drawn(model, ATTENTION)
-    other = replace(rollouts.retention, until=rollouts.retention.until[:, :2])
+    other = replace(rollouts.retention, visible_until=rollouts.retention.visible_until[:, :2])
     with pytest.raises(EngineError, match="retention of 2 layers, the model has 3"):
         score(model, rollouts.with_(retention=other))
     with pytest.raises(EngineError, match="positions, the batch has"):
@@ -487,7 +487,7 @@ def test_runs_replay_what_their_arms_say_and_resume_bit_for_bit(tmp_path, digits
     stored = read(tmp_path / "whole/arms/none/rollouts/batch-000000.parquet")
     assert stored.retention is not None  # recorded, not imposed
     assert stored.provenance.eviction == Eviction("attention", 5, 2)
-    size = stored.retention.until.numel() * 2
+    size = stored.retention.visible_until.numel() * 2
     assert first["none"]["kv/bytes_per_token"] == pytest.approx(size / len(stored.tokens))
 
     def stop(event: Any) -> None:

@@ -375,7 +375,7 @@ def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING, limit:
         format=best.source.format,
         framework=best.first.framework or best.source.framework,
         files=tuple(read),
-        said=_sentence(
+        description=_sentence(
             best,
             kinds,
             unknown,

@@ -76,7 +76,7 @@ class Detected:
     format: str
     framework: str
     files: tuple[str, ...]
-    said: str
+    description: str
     """One sentence: what was detected, and from what."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Column of the log that each field comes from."""

@@ -69,7 +69,7 @@ def train(
     run = set_up(recipe, folder, watch, rules_of_run(recipe, head, rules, str(path / "run.json")))
     head |= {
         "model": model_facts(recipe, run.model),
-        "raises": {name: recipe.raises(name) for name in recipe.arms},
+        "trained_return": {name: recipe.trained_return(name) for name in recipe.arms},
         "contexts": {name: facts_of(diagnosed(run, name)) for name in recipe.arms},
     }
     if run.accelerator.is_main_process:

@@ -186,7 +186,7 @@ class StoredArm:
     samples: tuple[Sample, ...] = ()
     findings: tuple[Row, ...] = ()
     """What the diagnosis found while it trained, each at the update at which it fired first."""
-    raises: Row = field(default_factory=dict)
+    trained_return: Row = field(default_factory=dict)
     """The return that its steps raise, in place of J; empty for runs that did not store it."""
     schedule: Row = field(default_factory=dict)
     """Name, title and limit of the version lag (optimizer steps) of its schedule, and whether rules were changed; empty
@@ -292,12 +292,12 @@ def read_run(run_dir: Path, rules: Path | None = None) -> Run:
     table = {str(row["arm"]): row for row in items(head.get("table")) if mapping(row).get("arm")}
     chosen = choose_rules(rules, head, str(path))
     folders = sorted(p for p in (run_dir / "arms").glob("*") if p.is_dir())
-    raises = mapping(head.get("raises"))
+    trained_returns = mapping(head.get("trained_return") or head.get("raises"))  # until 0.1: "raises"
     schedules = _schedules(mapping(head.get("recipe")))
     arms = [
         replace(
             _read_arm(folder, table),
-            raises=mapping(raises.get(folder.name)),
+            trained_return=mapping(trained_returns.get(folder.name)),
             schedule=schedules.get(folder.name, {}),
             limits=chosen.rules.limits,
         )

@@ -489,8 +489,8 @@ class Recipe(Section):
         """Inputs that an arm's advantage estimators need, before and after a surge of lengths."""
         return {x for r in (self, self.after_surge()) for x in ADVANTAGES[r.estimator(r.row(name))].needs}
 
-    def raises(self, name: str) -> dict[str, Any]:
-        """The return that an arm's steps raise, in place of J: see `offdrift.methods.describe.raises`."""
+    def trained_return(self, name: str) -> dict[str, Any]:
+        """The return that an arm's steps raise, in place of J: see `offdrift.methods.describe.trained_return`."""
         row = self.row(name)
         return raised_by(row, self.estimator(row))
 

@@ -83,7 +83,7 @@ class MetricLog:
     bad: tuple[BadRow, ...] = ()
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """One sentence: what was found, and what of it is read."""
         whose = "this library" if self.framework == "offdrift" else self.framework
         renamed = [f"{ours} from {theirs}" for ours, theirs in self.names.items() if ours != theirs]

@@ -16,7 +16,7 @@ from offdrift.aggregate import AggregateName
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import method, override
-from offdrift.methods.describe import AGGREGATES, DEFAULT_ADVANTAGE, facts, raises
+from offdrift.methods.describe import AGGREGATES, DEFAULT_ADVANTAGE, facts, trained_return
 from offdrift.methods.table import METHODS
 from offdrift.segments import Segments
 
@@ -135,7 +135,7 @@ LIMITS = ("opo", "optimal_token_baseline", "tir_optimal_token_baseline", "opob")
 @pytest.mark.parametrize("aggregate", AGGREGATES)
 @pytest.mark.parametrize("how", [name for name in ADVANTAGES if name not in LIMITS])
 def test_a_step_raises_the_mean_of_this_reward(how, aggregate):
-    about = raises(aggregate, how)
+    about = trained_return(aggregate, how)
     by_length = aggregate == "seq_mean_token_mean"
     if about["return"] is None:
         assert how == "rl_zvp" or (how, by_length) == ("gae", True)
@@ -247,13 +247,13 @@ def test_the_mean_over_sigma_falls_while_the_return_rises():
     assert slope < -0.003
 
 
-@pytest.mark.parametrize("name", [n for n, row in METHODS.items() if not hasattr(row.objective, "raises")])
+@pytest.mark.parametrize("name", [n for n, row in METHODS.items() if not hasattr(row.objective, "trained_return")])
 def test_every_row_says_what_it_raises_and_how_that_would_be_j(name):
     row = METHODS[name]
-    about = facts(name, row)["raises"]
-    assert about == raises(row.aggregate, row.advantage or DEFAULT_ADVANTAGE)
+    about = facts(name, row)["trained_return"]
+    assert about == trained_return(row.aggregate, row.advantage or DEFAULT_ADVANTAGE)
     settings = dict(change.split("=") for change in about["for_j"])
     aggregate = settings.get("override.aggregate", row.aggregate)
-    mended = raises(aggregate, settings.get("optim.advantage", about["advantage"]))
+    mended = trained_return(aggregate, settings.get("optim.advantage", about["advantage"]))
     assert mended["is_j"]
     assert ("not J" in about["words"]) is (not about["is_j"] and about["return"] is not None)
