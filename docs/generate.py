@@ -16,6 +16,7 @@ from typing import Any
 from offdrift.advantages import ADVANTAGES
 from offdrift.certificate.certify import LOGGED
 from offdrift.judge.metric_names import metric_names
+from offdrift.methods import METHODS
 from offdrift.methods import describe as axes
 from offdrift.methods.describe import catalog, catalog_text
 from offdrift.methods.table import FAMILIES, SYSTEM_FAMILIES
@@ -519,6 +520,12 @@ def llms_page() -> str:
     return "\n".join(["# offdrift", "", f"> {about}", "", notes, *body, ""])
 
 
+def names_stub() -> str:
+    """Names of methods as a type, for completion in editors."""
+    names = "".join(f'    "{name}",\n' for name in METHODS)
+    return f'"""Names of the methods, written by `make docs`."""\n\nfrom typing import Literal\n\nMethodName = Literal[\n{names}]\n'
+
+
 PAGES = {
     "llms.txt": llms_page,
     "evidence.md": evidence_page,
@@ -536,6 +543,7 @@ PAGES = {
     "logs.md": logs_page,
     "schedules.md": schedules_page,
     "plan.md": plan_page,
+    "../src/offdrift/methods/names.pyi": names_stub,
     "../recipes/recipe.schema.json": lambda: schema_text(recipe_schema()),
     "../recipes/sweep.schema.json": lambda: schema_text(sweep_schema()),
 }

@@ -8,7 +8,7 @@ import difflib
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from offdrift.correction import Gate, LengthNeutralGate, Weight
 from offdrift.correction.compose import GateLike, WeightLike
@@ -278,7 +278,13 @@ METHODS: dict[str, Method] = {n: row for rows in FAMILIES.values() for n, row in
 """Every method by its name (docs/methods.md); `method(name)` is the look-up that knows what is called alike."""
 
 
-def method(name: str) -> Method:
+if TYPE_CHECKING:
+    from offdrift.methods.names import MethodName  # an editor completes the names
+else:
+    MethodName = str
+
+
+def method(name: MethodName | str) -> Method:
     """The row of that name, or the method of a user's code, "file.py:name" or "package.module:name".
 
     Code is run (`offdrift.methods.load.load_method`): never pass on a name that a log or a record of a run holds.
