@@ -17,6 +17,7 @@ def pytest_configure() -> None:
     """Commands that tests interrupt must hear it, also where a suite in the background was told to ignore Ctrl-C."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    shapes.leave_scalars()
 
 
 def pytest_collection() -> None:

@@ -5,17 +5,22 @@ arguments of every call that it checks. Of a test with many cases the same is tr
 checked in its first calls in each test, and in its first calls for each case of a file (a row of the method table, say),
 whichever of the file's tests comes to it first. A fault that shows in one test, or for one case, is seen; every test
 with every case is not checked again: that took two thirds of the time of the laws.
+
+A function without an array in its signature has no shapes: pyright sees its types, and it runs as it is. The rules of
+the diagnosis ask such functions millions of times.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import jaxtyping
 from beartype import beartype
 
 CALLS = 2
@@ -87,3 +92,26 @@ def first_calls(signature: Callable[..., Any]) -> Callable[..., Any]:
         return checkers[kind](*args, **kwargs)
 
     return call
+
+
+def has_arrays(thing: Any) -> bool:
+    """Whether a signature, or a field of a dataclass, names an array type, itself or by an alias of its module."""
+    if isinstance(thing, property):
+        return any(has_arrays(part) for part in (thing.fget, thing.fset) if part is not None)
+    names = vars(sys.modules[thing.__module__]) if thing.__module__ in sys.modules else {}
+    texts = [note if isinstance(note, str) else repr(note) for note in getattr(thing, "__annotations__", {}).values()]
+    words = {word for text in texts for word in re.findall(r"[A-Za-z_]\w*", text)}
+    return any("jaxtyping" in repr(names.get(word)) for word in words) or any("jaxtyping" in text for text in texts)
+
+
+def leave_scalars() -> None:
+    """From here on what `--jaxtyping-packages` puts around functions goes around those with arrays alone."""
+    everything = jaxtyping.jaxtyped
+
+    def with_arrays(*args: Any, **options: Any) -> Any:
+        if args:
+            return everything(*args, **options)
+        check = everything(**options)
+        return lambda thing: check(thing) if has_arrays(thing) else thing
+
+    jaxtyping.jaxtyped = with_arrays

@@ -1,9 +1,14 @@
 """The check that test-all puts around every function: on in each test's first calls, off in the others."""
 
+from dataclasses import dataclass
+
 import pytest
 from jaxtyping import Float, TypeCheckError, jaxtyped
 from torch import Tensor, zeros
 
+import offdrift as od
+from offdrift.aggregate import aggregate
+from offdrift.methods import METHODS
 from tests import shapes
 
 
@@ -69,3 +74,40 @@ def test_a_function_that_is_made_anew_in_every_call_has_the_checks_of_one() -> N
             outcomes.append("refused")
     assert outcomes == ["refused"] * shapes.CALLS + [1] * (6 - shapes.CALLS)
     assert len(shapes.checkers) == compiled + 2
+
+
+Row = Float[Tensor, " n"]
+
+
+@dataclass
+class Held:
+    x: Float[Tensor, " n"]
+
+
+@dataclass
+class Plain:
+    x: int
+
+
+def by_alias(x: "Row") -> int: ...
+def by_result(x: int) -> "list[Float[Tensor, ' n']]": ...
+def without(x: "int", y: "dict[str, Tensor]") -> "str": ...
+
+
+@pytest.mark.parametrize(
+    ("thing", "checked"),
+    [(by_alias, True), (by_result, True), (staticmethod(by_alias), True), (property(by_result), True), (Held, True),
+     (without, False), (property(without), False), (Plain, False)],
+)  # fmt: skip
+def test_what_has_an_array_is_checked_and_what_has_none_runs_as_it_is(thing, checked) -> None:
+    assert shapes.has_arrays(thing) == checked
+
+
+def test_the_library_is_checked_where_it_has_arrays(request) -> None:
+    if "offdrift" not in (request.config.getoption("jaxtyping_packages") or ""):
+        pytest.skip("shapes are not checked in this run")
+    assert hasattr(od.policy_loss, "__wrapped__")
+    shapes.begin()
+    with pytest.raises(TypeCheckError):
+        aggregate(zeros(2, 2), od.Segments.from_lengths([2]), how="token_mean", normalizer=1.0)
+    assert not hasattr(METHODS["grpo"].describe, "__wrapped__")
