@@ -25,13 +25,12 @@ from offdrift.engines import make_engine
 from offdrift.engines.hf_fixed_order import batch_invariant, tensor_parallel
 from offdrift.engines.score import score
 from offdrift.methods import method
-from offdrift.methods.schedules import LossScale
 from offdrift.models import load_model
 from offdrift.records.provenance import Sampling
 from offdrift_lab.train.data.prompts import prompt_ids
 from offdrift_lab.train.data.tasks import find_task
 from offdrift_lab.train.data.warmstart import warm_start
-from offdrift_lab.train.features.loss_scale import LossScaling
+from offdrift_lab.train.features.loss_scale import LossScale, LossScaling
 from offdrift_lab.train.loop.batch import Batch
 from offdrift_lab.train.loop.old_policy import score_batch
 from offdrift_lab.train.loop.step import Learner, train_step

@@ -20,7 +20,7 @@ from offdrift.batch_info import BatchInfo, Observed
 from offdrift.correction import Correction, Weight
 from offdrift.laws.batches import Batch, Given, packed, run, seen
 from offdrift.methods import METHODS
-from offdrift.methods.schedules import EssScale
+from offdrift.methods.lr_scale import EssScale
 from offdrift.ratios import per_unit, stopped_log_ratio
 from offdrift.records.batch import Logged
 from offdrift.stats import DriftStats, summarize

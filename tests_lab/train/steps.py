@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from offdrift.methods.schedules import LossScale
 from offdrift_lab.train.features.base import Feature
 from offdrift_lab.train.features.critic import Critic, SharedCritic
-from offdrift_lab.train.features.loss_scale import LossScaling
+from offdrift_lab.train.features.loss_scale import LossScale, LossScaling
 from offdrift_lab.train.features.perturb import LayerNoise, Perturbation
 from offdrift_lab.train.loop.step import Learner, Update, train_step
 from offdrift_lab.train.settings.optim import OptimSettings, PerturbSettings

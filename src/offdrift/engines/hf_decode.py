@@ -30,10 +30,10 @@ from transformers.cache_utils import DynamicLayer
 from offdrift.divergence.head import Head
 from offdrift.engines.generate import Generation, Request, Tokens
 from offdrift.engines.hf_cache import Evictions
+from offdrift.engines.logit_fusion import fused_logits
 from offdrift.engines.output_head import HeadInput
 from offdrift.engines.retention import kept_until
 from offdrift.engines.routing import Choices
-from offdrift.methods.schedules import fused_logits
 from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import (
     Evidence,

@@ -27,7 +27,7 @@ from offdrift.correction import Correction
 from offdrift.correction.compose import GateLike, WeightLike, factors
 from offdrift.errors import MethodError, check_choice
 from offdrift.logprobs import LogProbs
-from offdrift.methods.schedules import EssScale
+from offdrift.methods.lr_scale import EssScale
 from offdrift.objectives import Objective
 from offdrift.penalty import KLPenalty
 from offdrift.setting import typed_fields

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from offdrift.correction import FollowingGate, Gate, Weight
+from offdrift.methods.lr_scale import EssScale
 from offdrift.methods.method import Method, row
-from offdrift.methods.schedules import EssScale
 from offdrift.methods.weighted import TOKEN_BIAS
 from offdrift.objectives import Clipped, Reinforce
 from offdrift.objectives.clipped import EntropyGrouped, GeometricClipped

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from offdrift.errors import RecipeError
-from offdrift.methods.schedules import gac_projection
+from offdrift.methods.gradient_alignment import gac_projection
 from offdrift_lab.train.features.align import Alignment, gradient_dot
 from offdrift_lab.train.settings.optim import AlignSettings
 from tests_lab.train.conftest import small_recipe

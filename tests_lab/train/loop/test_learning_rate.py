@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offdrift.errors import RecipeError
-from offdrift.methods.schedules import LengthSurge, SurgeState
+from offdrift.methods.lr_scale import LengthSurge, SurgeState
 from offdrift_lab.train.loop import step
 from offdrift_lab.train.loop.loop import train
 from offdrift_lab.train.settings.optim import LengthGuardSettings, OptimSettings

@@ -13,8 +13,8 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 
 from offdrift import models
 from offdrift.errors import EngineError, RecipeError
-from offdrift.methods.schedules import LossScale
 from offdrift_lab.train.features import loss_scale
+from offdrift_lab.train.features.loss_scale import LossScale
 from offdrift_lab.train.loop import batch, loop, old_policy
 from offdrift_lab.train.loop.context import half_precision
 from offdrift_lab.train.loop.loop import train

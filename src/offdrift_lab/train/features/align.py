@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from offdrift.methods.schedules import gac_coefficient
+from offdrift.methods.gradient_alignment import gac_coefficient
 from offdrift_lab.train.features.base import Feature, Metrics
 from offdrift_lab.train.loop.old_policy import read_weights, write_weights
 from offdrift_lab.train.settings.optim import AlignSettings

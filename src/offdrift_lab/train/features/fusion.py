@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
+from offdrift.engines.logit_fusion import alpha_decay
 from offdrift.errors import RecipeError
-from offdrift.methods.schedules import alpha_decay
 from offdrift_lab.train.data.problems import Problem
 from offdrift_lab.train.settings.rollout import RolloutSettings
 from offdrift_lab.train.settings.sections import Positive, Section, WarmStartSettings

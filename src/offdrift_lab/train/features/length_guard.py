@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from offdrift.methods.schedules import LengthSurge, SurgeState
+from offdrift.methods.lr_scale import LengthSurge, SurgeState
 from offdrift_lab.train.features.base import Feature
 from offdrift_lab.train.settings.optim import LengthGuardSettings
 from offdrift_lab.train.settings.recipe import Recipe
 
 
 class LengthWatch(Feature):
-    """Follows the mean length of responses; see `methods.schedules.LengthSurge`."""
+    """Follows the mean length of responses; see `methods.lr_scale.LengthSurge`."""
 
     def __init__(self, settings: LengthGuardSettings) -> None:
         self.settings, self.surge = settings, SurgeState()

@@ -13,7 +13,7 @@ from offdrift_lab.train.settings.sections import Natural, Positive, PositiveFloa
 
 class LengthGuardSettings(Section):
     """The learning rate falls when responses suddenly become longer, which precedes collapse by tens of updates; see
-    `methods.schedules.LengthSurge` (arXiv:2602.01826)."""
+    `methods.lr_scale.LengthSurge` (arXiv:2602.01826)."""
 
     mode: Literal["survey", "period"] = "survey"
     """survey: halved at every surge; period: halved again and again from the first one on, as in the paper."""
@@ -37,7 +37,7 @@ class LengthGuardSettings(Section):
 
 class AlignSettings(Section):
     """GAC: what a gradient repeats of the last update's is removed from it, where they agree too well; see
-    `methods.schedules.gac_projection` (arXiv:2603.01501)."""
+    `methods.gradient_alignment.gac_projection` (arXiv:2603.01501)."""
 
     threshold: Annotated[float, Field(ge=-1, lt=1)] = 0.3
     """Cosine of the two gradients above which the parallel part is removed. On-policy it is near 0; -1 is always, but

@@ -1,6 +1,6 @@
-"""Schedules over steps: scales of learning rates and losses, the projection of a gradient, a mixture of policies.
+"""Scales of a step's learning rate: by the effective sample size, and after a surge of length.
 
-Pure functions of what a step saw and of a small state. A scale of a step multiplies its learning rate.
+Pure functions of what a step saw and of a small state.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from offdrift.batch_info import BatchInfo, StepSums
 from offdrift.correction.weight import WHOLE_SEQUENCE, Weight
-from offdrift.errors import EngineError, MethodError, ShapeError, check_choice, check_number
+from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import at_least_float32, log_sums
+from offdrift.numerics import log_sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,166 +186,3 @@ class LengthSurge:
         """
         period = max(1, int(self.period * surge))
         return max(self.floor, self.factor ** max(0, (step - surge - 1) // period))
-
-
-class Projected(NamedTuple):
-    """A gradient without its excess of agreement with the last one, and how far they agreed."""
-
-    grad: Float[Tensor, " p"]
-    cosine: Float[Tensor, ""]
-
-
-def gac_projection(
-    grad: Float[Tensor, " p"], previous: Float[Tensor, " q"] | None, threshold: float = 0.3, strength: float = 1.0
-) -> Projected:
-    """Remove from a gradient what it repeats of the last one, if they agree too well.
-
-        c = <g, p> / (|g| |p|);   where c > threshold:  g <- g - strength (<g, p> / |p|^2) p
-
-    Opposed and zero gradients stay as they are. Call it before the norm is clipped. For a gradient in
-    parts (layers, shards), add up the three products and use `gac_coefficient`.
-
-    Unverified: best reading. Threshold and strength are this library's, and no step is skipped.
-
-    Args:
-        previous: the last step's gradient; None at the first step.
-        threshold: cosine above which to project. On-policy, cosines are near 0.
-        strength: share of the parallel part that is removed.
-
-    Raises: `ShapeError` if the gradients have different sizes.
-
-    Example:
-        >>> gac_projection(torch.tensor([0.8, 0.6, 0.0]), torch.tensor([1.0, 0.0, 0.0]))
-        Projected(grad=tensor([0.0000, 0.6000, 0.0000]), cosine=tensor(0.8000))
-
-    Reference: GAC, arXiv:2603.01501.
-    """
-    if previous is None:
-        return Projected(grad, grad.new_zeros(()))
-    if previous.shape != grad.shape:
-        raise ShapeError(f"grad has {len(grad)} entries, previous {len(previous)}")
-    products = (grad @ previous, grad @ grad, previous @ previous)
-    coefficient, cosine = gac_coefficient(*products, threshold=threshold, strength=strength)
-    return Projected(grad - coefficient * previous, cosine)
-
-
-def gac_coefficient(
-    dot: Float[Tensor, ""],
-    square: Float[Tensor, ""],
-    previous_square: Float[Tensor, ""],
-    *,
-    threshold: float = 0.3,
-    strength: float = 1.0,
-) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Coefficient of the last gradient that `gac_projection` subtracts, and the cosine, from <g,p>, |g|^2, |p|^2.
-
-    Example:
-        >>> gac_coefficient(torch.tensor(0.8), torch.tensor(1.0), torch.tensor(1.0))
-        (tensor(0.8000), tensor(0.8000))
-    """
-    present = (square > 0) & (previous_square > 0)
-    norms = square.sqrt() * previous_square.sqrt()
-    cosine = (dot / norms.where(present, 1.0)).where(present, 0.0)
-    share = dot / previous_square.where(present, 1.0)
-    return (strength * share).where(cosine > threshold, 0.0), cosine
-
-
-def alpha_decay(
-    initial: float, step: int, steps: int, difficulty: float | Float[Tensor, "*prompts"] = 1.0
-) -> float | Float[Tensor, "*prompts"]:
-    """The teacher's share in a mixture of logits, which falls linearly and is larger where it is hard.
-
-        alpha(x, k) = initial * max(0, 1 - k / K) * difficulty(x)
-
-    Args:
-        initial: share at step 0 for the hardest prompts, [0, 1].
-        step: k, from 0.
-        steps: K, after which the student is alone.
-        difficulty: score of each prompt, [0, 1].
-
-    Raises: `MethodError` if `initial` or `steps` is out of range.
-
-    Example:
-        >>> [alpha_decay(0.5, k, 100, 0.8) for k in (0, 50, 100, 120)]
-        [0.4, 0.2, 0.0, 0.0]
-
-    Reference: Zhang et al., "Logit Fusion", 2026.
-    """
-    if not (0 <= initial <= 1 and steps > 0):
-        raise MethodError(f"initial={initial} must lie in [0, 1], steps={steps} be above 0")
-    return initial * max(0.0, 1 - step / steps) * difficulty
-
-
-def fused_logits(
-    teacher: Float[Tensor, "*s v"], student: Float[Tensor, "*s w"], alpha: float | Float[Tensor, "*s"]
-) -> Float[Tensor, "*s v"]:
-    """Log-probs of the mixture of a teacher and a student from which tokens are drawn.
-
-        pi_mix = softmax(alpha l_T + (1 - alpha) l_S), proportional to pi_T^alpha pi_S^(1 - alpha)
-
-    Record log mu under the mixture, not under the student. Logits may be -inf, as long as some token
-    is possible under both.
-
-    Args:
-        teacher, student: logits or log-probs over the same vocabulary.
-        alpha: the teacher's share, [0, 1]; see `alpha_decay`.
-
-    Gradient: to both logits. Raises: `ShapeError` if the vocabularies differ in size.
-
-    Example:
-        >>> fused_logits(torch.tensor([2.0, 0.0, -1.0]), torch.tensor([0.0, 1.0, 0.0]), 0.3).exp()
-        tensor([0.3981, 0.4400, 0.1619])
-
-    Reference: Zhang et al., "Logit Fusion", 2026.
-    """
-    if teacher.shape != student.shape:
-        raise ShapeError(
-            f"teacher has shape {tuple(teacher.shape)}, student {tuple(student.shape)}; they must "
-            "score the same positions over the same vocabulary"
-        )
-    student = at_least_float32(student)
-    a = torch.as_tensor(alpha, dtype=student.dtype, device=student.device).unsqueeze(-1)
-    # A share of 0 must not turn -inf into NaN.
-    t = (a * at_least_float32(teacher)).where(a > 0, 0.0)
-    s = ((1 - a) * student).where(a < 1, 0.0)
-    return (t + s).log_softmax(-1)
-
-
-@dataclass(frozen=True)
-class LossScale:
-    """Factor of a float16 loss before its gradient is taken, so that small gradients are not lost.
-
-        s <- s / 2   where the gradient overflowed: its step is skipped
-        s <- 2 s     after `interval` steps without an overflow
-
-    Gradients are divided by s before they are clipped; a power of two changes none of their digits. It is a function of
-    which steps were skipped, so that a resumed run rebuilds it from its metrics.
-
-    Example:
-        >>> scale = LossScale(interval=2)
-        >>> [scale := scale.after(skipped=x) for x in (True, False, False)][-1].value == scale.value == 65536.0
-        True
-
-    Reference: Micikevicius et al., arXiv:1710.03740, section 3.2; the constants are those of `torch.amp.GradScaler`.
-    """
-
-    value: float = 65536.0
-    steps: int = 0
-    """Without an overflow, since the scale last changed."""
-    interval: int = 2000
-
-    def after(self, *, skipped: bool) -> LossScale:
-        """The scale of the next step.
-
-        Raises: `EngineError` where even an unscaled loss would overflow.
-        """
-        if skipped and self.value <= 1:
-            raise EngineError(
-                "the gradient overflows in float16 even with a loss scale of 1, so no step can be taken; set "
-                'optim.dtype = "bfloat16", or look at the last batch\'s log-ratios (metric full/abs_log_ratio_max)'
-            )
-        if skipped:
-            return replace(self, value=self.value / 2, steps=0)
-        if self.steps + 1 == self.interval:
-            return replace(self, value=2 * self.value, steps=0)
-        return replace(self, steps=self.steps + 1)

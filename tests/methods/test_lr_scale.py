@@ -1,4 +1,4 @@
-"""Schedules: numbers of the methods table, their edges, and a step in pieces."""
+"""Scales of the learning rate: numbers of the methods table, their edges, and a step in pieces."""
 
 import functools
 import json
@@ -10,18 +10,10 @@ import torch
 
 from offdrift.batch_info import NO_INFO, Observed
 from offdrift.correction import Gate, Weight
-from offdrift.errors import MethodError, ShapeError
+from offdrift.errors import MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS, override
-from offdrift.methods.schedules import (
-    EssScale,
-    LengthSurge,
-    SurgeState,
-    alpha_decay,
-    fused_logits,
-    gac_coefficient,
-    gac_projection,
-)
+from offdrift.methods.lr_scale import EssScale, LengthSurge, SurgeState
 from offdrift.segments import Segments
 from tests.oracles.fixtures import double
 
@@ -215,84 +207,3 @@ def test_a_state_survives_a_checkpoint(mode):
 def test_surges_that_cannot_mean_anything_are_refused(parts):
     with pytest.raises(MethodError, match=next(iter(parts))):
         LengthSurge(**parts)
-
-
-def test_projection_of_an_aligned_gradient():
-    g, p = double([0.8, 0.6, 0.0]), double([1.0, 0.0, 0.0])
-    got = gac_projection(g, p)  # c.gac
-    assert got.cosine.item() == pytest.approx(0.8)
-    torch.testing.assert_close(got.grad, double([0.0, 0.6, 0.0]))
-
-
-@pytest.mark.parametrize("strength", [1.0, 0.5])
-def test_projection_removes_the_named_share_of_the_parallel_part(strength):
-    g = torch.Generator().manual_seed(0)
-    last = torch.randn(50, generator=g, dtype=torch.float64)
-    grad = 2 * last + torch.randn(50, generator=g, dtype=torch.float64)
-    got = gac_projection(grad, last, strength=strength)
-    along = lambda x: (x @ last / (last @ last)).item()  # noqa: E731
-    assert along(got.grad) == pytest.approx((1 - strength) * along(grad), abs=1e-12)
-    torch.testing.assert_close(got.grad - along(got.grad) * last, grad - along(grad) * last)
-
-
-@pytest.mark.parametrize(
-    ("grad", "previous"),
-    [
-        ([-0.8, 0.6], [1.0, 0.0]),
-        ([0.3, 1.0], [1.0, 0.0]),
-        ([0.0, 0.0], [1.0, 0.0]),
-        ([1.0, 0.0], [0.0, 0.0]),
-        ([1.0, 0.0], None),
-    ],
-    ids=["opposed", "below the threshold", "zero", "zero before", "first step"],
-)
-def test_other_gradients_stay_as_they_are(grad, previous):
-    got = gac_projection(double(grad), None if previous is None else double(previous))
-    assert got.grad.tolist() == grad
-    assert got.cosine.isfinite()
-
-
-def test_gradients_in_parts_are_projected_as_one():
-    g, p = double([0.8, 0.6, 0.1, 0.4]), double([1.0, 0.1, -0.2, 0.0])
-    whole = gac_projection(g, p)
-    halves = list(zip(g.split(2), p.split(2), strict=True))
-    sums = [
-        sum((f(a, b) for a, b in halves), double(0))
-        for f in (lambda a, b: a @ b, lambda a, b: a @ a, lambda a, b: b @ b)
-    ]
-    coefficient, cosine = gac_coefficient(*sums)
-    torch.testing.assert_close(cosine, whole.cosine)
-    torch.testing.assert_close(torch.cat([a - coefficient * b for a, b in halves]), whole.grad)
-    with pytest.raises(ShapeError):
-        gac_projection(g, p[:2])
-
-
-def test_the_teacher_fades():
-    got = [alpha_decay(0.5, k, 100, 0.8) for k in (0, 25, 50, 100, 120)]  # lf.alpha
-    assert got == pytest.approx([0.4, 0.3, 0.2, 0, 0])
-    per_prompt = alpha_decay(0.5, 25, 100, double([0.8, 0.0]))
-    torch.testing.assert_close(per_prompt, double([0.3, 0.0]))
-    for initial, steps in ((1.5, 100), (0.5, 0)):
-        with pytest.raises(MethodError):
-            alpha_decay(initial, 0, steps)
-
-
-def test_mixture_of_teacher_and_student():
-    teacher, student = double([2.0, 0.0, -1.0]), double([0.0, 1.0, 0.0])
-    got = fused_logits(teacher, student, 0.3).exp()
-    torch.testing.assert_close(got, double([0.39813, 0.440002, 0.161868]), rtol=0, atol=1e-6)
-    product = teacher.softmax(0) ** 0.3 * student.softmax(0) ** 0.7  # lf.gm
-    torch.testing.assert_close(got, product / product.sum())
-    ratio = student.softmax(0) / got  # lf.ratio
-    torch.testing.assert_close(ratio, double([0.532342, 1.309351, 1.309351]), rtol=0, atol=1e-6)
-
-
-def test_each_row_has_its_own_share_and_impossible_tokens_stay_so():
-    teacher = double([[2.0, -math.inf, -1.0]] * 3)
-    student = double([[0.0, 1.0, -math.inf]] * 3)
-    got = fused_logits(teacher, student, double([0.0, 0.5, 1.0])).exp()
-    expected = [student[0].softmax(0).tolist(), [1.0, 0.0, 0.0], teacher[0].softmax(0).tolist()]
-    torch.testing.assert_close(got, double(expected))
-    assert fused_logits(teacher.half(), student.half(), 0.5).dtype == torch.float32
-    with pytest.raises(ShapeError, match="vocabulary"):
-        fused_logits(teacher, student[:, :2], 0.5)
