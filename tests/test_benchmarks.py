@@ -4,13 +4,16 @@ import importlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from tests_lab.train.conftest import Digits
 
 from offdrift.methods import METHODS, method
 from offdrift.methods.table import FAMILIES
+from offdrift_lab.train.data.tasks import TASKS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = ["--sequences", "64", "--longest", "48", "--quick", "--threads", "1"]
@@ -246,10 +249,14 @@ def test_blocks_of_every_thread_count_once_while_they_live():
 
 
 @pytest.mark.slow
-def test_the_diagnosis_of_a_trained_run_is_measured(tmp_path):
+def test_the_diagnosis_of_a_trained_run_is_measured(tmp_path, monkeypatch):
     """Of `confusion`, the part that trains: a folder of a run that is looked for elsewhere is no number of anything."""
     confusion = importlib.import_module("benchmarks.confusion")
+    monkeypatch.setitem(TASKS, "digits", Digits())
     case = next(c for c in confusion.planted_real.CASES if c.name == "float32")
+    case = replace(
+        case, recipe={**case.recipe, **confusion.planted_real.SMALL}
+    )  # without a warm start, of which nothing here speaks
     row = confusion._trained(case, 0, 4, tmp_path)
     assert (row["case"], row["planted"], row["seed"]) == ("float32", confusion.CLEAN, 0)
     assert row["reported"] == confusion.CLEAN

@@ -265,7 +265,9 @@ class Segments:
 
     def spread(self, x: Shaped[Tensor, " b"]) -> Shaped[Tensor, " n"]:
         """Give every token the number of its segment. Gradient: to `x`, summed per segment."""
-        return _Spread.apply(x, self)
+        if (x.requires_grad and torch.is_grad_enabled()) or transformed():
+            return _Spread.apply(x, self)
+        return _Spread.forward(x, self)  # where no gradient is taken: `apply` reads a signature in every call
 
     def prefix_sum(self, x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
         """Sum over the tokens of the segment up to and including this one. Gradient: to `x`.

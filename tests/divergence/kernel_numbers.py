@@ -177,7 +177,7 @@ def spread(scores: list[float], v: int) -> Tensor:
     return row
 
 
-@pytest.mark.parametrize(("v", "temperature"), [(4, 1), (9001, 0.5)])
+@pytest.mark.parametrize(("v", "temperature"), [(4, 1), (4500, 0.5)])
 def test_infinities_and_rows_that_are_no_distribution(v, temperature):
     mu, pi = (torch.stack([spread(scores[i], v) for scores in STRANGE.values()]).to(DEVICE) for i in (0, 1))
     tokens = torch.linspace(0, v - 1, 4).long()[torch.arange(len(STRANGE)) % 4].to(DEVICE)
@@ -249,12 +249,12 @@ def test_rows_that_one_sweep_is_too_coarse_for_are_swept_again():
 
 
 def drifted(kl: float, *, peaked: bool, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Eight rows of about this KL, and tokens drawn from mu; the top token of peaked rows has up to all the mass."""
-    mu, _, _ = pair(8, 3000, seed=seed)
+    """Four rows of about this KL, and tokens drawn from mu; the top token of peaked rows has up to all the mass."""
+    mu, _, _ = pair(4, 3000, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     if peaked:
-        mu[:, 17] += 25 * torch.rand(8, generator=generator).to(DEVICE)
-    pi = mu + math.sqrt(2 * kl) * torch.randn(8, 3000, generator=generator).to(DEVICE)
+        mu[:, 17] += 25 * torch.rand(4, generator=generator).to(DEVICE)
+    pi = mu + math.sqrt(2 * kl) * torch.randn(4, 3000, generator=generator).to(DEVICE)
     tokens = torch.multinomial(mu.softmax(-1).cpu(), 1, generator=generator).squeeze(1)
     return mu, pi, tokens.to(DEVICE)
 

@@ -131,7 +131,7 @@ def test_kl_has_no_upper_end_where_the_tail_could_be_on_a_token_that_pi_cannot_d
 def test_on_one_support_the_ends_are_those_of_its_tokens_as_a_vocabulary_of_their_own(cap):
     compared = finite = 0
     for seed in range(24):
-        mu, pi, tokens, k = hard_rows(seed)
+        mu, pi, tokens, k = hard_rows(seed, n=16)
         g = torch.Generator().manual_seed(seed)
         kept = (torch.rand(mu.shape, generator=g) < torch.rand(len(mu), 1, generator=g)) & (mu > -INF)
         kept.scatter_(1, tokens[:, None], True)
@@ -158,8 +158,8 @@ def test_on_one_support_the_ends_are_those_of_its_tokens_as_a_vocabulary_of_thei
                     assert got.hi[i] <= wide.hi[i] * (1 + 1e-9) + 1e-12
             compared += 1
             finite += bool(both[0].hi[i] < INF and open_ends[0].hi[i] == INF)
-    assert compared == 24 * 64
-    assert cap is not None or finite > 500
+    assert compared == 24 * 16
+    assert cap is not None or finite > 100
 
 
 def exactly(log_mu, log_pi):

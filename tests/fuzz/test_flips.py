@@ -1,4 +1,4 @@
-"""Every byte of small files, flipped one at a time: readers of an audit and of a certificate end with typed errors."""
+"""Bytes of small files, flipped one at a time: readers of an audit and of a certificate end with typed errors."""
 
 import os
 import signal
@@ -100,16 +100,16 @@ def test_a_flipped_byte_is_read_or_refused_by_name(tmp_path: Path, kind: str) ->
     reader(path)
     data = path.read_bytes()
     refused = 0
-    for i in places(data, name):
-        for mask in (0xFF, 1 << i % 8):
-            path.write_bytes(data[:i] + bytes([data[i] ^ mask]) + data[i + 1 :])
-            with in_time():
-                try:
-                    reader(path)
-                except OffdriftError:
-                    refused += 1
-                except Exception as error:
-                    raise AssertionError(f"byte {i} of {len(data)}, xor {mask:#x}: {error!r}") from error
+    for number, i in enumerate(places(data, name)):
+        mask = 1 << i % 8 if number % 2 else 0xFF  # one bit of every other byte, all bits of those between
+        path.write_bytes(data[:i] + bytes([data[i] ^ mask]) + data[i + 1 :])
+        with in_time():
+            try:
+                reader(path)
+            except OffdriftError:
+                refused += 1
+            except Exception as error:
+                raise AssertionError(f"byte {i} of {len(data)}, xor {mask:#x}: {error!r}") from error
     assert refused or kind == "plain lines"  # a row that is no JSON costs itself
 
 

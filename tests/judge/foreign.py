@@ -123,11 +123,16 @@ def written(rows: Sequence[Row], file: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def merged(folder: Path, **options: Any) -> tuple[AuditPartial, Job]:
+    """What an audit has read of the logs in a folder, before it concludes, for which job; `options` are its own."""
+    found = detect([str(folder)])
+    job = Job(found, **options)
+    return reduce(AuditPartial.merge, (work(piece, job) for piece in pieces(found))), job
+
+
 def audited(folder: Path) -> dict[str, Any]:
     """What an audit concludes from the logs in a folder."""
-    found = detect([str(folder)])
-    job = Job(found)
-    return conclude(reduce(AuditPartial.merge, (work(piece, job) for piece in pieces(found))), job)
+    return conclude(*merged(folder))
 
 
 def said(rows: Sequence[Row], folder: Path) -> dict[str, Any]:

@@ -166,6 +166,8 @@ ARM = "planted"
 PPO = {"optim.minibatches": 2, f"arms.{ARM}": {"method": "ppo_clip"}}
 """Two updates per batch: only then does a log say how far an update moves the policy."""
 MOE = {"model": "tiny-qwen3-moe"}
+SMALL = {"task": "digits", "warm_start.steps": 0, "rollout.prompts": 8, "rollout.max_tokens": 10}
+"""Untrained, so that no warm start is needed; rewards vary all the same (tests give the task)."""
 CASES = (
     Case("float32", None),
     Case("float32, experts", None, MOE),

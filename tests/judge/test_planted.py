@@ -56,8 +56,6 @@ def test_generated_tokens_are_drawn_from_what_is_said():
     assert compared == len(planted.CASES) == 25
 
 
-SMALL = {"task": "digits", "warm_start.steps": 0, "rollout.prompts": 8, "rollout.max_tokens": 10}
-"""Untrained, so that no warm start is needed; rewards vary all the same."""
 REAL = {"float32": {}, "top-p 0.9": {}, "off by one": {}, "no weights arrive": {"optim.lr": 1e-2}}
 
 
@@ -67,7 +65,7 @@ REAL = {"float32": {}, "top-p 0.9": {}, "off by one": {}, "no weights arrive": {
 def test_a_real_plant_is_named_first_by_the_audit_and_by_the_trainer(name, tmp_path, monkeypatch):
     monkeypatch.setitem(TASKS, "digits", Digits())
     (case,) = (c for c in planted_real.CASES if c.name == name)
-    case = replace(case, recipe={**case.recipe, **SMALL, **REAL[name]})
+    case = replace(case, recipe={**case.recipe, **planted_real.SMALL, **REAL[name]})
     arm = planted_real.run(case, tmp_path, batches=8)
     said = audited(logged(arm / "log"), planted_real.context_of(case))
     assert said.cause == (case.cause or CLEAN), said.causes

@@ -18,7 +18,7 @@ LARGEST_NUMBER = 1e100
 def number(row: Row, name: str) -> float | None:
     """A finite number of the row, of at most `LARGEST_NUMBER`; None if there is none of that name."""
     value = row.get(name)
-    if not isinstance(value, Real):
+    if type(value) is not float and not isinstance(value, Real):  # the second takes ten times as long
         return None
     try:
         return size if abs(size := float(value)) <= LARGEST_NUMBER else None

@@ -92,17 +92,27 @@ class Compared:
     ) -> tuple[Evidence, ...] | None:
         """The evidence that it holds, or None."""
         value = reading.get(self.reading)
+        limit, unit, named = None, "1", ""
+        # Words only for what holds: a run asks hundreds of conditions at every step, and few of them do.
+        if self.relation != "missing":
+            if value is None:
+                return None
+            known = limits[self.threshold] if isinstance(self.threshold, str) else None
+            limit = float(self.threshold or 0.0) if known is None else known.value  # type: ignore[arg-type]
+            if not HOLDS[self.relation](value, limit):
+                return None
+            if known is not None:
+                unit, named = known.unit, known.source
+        elif value is not None:
+            return None
         metrics = reading.metrics if isinstance(reading, Reading) else {}
         metric = metrics.get(self.reading, self.reading)
         words, scale = worded(self.reading, metric)
         what = "" if words == metric else words
-        if self.relation == "missing":
-            return (Evidence(metric, None, "missing", None, source=source, what=what),) if value is None else None
-        named = limits[self.threshold] if isinstance(self.threshold, str) else Threshold(float(self.threshold or 0.0))
-        if value is None or not HOLDS[self.relation](value, named.value):
-            return None
-        evidence = Evidence(metric, value, self.relation, threshold=named.value, unit=named.unit)
-        return (replace(evidence, source=named.source or source, what=what, scale=scale),)
+        if value is None:
+            return (Evidence(metric, None, "missing", None, source=source, what=what),)
+        source = named or source
+        return (Evidence(metric, value, self.relation, limit, unit=unit, source=source, what=what, scale=scale),)
 
     def describe(self, limits: Mapping[str, Threshold]) -> str:
         """The condition in one line, with the numbers that stand behind names."""
@@ -123,9 +133,14 @@ class Joined:
         self, reading: Mapping[str, float], limits: Mapping[str, Threshold], source: str = ""
     ) -> tuple[Evidence, ...] | None:
         """The evidence of the parts that hold; None if too few do."""
-        each = [part.holds(reading, limits, source) for part in self.parts]
-        holding = [evidence for evidence in each if evidence is not None]
-        if not holding or (self.how == "all" and len(holding) < len(each)):
+        holding = []
+        for part in self.parts:
+            evidence = part.holds(reading, limits, source)
+            if evidence is not None:
+                holding.append(evidence)
+            elif self.how == "all":
+                return None
+        if not holding:
             return None
         return tuple(dict.fromkeys(e for evidence in holding for e in evidence))
 

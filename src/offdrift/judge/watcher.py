@@ -36,8 +36,11 @@ def judge(reading: Mapping[str, float], rules: Rules, context: Context = UNKNOWN
         [('B', 'stale_engine')]
     """
     tried = {name: rule.when.holds(reading, rules.thresholds, rule.source) for name, rule in rules.rules.items()}
-    excluded = {n for n, r in rules.rules.items() if any(c.holds(reading, rules.thresholds) for c in r.excluded_by)}
-    fired = {name: evidence for name, evidence in tried.items() if evidence is not None and name not in excluded}
+    fired = {
+        name: evidence
+        for name, evidence in tried.items()
+        if evidence is not None and not any(c.holds(reading, rules.thresholds) for c in rules.rules[name].excluded_by)
+    }
     found = context.shapes.get("found") or ()
     where = found[0]["where"] if found else "there"
     findings = []

@@ -6,6 +6,7 @@ sees any of it. Sequences drift by very different amounts, so that tight and wid
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -98,6 +99,13 @@ def draw(seed: int, *, on_policy: bool = False, per_token: bool = False) -> Batc
     made e^5 times more likely; in the others, tokens that it moved by 0.45 nats, alone in their
     sequences. `per_token`: advantages vary within a sequence, and some are 0.
     """
+    batch = _drawn(seed, on_policy, per_token)
+    return replace(batch, tokens={k: x.clone() for k, x in batch.tokens.items()}, turns=[[*t] for t in batch.turns])
+
+
+@functools.cache
+def _drawn(seed: int, on_policy: bool, per_token: bool) -> Batch:
+    """`draw`, once: of what it gives, each caller gets tokens that it may write to."""
     g = torch.Generator().manual_seed(seed)
     uniform = lambda n: torch.rand(n, generator=g, dtype=torch.float64)  # noqa: E731
     normal = lambda n: torch.randn(n, generator=g, dtype=torch.float64)  # noqa: E731

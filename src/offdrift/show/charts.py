@@ -12,7 +12,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -126,6 +126,8 @@ class Chart:
     wide: bool = False
     legend: bool = False
     """Whether the series are named below the chart: they differ from those of the other charts."""
+    drawn: Sequence[dict[str, list[Any]]] = field(init=False, repr=False, compare=False)
+    """The `points` of each series: a page that is too full asks for them again for each number that may stay."""
 
     def __post_init__(self) -> None:
         names = [s.name for s in self.series if not s.color]
@@ -137,8 +139,9 @@ class Chart:
                 if not math.isfinite(value) or (log and value <= 0):
                     raise BadValueError(f"chart {self.title!r}: {label!r} has no place at {value}")
         with_points = [(s, points(self, s)) for s in self.series]
-        series = tuple(s for s, p in with_points if any(v is not None for v in p["y"] or p["low"]))
-        object.__setattr__(self, "series", series)
+        visible_ones = [(s, p) for s, p in with_points if any(v is not None for v in p["y"] or p["low"])]
+        object.__setattr__(self, "series", tuple(s for s, _ in visible_ones))
+        object.__setattr__(self, "drawn", tuple(p for _, p in visible_ones))
 
     @property
     def if_empty(self) -> str:
@@ -172,9 +175,11 @@ class Chart:
     def as_dict(self, columns: PageColumns) -> dict[str, Any]:
         """For the script; what stands in the page's text is not repeated."""
         entries = []
-        for series in sorted(self.series, key=lambda s: not s.strong):  # behind the others first
+        # Strong ones last, before the others.
+        order = sorted(zip(self.series, self.drawn, strict=True), key=lambda of: not of[0].strong)
+        for series, drawn in order:
             fields = {k: v for k, v in vars(series).items() if k not in COLUMNS}
-            stored = {**points(self, series), "texts": series.texts, "labels": series.labels}
+            stored = {**drawn, "texts": series.texts, "labels": series.labels}
             entries.append(
                 {k: v for k, v in fields.items() if v not in ("", False)}
                 | {"name": _escaped(series.name)}
@@ -215,8 +220,10 @@ class PageColumns:
     def add(self, values: Iterable[Any]) -> int:
         """Store a column; its place."""
         values = list(values)
-        shorten = rounded if len(values) <= MAX_POINTS else _finite  # what is packed is rounded there
-        column = tuple(_escaped(v) if isinstance(v, str) else shorten(v) for v in values)
+        if len(values) <= MAX_POINTS:
+            column = tuple(_escaped(v) if isinstance(v, str) else rounded(v) for v in values)
+        else:  # what is packed is rounded there
+            column = tuple([_escaped(v) if isinstance(v, str) else v for v in _drawable(values)])
         return self._places.setdefault(column, len(self._places))
 
     def series(self, fields: Mapping[str, Values]) -> dict[str, int]:
@@ -287,27 +294,23 @@ def points(chart: Chart, series: Series) -> dict[str, list[Any]]:
         >>> points(Chart("", "", [], log=True), Series("a", [1, 2], [0.0, 3.0]))["y"]
         [None, 3.0]
     """
-    x = [_drawable(v, log=chart.log_x) for v in series.x]
-    y = [None if at is None else _drawable(v, log=chart.log) for at, v in zip(x, series.y)]
-    low, high = ([_drawable(v) for v in ends] for ends in (series.low, series.high))
+    x = _drawable(series.x, log=chart.log_x)
+    y = [None if at is None else v for at, v in zip(x, _drawable(series.y, log=chart.log))]
+    low, high = (_drawable(ends) for ends in (series.low, series.high))
     if chart.log and low:  # a band that reaches 0 goes down to the smallest value drawn
         smallest = min((v for v in [*low, *y] if v is not None and v > 0), default=None)
         low = [smallest if v is not None and v <= 0 else v for v in low]
         high = [v if v is not None and v > 0 else None for v in high]
-    complete = [None not in row for row in zip(x, low, high, y or x)]
-    return {
-        "x": x,
-        "y": y,
-        "low": [v if w else None for v, w in zip(low, complete)],
-        "high": [v if w else None for v, w in zip(high, complete)],
-    }
+    if low or high:
+        complete = [None not in row for row in zip(x, low, high, y or x)]
+        low, high = ([v if w else None for v, w in zip(ends, complete)] for ends in (low, high))
+    return {"x": x, "y": y, "low": low, "high": high}
 
 
-def _drawable(value: Any, *, log: bool = False) -> Any:
-    """A finite number, above 0 on a logarithmic axis, or a text; None for anything else."""
-    if value is None or isinstance(value, str):
-        return value
-    return value if math.isfinite(value) and not (log and value <= 0) else None
+def _drawable(values: Values, *, log: bool = False) -> list[Any]:
+    """Finite numbers, above 0 on a logarithmic axis, and texts; None for anything else."""
+    finite, least = math.isfinite, 0 if log else -math.inf
+    return [v if v is None or isinstance(v, str) or (finite(v) and v > least) else None for v in values]
 
 
 def _extremes(series: Series) -> str:
@@ -348,10 +351,6 @@ def rounded(value: Any) -> Any:
     return int(value)
 
 
-def _finite(value: Any) -> Any:
-    return value if value is not None and math.isfinite(value) else None
-
-
 def extreme_rows(values: Sequence[Any], limit: int = MAX_POINTS) -> list[int] | None:
     """Rows of the lowest and the highest value of every stretch, at most `limit`; None if all may stay.
 
@@ -363,8 +362,9 @@ def extreme_rows(values: Sequence[Any], limit: int = MAX_POINTS) -> list[int] | 
     """
     if len(values) <= limit:
         return None
+    numbers = np.array([math.nan if v is None or isinstance(v, str) else v for v in values], float)
+    low, high = (np.where(np.isnan(numbers), ends, numbers) for ends in (math.inf, -math.inf))
     stretches = np.array_split(np.arange(len(values)), max(1, limit // 2 - 1))
-    low, high = ([ends if v is None or isinstance(v, str) else v for v in values] for ends in (math.inf, -math.inf))
-    lowest = {int(rows[int(np.argmin([low[i] for i in rows]))]) for rows in stretches}
-    highest = {int(rows[int(np.argmax([high[i] for i in rows]))]) for rows in stretches}
+    lowest = {int(rows[0] + low[rows[0] : rows[-1] + 1].argmin()) for rows in stretches}
+    highest = {int(rows[0] + high[rows[0] : rows[-1] + 1].argmax()) for rows in stretches}
     return sorted(lowest | highest | {0, len(values) - 1})

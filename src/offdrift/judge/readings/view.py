@@ -182,13 +182,22 @@ class View:
     def level(self, metric: str) -> float | None:
         """The typical value of a metric now, or over the whole run; `{on}` is the engine ratio."""
         metric = self.named(metric)
-        if self.overall is not None and (value := number(self.overall, metric)) is not None:
-            return value
-        return self.window.level(metric, self.size("window_level"))
+        if metric not in self.known_levels:
+            value = None if self.overall is None else number(self.overall, metric)
+            self.known_levels[metric] = self.window.level(metric, self.size("window_level")) if value is None else value
+        return self.known_levels[metric]
+
+    @cached_property
+    def known_levels(self) -> dict[str, float | None]:
+        """The levels that were asked for: several readings look at the same metric."""
+        return {}
 
     def first(self, *metrics: str) -> ReadNumber | None:
         """The level of the first of these metrics that there is."""
-        return next(iter(self.levels(*metrics)), None)
+        for metric in metrics:
+            if (value := self.level(metric)) is not None:
+                return ReadNumber(value, self.named(metric))
+        return None
 
     def largest(self, *metrics: str) -> ReadNumber | None:
         """The largest level of these metrics."""
