@@ -33,6 +33,7 @@ from offdrift.errors import BadValueError, EvidenceError
 from offdrift.judge import Evidence, Finding, decide, load_rules
 from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS, override
+from offdrift.methods.published import outside_ranges
 from offdrift.ratios import stopped_log_ratio
 from offdrift.records.provenance import Sampling
 
@@ -570,9 +571,12 @@ def _with_settings(baseline: Measured, name: str, table: list[Calibrated]) -> di
     elif x is not None and last.value > 1:
         room = (x - 1) / (last.value - 1)
         why += f"; the published {x:g} is {room:.2g} times as far from 1, which is the room left for policy updates"
+    fits = fitting(name, table)
+    for words in outside_ranges(METHODS[name], fits):
+        why += f"; {words}"
     return {
         "method": name,
-        "settings": fitting(name, table),
+        "settings": fits,
         "floor": floor,
         "published": published(name, floor),
         "why": why,

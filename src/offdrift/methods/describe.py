@@ -23,6 +23,7 @@ from offdrift.advantages import ADVANTAGES
 from offdrift.methods import probe
 from offdrift.methods.load import IN_CODE, code_source, load_method
 from offdrift.methods.method import PLAIN, SINGLE, Method
+from offdrift.methods.published import STOP_GRADIENT, published_ranges
 from offdrift.methods.situations import SITUATIONS, USED_BY
 from offdrift.methods.table import FAMILIES, METHODS, SYSTEM_FAMILIES, SYSTEMS, System
 from offdrift.ratios import RatioName
@@ -352,6 +353,7 @@ def facts(name: str, row: Method) -> dict[str, Any]:
         "evidence": _listed(evidence(row), EVIDENCE),
         "sign": sign(row),
         "stop_gradient": stop_gradient(row),
+        "survey_differs": dict(STOP_GRADIENT.get(name, {})),
         "certifies": certifies(row),
         "raises": raised_by(row, row.advantage or DEFAULT_ADVANTAGE),
         "aggregate": row.aggregate,
@@ -373,6 +375,7 @@ def facts(name: str, row: Method) -> dict[str, Any]:
         "formula": row.describe(),
         "parts": parts(row),
         "settings": settings(row),
+        "ranges": {path: asdict(x) for path, x in published_ranges(row).items()},
         "command": command(name),
     }
 

@@ -336,7 +336,7 @@ def method_page(row: Row) -> RenderableType:
         formulas.append(("divided by", row["settings"]["normalizer"]))
     if row["advantage"]:
         formulas.append(("advantage", f"{row['advantage']}, as published"))
-    settings = [(f"override.{path}", shown(value)) for path, value in row["settings"].items()]
+    settings = [(f"override.{path}", _setting(path, value, row)) for path, value in row["settings"].items()]
     bias = row["bias"]
     needs = [
         *row["needs"],
@@ -350,7 +350,7 @@ def method_page(row: Row) -> RenderableType:
         ("importance", row["is_treatment"]),
         ("evidence", _explained("evidence", row["evidence"])),
         ("sign", _explained("sign", [row["sign"]])),
-        ("stop-gradient", _explained("stop_gradient", [row["stop_gradient"]])),
+        ("stop-gradient", _stopped(row)),
         ("certifies", _explained("certifies", [row["certifies"]])),
         ("optimizes", _raised(row)),
         ("bias", "not known" if bias is None else _explained("bias", [bias])),
@@ -378,6 +378,18 @@ def _why(row: Row) -> list[tuple[str, str]]:
         why.append(("code", f"{code['file']}, SHA-256 {code['sha256'][:12]}"))
         return [line for line in [*why, ("reference", row["reference"])] if line[1]]
     return [*why, ("status", _explained("status", [row["status"]])), ("reference", row["reference"])]
+
+
+def _setting(path: str, value: Any, row: Row) -> str:
+    """A value, with the range that a source recommends for it."""
+    usual = row["ranges"].get(path)
+    return shown(value) + (f"   usual: {usual['low']:g} to {usual['high']:g} ({usual['source']})" if usual else "")
+
+
+def _stopped(row: Row) -> str:
+    """Whether ratios are constants to the gradient, and why the survey's map says otherwise where it does."""
+    words, other = _explained("stop_gradient", [row["stop_gradient"]]), row["survey_differs"]
+    return f"{words}\nThe survey's map says {other['survey']}: {other['why']}." if other else words
 
 
 def _change(row: Row) -> str:
