@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from offdrift.methods import METHODS, override
+from offdrift.methods import METHODS, override, probe
 from offdrift.methods import describe as axes
-from offdrift.methods import probe
 from offdrift.methods.published import RANGES, STOP_GRADIENT, outside_ranges, published_ranges
 
 # The survey's column "Stop-gradient?" (2026-05-18), of rows that are methods here and have a yes or no there.

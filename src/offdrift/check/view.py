@@ -20,6 +20,7 @@ from offdrift.show.findings import LEVELS, WORDS, footnote, in_order, safe, show
 from offdrift.show.headline import correlation, headlines, thresholds
 from offdrift.show.json_access import Fields, at, mapping, number, rows, text
 from offdrift.show.numbers import short
+from offdrift.show.stacks import stack_words
 
 OUTSIDE = "○"
 """Sign of a missed budget."""
@@ -470,6 +471,7 @@ def _recommended(check: Fields) -> list[RenderableType]:
             parts.append(Text(f"\n  # {safe(framework)}", style="dim"))
             parts += [Text(f"  {safe(line)}") for line in code.splitlines()]
     parts += _branches(check)
+    parts += [Text(safe(words), style="dim") for words in stack_words(check)]
     cap = number(at(check, "baseline", "tail_log_ratio_cap"))
     if cap is not None:
         every = short(number(at(check, "baseline", "tail_log_ratio_cap_all")))

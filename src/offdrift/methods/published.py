@@ -1,4 +1,4 @@
-"""What sources say of a method besides its formula: ranges of settings, and where the survey's map differs, with why."""
+"""What sources say of a method besides its formula: ranges of settings, and where the survey's map differs and why."""
 
 from __future__ import annotations
 

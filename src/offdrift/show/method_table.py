@@ -297,7 +297,9 @@ def suggestions(name: str) -> RenderableType:
         evidence = Text.assemble(row["evidence"], (f" ({row['where']})", "dim"))
         grid.add_row(Text(f"{number}. {row['method']}", style="bold"), evidence)
     heading = Text.assemble(("Begin with", "bold cyan"), (f"  where {situation['audit']}", "cyan"))
-    return Group(heading, Padding(grid, (0, 0, 0, 2)), Text())
+    reason = f". Not first here: {situation['differs']}" if situation["differs"] else ""
+    survey = f"The survey begins with {' and '.join(situation['survey'][:2])}: {situation['survey_why']}{reason}."
+    return Group(heading, Padding(grid, (0, 0, 0, 2)), Padding(Text(survey, style="dim"), (0, 0, 0, 2)), Text())
 
 
 NEEDED = "log-probs of rollout and current policy, advantages"
