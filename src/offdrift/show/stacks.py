@@ -15,9 +15,9 @@ def stack_words(stored: Fields) -> list[str]:
         stored: the content of `audit.json` or `check.json`; what is malformed in it is passed over.
 
     Example:
-        >>> row = {"stack": "moe", "known_by": "a mixture of experts", "survey": ["icepop", "keep_routing"], "agrees": True}
+        >>> row = {"stack": "moe", "known_by": "experts", "survey": ["icepop", "keep_routing"], "agrees": True}
         >>> stack_words({"stacks": [row]})
-        ['Stack moe (a mixture of experts): the survey begins with icepop or keep_routing, as this does.']
+        ['Stack moe (experts): the survey begins with icepop or keep_routing, as this does.']
     """
     sentences = []
     for row in rows(stored.get("stacks")):
