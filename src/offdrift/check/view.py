@@ -471,7 +471,7 @@ def _recommended(check: Fields) -> list[RenderableType]:
             parts.append(Text(f"\n  # {safe(framework)}", style="dim"))
             parts += [Text(f"  {safe(line)}") for line in code.splitlines()]
     if source := text(at(advice, "unit", "source")):
-        parts.append(Text(f"\nSource of the mismatch: {safe(source)}.{_unit(advice)}", style="dim"))
+        parts.append(Text(f"\nSource of the mismatch: {safe(source)}.{unit_words(advice)}", style="dim"))
     parts += _branches(check)
     parts += [Text(safe(words), style="dim") for words in stack_words(check)]
     cap = number(at(check, "baseline", "tail_log_ratio_cap"))
@@ -494,8 +494,8 @@ def _advice_line(heading: str, advice: Fields) -> Text:
     return Text.assemble("\n", (heading, "bold green"), (name, "bold"), f"{words}{': ' if why else ''}{why}")
 
 
-def _unit(advice: Fields) -> str:
-    """Whether the method that would be recommended corrects in a unit that shows the source."""
+def unit_words(advice: Fields) -> str:
+    """Say whether the method that would be recommended corrects in a unit that shows the source."""
     name, units = text(at(advice, "unit", "method")), ", ".join(text(x) for x in items(at(advice, "unit", "units")))
     if not name or not units:
         return ""

@@ -82,7 +82,7 @@ def by_stack(context: Context, overall: Row, decided: Mapping[str, Any]) -> list
                 "survey": list(situation.survey),
                 "survey_why": situation.survey_why,
                 "agrees": agrees,
-                "differs": "" if agrees else "; ".join(filter(None, [_reason(decided), situation.differs])),
+                "differs": "" if agrees else "; ".join(filter(None, [reason_of(decided), situation.differs])),
                 "source": SOURCE,
                 "find": f"offdrift methods --for {name}",
             }
@@ -90,8 +90,8 @@ def by_stack(context: Context, overall: Row, decided: Mapping[str, Any]) -> list
     return rows
 
 
-def _reason(decided: Mapping[str, Any]) -> str:
-    """Why the log's own decision stands before the kind of stack."""
+def reason_of(decided: Mapping[str, Any]) -> str:
+    """Say why the log's own decision stands before the kind of stack."""
     if decided.get("rung") == "systems fix":
         return REPAIR
     if decided.get("rung") == "none":

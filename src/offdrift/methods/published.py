@@ -1,4 +1,4 @@
-"""What sources say of a method besides its formula: ranges of settings, and where the survey's map differs and why."""
+"""Statements of sources on a method besides its formula: ranges of settings, and entries of the survey that differ."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ STOP_GRADIENT: Mapping[str, Mapping[str, str]] = _TABLES["stop_gradient"]
 """Methods whose ratios are constants here and are not in the survey's map: its entry as `survey`, and `why`."""
 
 
-def _kind(part: Any) -> tuple[str, str]:
-    """The kind of a part, a key of `RANGES`, and its field that has the range; "" of any other part."""
+def kind_of_part(part: Any) -> tuple[str, str]:
+    """Name the kind of a gate or weight, a key of `RANGES`, and its field that has the range; "" of any other."""
     if isinstance(part, Gate) and part.statistic == "ratio_error" and part.unit == "seq_mean":
         return "ratio_error", "high"
     truncates = isinstance(part, Weight) and part.outside == "truncate" and part.cap is not None
@@ -59,7 +59,7 @@ def published_ranges(row: Method) -> dict[str, PublishedRange]:
     ranges = {}
     for role, several in (("gate", row.correction.gates), ("weight", row.correction.weights)):
         for i, part in enumerate(several):
-            kind, field = _kind(part)
+            kind, field = kind_of_part(part)
             if kind:
                 ranges[f"{role}.{field}" if len(several) == 1 else f"{role}.{i}.{field}"] = RANGES[kind]
     return ranges

@@ -338,7 +338,7 @@ def method_page(row: Row) -> RenderableType:
         formulas.append(("divided by", row["settings"]["normalizer"]))
     if row["advantage"]:
         formulas.append(("advantage", f"{row['advantage']}, as published"))
-    settings = [(f"override.{path}", _setting(path, value, row)) for path, value in row["settings"].items()]
+    settings = [(f"override.{path}", setting_words(path, value, row)) for path, value in row["settings"].items()]
     bias = row["bias"]
     needs = [
         *row["needs"],
@@ -352,7 +352,7 @@ def method_page(row: Row) -> RenderableType:
         ("importance", row["is_treatment"]),
         ("evidence", _explained("evidence", row["evidence"])),
         ("sign", _explained("sign", [row["sign"]])),
-        ("stop-gradient", _stopped(row)),
+        ("stop-gradient", stopped_words(row)),
         ("certifies", _explained("certifies", [row["certifies"]])),
         ("optimizes", _raised(row)),
         ("bias", "not known" if bias is None else _explained("bias", [bias])),
@@ -382,14 +382,14 @@ def _why(row: Row) -> list[tuple[str, str]]:
     return [*why, ("status", _explained("status", [row["status"]])), ("reference", row["reference"])]
 
 
-def _setting(path: str, value: Any, row: Row) -> str:
+def setting_words(path: str, value: Any, row: Row) -> str:
     """A value, with the range that a source recommends for it."""
     usual = row["ranges"].get(path)
     return shown(value) + (f"   usual: {usual['low']:g} to {usual['high']:g} ({usual['source']})" if usual else "")
 
 
-def _stopped(row: Row) -> str:
-    """Whether ratios are constants to the gradient, and why the survey's map says otherwise where it does."""
+def stopped_words(row: Row) -> str:
+    """Say whether ratios are constants to the gradient, and why the survey's map says otherwise where it does."""
     words, other = _explained("stop_gradient", [row["stop_gradient"]]), row["survey_differs"]
     return f"{words}\nThe survey's map says {other['survey']}: {other['why']}." if other else words
 

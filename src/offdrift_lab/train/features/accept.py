@@ -176,10 +176,10 @@ class Acceptance(Feature):
         training = arm.model.training
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             if self.settings.test == "gap":
-                self.value = self._gap(arm)
+                self.value = self.engine_gap(arm)
                 self.accepted = self.value >= -self.limit
             else:
-                self.value = self._divergence(arm, batch)
+                self.value = self.divergence(arm, batch)
                 self.accepted = self.value <= self.limit
         arm.model.train(training)
         if not self.accepted:
@@ -191,7 +191,7 @@ class Acceptance(Feature):
         row = {"undone": float(not self.accepted), "accept_test": self.value, "accept_limit": self.limit}
         return Metrics(maxima={f"optim/{name}": x for name, x in row.items()})
 
-    def _gap(self, arm: Any) -> float:
+    def engine_gap(self, arm: Any) -> float:
         """Give the engine the candidate, draw answers to new training prompts, and compare both policies on them."""
         run, s = arm.run, self.settings
         with ExitStack() as published:
@@ -214,7 +214,7 @@ class Acceptance(Feature):
         gap = inference_gap(drawn.logp_rollout, logp, drawn.rewards, segments=drawn.segments, samples=s.samples)
         return float(gap)
 
-    def _divergence(self, arm: Any, batch: Any) -> float:
+    def divergence(self, arm: Any, batch: Any) -> float:
         """Compare rollout policy and candidate on a share of the responses: mean k3, or the largest exact KL."""
         number = batch.rollouts.num_sequences
         count = max(1, round(self.settings.share * number))
