@@ -38,8 +38,9 @@ def kind_of_part(part: Any) -> tuple[str, str]:
     """Name the kind of a gate or weight, a key of `RANGES`, and its field that has the range; "" of any other."""
     if isinstance(part, Gate) and part.statistic == "ratio_error" and part.unit == "seq_mean":
         return "ratio_error", "high"
-    truncates = isinstance(part, Weight) and part.outside == "truncate" and part.cap is not None
-    everywhere = truncates and not part.floor and part.advantage == part.outcome == "any"
+    if not isinstance(part, Weight) or part.outside != "truncate" or part.cap is None or part.floor:
+        return "", ""
+    everywhere = part.advantage == part.outcome == "any"
     if everywhere and part.on in ("full", "mismatch") and part.unit in ("token", "sequence"):
         return f"{part.unit} truncation", "cap"
     return "", ""
