@@ -97,6 +97,12 @@ def _name(row: Mapping[str, Any]) -> str:
     return f"`{row['name']}`<br>{cell(row['summary'])}{mark}"
 
 
+def _survey(row: Mapping[str, Any]) -> str:
+    """The survey's entry where it differs, with the reason."""
+    other = row["survey_differs"]
+    return f"<br>(survey: {other['survey']}; {cell(other['why'])})" if other else ""
+
+
 def _joined(row: Mapping[str, Any], key: str) -> str:
     return cell(", ".join(row[key]) or "none")
 
@@ -109,7 +115,7 @@ METHOD_COLUMNS = {
     "IS treatment": lambda row: cell(row["is_treatment"]),
     "sign": lambda row: row["sign"],
     "made for": lambda row: cell(row["target"]),
-    "stop-gradient": lambda row: row["stop_gradient"],
+    "stop-gradient": lambda row: row["stop_gradient"] + _survey(row),
     "certifies, the gain of": lambda row: (
         f"{row['certifies']}<br>{code(row['trained_return']['return'] or 'none known')}"
     ),

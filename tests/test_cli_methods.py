@@ -89,7 +89,7 @@ def test_it_fits_the_terminal(offdrift, width, words):
     ("words", "code", "message"),
     [
         (["methods", "trm_mx"], 1, "MethodError: no method 'trm_mx'; did you mean trm_max"),
-        (["methods", "--for", "slow"], 1, "--for 'slow' is not one of: stale; moe; quantized; async"),
+        (["methods", "--for", "slow"], 1, "--for 'slow' is not one of: stale; moe; quantized; async; dense"),
         (["methods", "--unit", "tokn"], 1, "--unit 'tokn' is not one of: token; prefix;"),
         (["methods", "--unit", "prefix", "--ratio", "mismatch"], 1, "drop --ratio for 3"),
         (["methods", "r3", "--unit", "token"], 2, "give a name or filters"),

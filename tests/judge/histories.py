@@ -172,6 +172,8 @@ FIRES: dict[str, Example] = {
     "ppl_below_one": Example(altered(lambda i, row: both(ppl_ratio=0.985 + 0.002 * math.sin(1.3 * i), k1=-0.004, k3=0.001, ratio_mean=None, ratio_mean_z=None))),
     "trainer_not_repeating": Example(altered({"staleness/k3": 0.1, "batch/updates_before": 0.0, "version_lag/mean": 0.0, "version_lag/max": 0.0})),
     **{f"shape_{kind}": Example(clean(), Context(shapes=shape(kind))) for kind in KINDS},
+    "unit_too_fine": Example(clean(), Context(shapes=shape("kinds"), method="token_tis")),
+    "unit_too_coarse": Example(altered(both(k3=0.03, k1=0.03, k3_top_share=0.7)), Context(method="decoupled_geo_rs")),
     "shape_mild": Example(clean(), Context(shapes=shape("end", gap=0.01))),
     "lag_contradicted": Example(
         altered({"version_lag/mean": 4.0, "version_lag/max": 4.0}), Context(shapes=over_steps("growing"))

@@ -19,6 +19,8 @@ TOLD_FIRST = {
     "surge_despite_guard": "length_surge",
     "idle_gate": "token_drift",
     "idle_cap": "token_drift",
+    "unit_too_fine": "shape_kinds",
+    "unit_too_coarse": "router_or_rare_tokens",
 }
 
 

@@ -76,6 +76,7 @@ def test_verl_correction_is_accepted_by_verl_and_is_the_method(fix, where, text)
         "reject_stale": config.decoupled_geo_rs_seq_tis(is_threshold=2.0, rs_threshold="0.99_1.01"),
         "reduce_lag": config.decoupled_token_is(threshold=2.0),
         "halve_lr": config.bypass_pg_geo_rs(),
+        "fewer_workers": config.bypass_ppo_clip(),
         "make_it_live": config.decoupled_token_is(threshold=2.0),
     }  # fmt: skip
     preset = presets.get(fix, algorithm.RolloutCorrectionConfig.disabled())

@@ -14,7 +14,7 @@ from offdrift.errors import MethodError
 from offdrift.methods import METHODS, Method, override, probe
 from offdrift.methods import describe as axes
 from offdrift.methods.describe import CHOICES, catalog
-from offdrift.methods.method import PLAIN, Bias, Status
+from offdrift.methods.method import PLAIN, UNSAID, Bias, Status
 from offdrift.methods.table import FAMILIES, SYSTEMS
 from offdrift.objectives import Clipped, Reinforce, TokenLoss
 from offdrift.ratios import RatioName, Unit
@@ -261,7 +261,7 @@ def test_every_word_is_explained():
 
 def test_parts_whose_units_are_given_here_exist():
     parts = {type(part).__name__ for row in METHODS.values() for part in row.parts}
-    assert set(axes.UNSAID) <= parts
+    assert set(UNSAID) <= parts
 
 
 @ALL

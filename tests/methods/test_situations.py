@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 FRAMEWORKS = {"ms-swift", "AReaL", "NeMo-RL", "OpenRLHF", "prime-rl", "verl", "TRL"}
 
 
-def test_the_four_situations_have_three_suggestions_each():
-    assert list(SITUATIONS) == ["stale", "moe", "quantized", "async"]
+def test_the_situations_have_three_suggestions_each():
+    assert list(SITUATIONS) == ["stale", "moe", "quantized", "async", "dense"]
     for situation in SITUATIONS.values():
         assert len(situation.suggested) == 3
         assert len({s.method for s in situation.suggested}) == 3
@@ -29,6 +29,14 @@ def test_every_name_is_a_row_and_every_claim_says_what_it_rests_on(name):
         assert s.where
         page = s.where.partition(",")[0]
         assert not page.startswith("docs/") or (ROOT / page).is_file()
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_where_the_survey_begins_otherwise_the_reason_is_said(name):
+    situation = SITUATIONS[name]
+    assert set(situation.survey) <= {*METHODS, *SYSTEMS}
+    assert bool(situation.differs) == (situation.suggested[0].method not in situation.survey[:1])
+    assert situation.survey_why
 
 
 def test_numbers_of_suggestions_are_those_of_the_pages():

@@ -99,7 +99,16 @@ def conclude(
     return plain(audit | judged(audit, context, rules))
 
 
-KNOWN = ("method", "temperature", "mixture_of_experts", "filtered", "filter_replayed", "cache_replayed", "raw_stated")
+KNOWN = (
+    "method",
+    "temperature",
+    "mixture_of_experts",
+    "filtered",
+    "filter_replayed",
+    "cache_replayed",
+    "raw_stated",
+    "quantized",
+)
 """What an audit stores of the context besides its own numbers: facts that another judgement of it needs."""
 
 
@@ -114,18 +123,17 @@ def judged(audit: Mapping[str, Any], context: Context, rules: Rules) -> dict[str
     facets = {
         axis: [{**_numbers(row), "label": row["label"]} for row in buckets] for axis, buckets in audit["facets"].items()
     }
+    from offdrift.judge.stack import by_stack  # read once, when an audit ends
+
     context = replace(context, overall=overall, facets=facets, shapes=audit["shapes"])
     findings = diagnose([_numbers(step) for step in audit["steps"]], context=context, rules=rules)
+    by_numbers = suggest(audit["methods"], overall, limits=limits)
+    suggestion = decide(findings, by_numbers, table=audit["methods"], trains=context.method, limits=limits)
     return {
         **rules.as_record(),
         "regime": regime(overall, limits=limits),
-        "suggestion": decide(
-            findings,
-            suggest(audit["methods"], overall, limits=limits),
-            table=audit["methods"],
-            trains=context.method,
-            limits=limits,
-        ),
+        "suggestion": suggestion,
+        "stacks": by_stack(context, overall, suggestion),
         "findings": on_page((_without_itself(f.as_dict()) for f in findings), PAGE),
         "verdict": verdict(findings, overall, missing=audit["coverage"]["sentences"], limits=limits),
     }
@@ -162,6 +170,7 @@ def informed(context: Context, drawn_by: Sequence[Mapping[str, Any]]) -> Context
         "cache_replayed": all("retention" in p["replayed"] for p in evicted) if evicted else None,
         "filtered": bool(filtered),
         "raw_stated": any(p["logprobs"] == "raw" for p in warped),
+        "quantized": any(p["quantization"] is not None for p in stated),
     }
     return replace(context, **{name: x for name, x in own.items() if getattr(context, name) is None})
 

@@ -18,6 +18,7 @@ from offdrift.audit.partial import BAD_ROWS_KEPT
 from offdrift.judge import Context, Finding, Rules, decide, diagnose, load_rules, verdict
 from offdrift.judge.findings import number
 from offdrift.judge.metric_names import metric_names
+from offdrift.judge.stack import by_stack
 from offdrift.records.atomic import plain
 from offdrift.records.readers.metrics import MetricLog
 from offdrift.show.anchors import on_page
@@ -122,9 +123,11 @@ def judged_metrics(
         "rung": None,
         "why": f"which correction helps, and at what cost, needs the tokens: {_recorder(context.framework)}",
     }
+    decided = decide(findings, suggestion)
     return {
         **rules.as_record(),
-        "suggestion": decide(findings, suggestion),
+        "suggestion": decided,
+        "stacks": by_stack(context, overall, decided),
         "findings": on_page((f.as_dict() for f in findings), PAGE),
         "verdict": _verdict(findings, overall, rules, context.framework),
     }

@@ -21,6 +21,7 @@ from offdrift.show.headline import PAIRS, all_numbers, best_numbers, common_cont
 from offdrift.show.html import PAGE_BYTES, render_document, write_document
 from offdrift.show.json_access import Fields, any_number, at, clipped, items, mapping, number, numbers, rows, text
 from offdrift.show.numbers import KL_EDGES, duration, fixed, flatten, kl_labels, kl_level, short
+from offdrift.show.stacks import stack_words
 
 RATIO_EDGES = (0.01, 0.05, 0.2, 1.0, 3.0)
 """|log-ratio| at which the color of a token changes, nats."""
@@ -222,6 +223,7 @@ def _corrections(audit: Fields) -> dict[str, Any]:
         "untried": untried(audit),
         "suggestion": mapping(audit.get("suggestion")),
         "settings": list(flatten(mapping(at(audit, "suggestion", "settings")))),
+        "stacks": stack_words(audit),
     }
 
 

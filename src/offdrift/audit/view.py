@@ -26,6 +26,7 @@ from offdrift.show.findings import (
 )
 from offdrift.show.headline import Headline, count_words, headlines
 from offdrift.show.json_access import Fields, at, items, mapping, number, rows, text
+from offdrift.show.stacks import stack_words
 
 FINDINGS_SHOWN = 3
 BARS = "▁▂▃▄▅▆▇█"
@@ -198,6 +199,7 @@ def _methods(audit: Fields, width: int) -> list[RenderableType]:
         parts.append(Text.assemble(("No correction suggested: ", "bold"), safe(why)))
     if words := regime_words(audit):
         parts.append(Text(words, style="dim"))
+    parts += [Text(safe(words), style="dim") for words in stack_words(audit)]
     return parts
 
 

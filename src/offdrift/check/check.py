@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from offdrift.check.bench import Bench, EngineSpec, Pair
-from offdrift.check.branches import branches
+from offdrift.check.branches import branches, quantized
 from offdrift.check.claim import Claim, claimed_equal, claimed_equal_to, with_digest, with_module
 from offdrift.check.equality import attempted, bisect, determinism, modules_agree, repeated
 from offdrift.check.factors.base import Factor, Outcome
@@ -27,6 +27,7 @@ from offdrift.check.precision import Explained, explained, unexplained, without_
 from offdrift.check.recommend import Level, broken_record, defects, level_of, recommended, sentence, thresholds, worst
 from offdrift.errors import BadValueError, RecordError
 from offdrift.judge import Context, Rules, diagnose, load_rules, num_experts, verdict
+from offdrift.judge.stack import by_stack
 from offdrift.records.atomic import plain
 from offdrift.records.rollouts import Rollouts
 from offdrift.show.anchors import on_page
@@ -245,6 +246,7 @@ def _judged(
     context = Context(
         same_weights=True,
         mixture_of_experts=mixture,
+        quantized=quantized(pair.rollout),
         temperature=sampling.temperature,
         overall=baseline.metrics,
     )
@@ -262,14 +264,14 @@ def _judged(
         if wrong or other or level == level_of(rows)
         else f"{size} {verdict(findings, limits=rules.limits)['text']}"
     )
+    advice = recommended(baseline, level=level, findings=findings, mixture_of_experts=mixture, limits=rules.limits)
     return {
         "thresholds": rows,
         **rules.as_record(),
         "findings": on_page((f.as_dict() for f in findings), PAGE),
         "verdict": {"level": level, "text": text},
-        "recommended": recommended(
-            baseline, level=level, findings=findings, mixture_of_experts=mixture, limits=rules.limits
-        ),
+        "recommended": advice,
+        "stacks": by_stack(context, baseline.metrics, advice),
         "branches": branches(pair, outcomes),
         "max_kl": max_kl,
         "passed": level != "stop" and not other and (max_kl is None or baseline.kl_mean <= max_kl),

@@ -29,6 +29,7 @@ from offdrift.show.headline import Headline, all_numbers, best_of, common_contex
 from offdrift.show.html import STYLES, render_document, write_document
 from offdrift.show.json_access import Fields, at, mapping, number, rows, text
 from offdrift.show.numbers import duration, flatten, percent, short
+from offdrift.show.stacks import stack_words
 
 FACTOR_NUMBERS = (
     ("kl_mean", "KL, mean", "Mean exact KL(rollout || training) of a token with this factor changed, nats."),
@@ -103,6 +104,7 @@ def render_check(check: Mapping[str, Any]) -> str:
         "later": text(later.get("method")),
         "later_settings": list(flatten(mapping(later.get("settings")))),
         "branches": rows(check.get("branches")),
+        "stacks": stack_words(check),
         "snippets": list(snippets.items()),
         "numbers": all_numbers(mapping(check.get("baseline"))),
         "noise": [(k, _short_if_number(v)) for k, v in flatten(mapping(check.get("noise")))],

@@ -31,8 +31,10 @@ from offdrift.correction.statistics import statistic
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import BadValueError, EvidenceError
 from offdrift.judge import Evidence, Finding, decide, load_rules
+from offdrift.judge.readings.shapes import AVERAGES
 from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS, override
+from offdrift.methods.published import outside_ranges
 from offdrift.ratios import stopped_log_ratio
 from offdrift.records.provenance import Sampling
 
@@ -525,6 +527,7 @@ def recommended(
     return {
         "settings": {},
         "snippets": {},
+        "unit": unit_of_mismatch(baseline, name, limits=limits, mixture_of_experts=mixture_of_experts),
         **{key: x for key, x in chosen.items() if key != "method"},
         "method": decided["method"],
         "why": decided["why"],
@@ -533,6 +536,34 @@ def recommended(
         "then": then,
         "acceptance": acceptance,
         "calibrated": [asdict(c) for c in table],
+    }
+
+
+def unit_of_mismatch(
+    baseline: Measured, name: str, *, limits: Mapping[str, float], mixture_of_experts: bool = False
+) -> dict[str, Any]:
+    """Compare the unit of a method with the source of the mismatch: the `unit` of `recommended`.
+
+    At equal weights the source is arithmetic, and its unit is the token: all of them, or single ones that are far off.
+    An average over a response hides single ones (`judge.readings.shapes.AVERAGES`).
+
+    Args:
+        name: a row of `METHODS`, which would be recommended.
+
+    Returns: `source` in words; `evidence`, the number and the threshold that it was compared with; `method`; `units`
+        in which it corrects for the engine; and `fits`, whether one of them shows the source.
+
+    Reference: survey of off-policy RL for LLMs, 2026, "the correction unit must match the source of mismatch".
+    """
+    share, heavy = baseline.metrics.get("mismatch/k3_top_share"), limits["tail_heavy"]
+    single = mixture_of_experts or (share or 0.0) > heavy
+    units = METHODS[name].engine_units
+    return {
+        "source": "single tokens that are far off" if single else "noise of every token",
+        "evidence": {"metric": "mismatch/k3_top_share", "value": share, "threshold": heavy},
+        "method": name,
+        "units": sorted(units),
+        "fits": bool(units) and not (single and units <= AVERAGES),
     }
 
 
@@ -570,9 +601,12 @@ def _with_settings(baseline: Measured, name: str, table: list[Calibrated]) -> di
     elif x is not None and last.value > 1:
         room = (x - 1) / (last.value - 1)
         why += f"; the published {x:g} is {room:.2g} times as far from 1, which is the room left for policy updates"
+    fits = fitting(name, table)
+    for words in outside_ranges(METHODS[name], fits):
+        why += f"; {words}"
     return {
         "method": name,
-        "settings": fitting(name, table),
+        "settings": fits,
         "floor": floor,
         "published": published(name, floor),
         "why": why,

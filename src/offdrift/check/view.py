@@ -18,8 +18,9 @@ from rich.text import Text
 from offdrift.check.paired_view import PAIRED, paired_lines
 from offdrift.show.findings import LEVELS, WORDS, footnote, in_order, safe, shown_view, verdict_view
 from offdrift.show.headline import correlation, headlines, thresholds
-from offdrift.show.json_access import Fields, at, mapping, number, rows, text
+from offdrift.show.json_access import Fields, at, items, mapping, number, rows, text
 from offdrift.show.numbers import short
+from offdrift.show.stacks import stack_words
 
 OUTSIDE = "○"
 """Sign of a missed budget."""
@@ -469,7 +470,10 @@ def _recommended(check: Fields) -> list[RenderableType]:
         if isinstance(code, str):
             parts.append(Text(f"\n  # {safe(framework)}", style="dim"))
             parts += [Text(f"  {safe(line)}") for line in code.splitlines()]
+    if source := text(at(advice, "unit", "source")):
+        parts.append(Text(f"\nSource of the mismatch: {safe(source)}.{unit_words(advice)}", style="dim"))
     parts += _branches(check)
+    parts += [Text(safe(words), style="dim") for words in stack_words(check)]
     cap = number(at(check, "baseline", "tail_log_ratio_cap"))
     if cap is not None:
         every = short(number(at(check, "baseline", "tail_log_ratio_cap_all")))
@@ -488,6 +492,15 @@ def _advice_line(heading: str, advice: Fields) -> Text:
     changed = ", ".join(f"{safe(k)} = {short(number(v))}" for k, v in mapping(advice.get("settings")).items())
     words = f" ({changed})" if changed else ""
     return Text.assemble("\n", (heading, "bold green"), (name, "bold"), f"{words}{': ' if why else ''}{why}")
+
+
+def unit_words(advice: Fields) -> str:
+    """Say whether the method that would be recommended corrects in a unit that shows the source."""
+    name, units = text(at(advice, "unit", "method")), ", ".join(text(x) for x in items(at(advice, "unit", "units")))
+    if not name or not units:
+        return ""
+    verb = "fits" if at(advice, "unit", "fits") is True else "hides it"
+    return f" {safe(name)} corrects by {safe(units)}, which {verb}."
 
 
 def _branches(check: Fields) -> list[RenderableType]:

@@ -26,7 +26,9 @@ def methods(
     situation: Annotated[
         str | None,
         typer.Option(
-            "--for", metavar="SITUATION", help="What an audit said: stale, moe, quantized, async. Suggests three."
+            "--for",
+            metavar="SITUATION",
+            help="What an audit said: stale, moe, quantized, async, dense. Suggests three.",
         ),
     ] = None,
     search: Annotated[

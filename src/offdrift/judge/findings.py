@@ -36,6 +36,8 @@ class Context:
     """Whether both policies held the same weights by construction: a zero-update test."""
     mixture_of_experts: bool | None = None
     """Whether the model routes tokens to experts."""
+    quantized: bool | None = None
+    """Whether the engine keeps or multiplies numbers on a coarser grid than its dtype; None: nothing says."""
     method: str | None = None
     """The row of `METHODS` that the run trains with: says which gates and weights are configured."""
     temperature: float | None = None

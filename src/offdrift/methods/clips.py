@@ -200,6 +200,18 @@ ROWS: dict[str, Method] = {
         bias="O(1)",
         reference="Cui et al., arXiv:2505.22617; defaults as in verl",
     ),
+    "mipu": row(
+        Clipped(dual_clip=3.0), Weight(on="mismatch", cap=2.0),
+        aggregate="seq_mean_token_mean",
+        advantage="grpo",
+        summary="GRPO's dual clip times the mismatch truncated at 2; with optim.accept, which undoes steps that fail",
+        mechanism="ratio clip, truncated weight, acceptance of steps",
+        target="updates that help the trainer's policy and not the engine's",
+        fails="without optim.accept it is a truncated weight; with it, noise of the test undoes good steps",
+        reference="MIPU, arXiv:2606.29526, step 1, after descriptions (they differ on the unit of the weight: the "
+            "token here; the dual clip 3 is ours)",
+        status="secondary",
+    ),
     "kl_cov": row(
         CovPenalized(),
         summary="importance-sampled surrogate with a penalty |log r|, not eq. 14's KL, on tokens of high covariance",

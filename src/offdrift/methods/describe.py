@@ -22,7 +22,8 @@ import torch
 from offdrift.advantages import ADVANTAGES
 from offdrift.methods import probe
 from offdrift.methods.load import IN_CODE, code_source, load_method
-from offdrift.methods.method import PLAIN, SINGLE, Method
+from offdrift.methods.method import PLAIN, SINGLE, Method, part_units
+from offdrift.methods.published import STOP_GRADIENT, published_ranges
 from offdrift.methods.situations import SITUATIONS, USED_BY
 from offdrift.methods.table import FAMILIES, METHODS, SYSTEM_FAMILIES, SYSTEMS, System
 from offdrift.ratios import RatioName
@@ -110,20 +111,6 @@ STATUS = {
     "secondary": "from a secondary description",
     "unverified": "experimental; no equation could be found, this is our best reading",
 }
-OF_RATIO = {"seq_sum": "sequence", "seq_mean": "geometric"}
-"""What a gate's unit is called where its statistic is the ratio: sums are of logs."""
-UNSAID: dict[str, tuple[str, ...]] = {
-    "GeometricClipped": ("geometric",),
-    "PrefixClipped": ("prefix",),
-    "PrefixMinClipped": ("prefix_min",),
-    "EntropyGrouped": ("entropy_group",),
-    "TurnNormalized": ("turn",),
-    "LengthNeutralGate": ("seq_mean",),
-}
-"""Units of parts whose `unit` does not say all. Any other part with a ratio and no `unit` works on
-tokens; a test perturbs single tokens of every method and fails where that is untrue."""
-
-
 # -- axes -----------------------------------------------------------------------------------------
 
 
@@ -352,6 +339,7 @@ def facts(name: str, row: Method) -> dict[str, Any]:
         "evidence": _listed(evidence(row), EVIDENCE),
         "sign": sign(row),
         "stop_gradient": stop_gradient(row),
+        "survey_differs": dict(STOP_GRADIENT.get(name, {})),
         "certifies": certifies(row),
         "trained_return": raised_by(row, row.advantage or DEFAULT_ADVANTAGE),
         "aggregate": row.aggregate,
@@ -373,6 +361,7 @@ def facts(name: str, row: Method) -> dict[str, Any]:
         "formula": row.describe(),
         "parts": parts(row),
         "settings": settings(row),
+        "ranges": {path: asdict(x) for path, x in published_ranges(row).items()},
         "command": command(name),
     }
 
@@ -403,15 +392,8 @@ def system_facts(name: str, row: System) -> dict[str, Any]:
 
 
 def _units_of(part: Any) -> set[str]:
-    """The units of one part: what it says, what it observes, and what is `UNSAID`."""
-    units = set(UNSAID.get(type(part).__name__, ()))
-    unit: str | None = getattr(part, "unit", None)
-    if unit is not None:
-        names = {"seq_max": "worst"}
-        names |= OF_RATIO if getattr(part, "statistic", None) == "ratio" else {}
-        units.add(names.get(unit, unit))
-    elif getattr(part, "on", None) is not None and not units:
-        units.add("token")
+    """The units of one part: those of `part_units`, and what it observes."""
+    units = set(part_units(part))
     if hasattr(part, "observe") and getattr(part, "observes", True):
         batch = probe.batch()
         if observed := part.observe(batch.logprobs, batch.advantages, batch.batch_info):

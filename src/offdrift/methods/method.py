@@ -144,6 +144,39 @@ Status = Literal["stated", "implementation", "secondary", "unverified"]
 or our best reading where no equation could be found (experimental)."""
 
 
+OF_RATIO = {"seq_sum": "sequence", "seq_mean": "geometric"}
+"""What a gate's unit is called where its statistic is the ratio: sums are of logs."""
+UNSAID: dict[str, tuple[str, ...]] = {
+    "GeometricClipped": ("geometric",),
+    "PrefixClipped": ("prefix",),
+    "PrefixMinClipped": ("prefix_min",),
+    "EntropyGrouped": ("entropy_group",),
+    "TurnNormalized": ("turn",),
+    "LengthNeutralGate": ("seq_mean",),
+}
+"""Units of parts whose `unit` does not say all. Any other part with a ratio and no `unit` works on
+tokens; a test perturbs single tokens of every method and fails where that is untrue."""
+
+
+def part_units(part: Any) -> frozenset[str]:
+    """Spans over which an objective, a gate or a weight compares policies; empty if it compares none.
+
+    Example:
+        >>> from offdrift.methods import METHODS
+        >>> sorted(part_units(METHODS["gspo"].objective)), sorted(part_units(METHODS["trm_max"].correction.gates[0]))
+        (['geometric'], ['worst'])
+    """
+    units = set(UNSAID.get(type(part).__name__, ()))
+    unit: str | None = getattr(part, "unit", None)
+    if unit is not None:
+        names = {"seq_max": "worst"}
+        names |= OF_RATIO if getattr(part, "statistic", None) == "ratio" else {}
+        units.add(names.get(unit, unit))
+    elif getattr(part, "on", None) is not None and not units:
+        units.add("token")
+    return frozenset(units)
+
+
 @runtime_checkable
 class MethodMaker(Protocol):
     """Protocol of functions that make a method from settings of their own."""
@@ -243,6 +276,16 @@ class Method:
     def needs_reference(self) -> bool:
         """Whether it reads log-probs of the reference policy."""
         return self.penalty is not None or getattr(self.objective, "needs_reference", False)
+
+    @property
+    def engine_units(self) -> frozenset[str]:
+        """Spans over which it compares the rollout policy with the trainer's: of gates and weights on mismatch or full
+        ratio, and of an objective on the full one. Empty if nothing of it corrects for the engine."""
+        parts = (*self.correction.gates, *self.correction.weights, self.objective)
+        own = (self.objective,)
+        compares = [p for p in parts if p.on == "full" or (p.on == "mismatch" and p not in own)]
+        lags = [p for p in compares if getattr(p, "statistic", None) == "version_lag"]
+        return frozenset(unit for part in compares if part not in lags for unit in part_units(part))
 
     @property
     def whole_prompts(self) -> bool:

@@ -30,11 +30,16 @@ class Situation:
     audit: str
     suggested: tuple[Suggestion, ...]
     also: tuple[str, ...]
+    survey: tuple[str, ...]
+    """What the survey of off-policy RL for LLMs (2026) begins with for such a stack."""
+    survey_why: str
+    differs: str
+    """Why another method is suggested first; "" where none is."""
 
     @property
     def methods(self) -> tuple[str, ...]:
         """All names, the suggested ones first."""
-        return tuple(dict.fromkeys([*(s.method for s in self.suggested), *self.also]))
+        return tuple(dict.fromkeys([*(s.method for s in self.suggested), *self.survey, *self.also]))
 
 
 _TABLES = tomllib.loads(Path(__file__).with_name("situations.toml").read_text(encoding="utf-8"))
@@ -44,6 +49,9 @@ SITUATIONS: dict[str, Situation] = {
         audit=table["audit"],
         suggested=tuple(Suggestion(**row) for row in table["suggested"]),
         also=tuple(table["also"]),
+        survey=tuple(table["survey"]),
+        survey_why=table["survey_why"],
+        differs=table["differs"],
     )
     for name, table in _TABLES.items()
 }

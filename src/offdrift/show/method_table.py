@@ -297,7 +297,9 @@ def suggestions(name: str) -> RenderableType:
         evidence = Text.assemble(row["evidence"], (f" ({row['where']})", "dim"))
         grid.add_row(Text(f"{number}. {row['method']}", style="bold"), evidence)
     heading = Text.assemble(("Begin with", "bold cyan"), (f"  where {situation['audit']}", "cyan"))
-    return Group(heading, Padding(grid, (0, 0, 0, 2)), Text())
+    reason = f". Not first here: {situation['differs']}" if situation["differs"] else ""
+    survey = f"The survey begins with {' and '.join(situation['survey'][:2])}: {situation['survey_why']}{reason}."
+    return Group(heading, Padding(grid, (0, 0, 0, 2)), Padding(Text(survey, style="dim"), (0, 0, 0, 2)), Text())
 
 
 NEEDED = "log-probs of rollout and current policy, advantages"
@@ -336,7 +338,7 @@ def method_page(row: Row) -> RenderableType:
         formulas.append(("divided by", row["settings"]["normalizer"]))
     if row["advantage"]:
         formulas.append(("advantage", f"{row['advantage']}, as published"))
-    settings = [(f"override.{path}", shown(value)) for path, value in row["settings"].items()]
+    settings = [(f"override.{path}", setting_words(path, value, row)) for path, value in row["settings"].items()]
     bias = row["bias"]
     needs = [
         *row["needs"],
@@ -350,7 +352,7 @@ def method_page(row: Row) -> RenderableType:
         ("importance", row["is_treatment"]),
         ("evidence", _explained("evidence", row["evidence"])),
         ("sign", _explained("sign", [row["sign"]])),
-        ("stop-gradient", _explained("stop_gradient", [row["stop_gradient"]])),
+        ("stop-gradient", stopped_words(row)),
         ("certifies", _explained("certifies", [row["certifies"]])),
         ("optimizes", _raised(row)),
         ("bias", "not known" if bias is None else _explained("bias", [bias])),
@@ -378,6 +380,18 @@ def _why(row: Row) -> list[tuple[str, str]]:
         why.append(("code", f"{code['file']}, SHA-256 {code['sha256'][:12]}"))
         return [line for line in [*why, ("reference", row["reference"])] if line[1]]
     return [*why, ("status", _explained("status", [row["status"]])), ("reference", row["reference"])]
+
+
+def setting_words(path: str, value: Any, row: Row) -> str:
+    """A value, with the range that a source recommends for it."""
+    usual = row["ranges"].get(path)
+    return shown(value) + (f"   usual: {usual['low']:g} to {usual['high']:g} ({usual['source']})" if usual else "")
+
+
+def stopped_words(row: Row) -> str:
+    """Say whether ratios are constants to the gradient, and why the survey's map says otherwise where it does."""
+    words, other = _explained("stop_gradient", [row["stop_gradient"]]), row["survey_differs"]
+    return f"{words}\nThe survey's map says {other['survey']}: {other['why']}." if other else words
 
 
 def _change(row: Row) -> str:

@@ -560,6 +560,13 @@ _ROWS = [
            lambda s: s["perturb/sigma_max"]),
     Metric("optim/empty", "1", "1 where the whole gradient was 0, as when everything was rejected", "worse",
            lambda s: s["optim/empty"]),
+    Metric("optim/undone", "1", "1 where a step failed its test and was undone, else 0", "worse",
+           lambda s: s["optim/undone"]),
+    Metric("optim/accept_test", "1",
+           "what the test of a step measured: the engine's gap to the trainer, or nats (optim.accept)", "neither",
+           lambda s: s["optim/accept_test"]),
+    Metric("optim/accept_limit", "1", "its limit: the tolerated loss of a gap, or the largest nats", "neither",
+           lambda s: s["optim/accept_limit"]),
     Metric("optim/step_skipped", "1", "1 where no step was taken: large cosine, or no gradient; else 0", "neither",
            lambda s: s["optim/step_skipped"]),
     *(

@@ -103,6 +103,11 @@ class Everything(Feature):
         self.note("leaves_out")
         return arm.version == 1
 
+    def accepts(self, arm, batch):
+        self.note("accepts")
+        assert batch.rollouts.num_sequences
+        return True
+
     def stepped(self, arm, update):
         self.note("stepped")
         assert update.taken == (arm.version != 1)

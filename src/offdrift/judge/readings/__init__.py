@@ -72,6 +72,7 @@ WORDINGS: dict[str, Wording] = {
     # shares
     "tail_share": Wording("share of the divergence in the worst 1 % of tokens ({metric})", "share"),
     "ess": Wording("{metric}", "share"),
+    "unit_too_coarse": Wording("share of the divergence in the worst 1 % of tokens ({metric})", "share"),
     "ess_after_rs": Wording("{metric} of what rejection leaves", "share"),
     "ess_left": Wording("{metric} over its usual value", "share"),
     "reward_drop": Wording("fall of {metric} from its best", "share"),

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from offdrift.judge.readings.view import ReadNumber, Table, View
+from offdrift.methods import METHODS
 
 SHAPES = Table()
 
@@ -125,6 +126,48 @@ def gap_first(view: View) -> ReadNumber | None:
     """Mean gap of the first step."""
     trend = view.context.shapes.get("over_steps") or {}
     return ReadNumber(trend["first"], "gap of the first step") if "first" in trend else None
+
+
+OF_RESPONSES = {
+    "whole responses": ("kinds", "worker", "rank", "environment", "group", "long"),
+    "what follows a place of a response": ("beyond", "grows", "some", "carried", "switch"),
+    "turns": ("turns", "first_turn"),
+}
+"""Sources of a gap that are larger than a token, with the kinds of shapes that show them."""
+AVERAGES = frozenset({"geometric", "seq_mean", "turn", "turn_arithmetic", "entropy_group"})
+"""Units in which a single token hardly counts."""
+
+
+def _corrects(view: View) -> frozenset[str]:
+    """Units in which the context's method corrects for the engine; empty if it does not, or is unknown."""
+    row = METHODS.get(view.context.method or "")
+    return frozenset() if row is None else row.engine_units
+
+
+@SHAPES.reading("nat")
+def unit_too_fine(view: View) -> ReadNumber | None:
+    """Mean gap where it is, if that is whole responses, turns or what follows a place, and the method corrects single
+    tokens alone; else 0. Absent where no method is known that corrects for the engine."""
+    units = _corrects(view)
+    if not view.context.shapes or not units:
+        return None
+    row = dominant(view)
+    source = next((name for name, kinds in OF_RESPONSES.items() if row.get("kind") in kinds), None)
+    if source is None or units != {"token"}:
+        return ReadNumber(0.0, "gap")
+    words = f"gap in {source} ({row['where']}), corrected token by token"
+    return ReadNumber(float(row["gap"]), words)
+
+
+@SHAPES.reading()
+def unit_too_coarse(view: View) -> ReadNumber | None:
+    """Share of the divergence in the worst 1 % of tokens, if the method corrects by averages over turns or responses
+    alone; else 0. Absent where no method is known that corrects for the engine."""
+    units, share = _corrects(view), view.first("{on}/k3_top_share")
+    if share is None or not units:
+        return None
+    words = f"{share.metric}, corrected by means ({', '.join(sorted(units))})"
+    return ReadNumber(share.value if units <= AVERAGES else 0.0, words)
 
 
 BY_PLACE = ("first_tokens", "beginning", "beyond", "grows", "some", "carried", "long", "turns", "first_turn")

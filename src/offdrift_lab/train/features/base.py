@@ -4,7 +4,7 @@ A feature is one file and one row of `features.table`. Its hooks, in the order o
 
 - before it trains: `check`, `prepare`, `modules`, `start`, `load`
 - around a batch: `drawing`, `drawn`, and `publishing` where the engine takes new weights
-- in a step: `stepping`, `scoring`, `term`, `gradients`, `leaves_out`, `stepped`, `recorded`
+- in a step: `stepping`, `scoring`, `term`, `gradients`, `leaves_out`, `accepts`, `stepped`, `recorded`
 - what it leaves: `save` in a checkpoint, `finished` beside the trained model
 """
 
@@ -95,6 +95,10 @@ class Feature:
         Args:
             norm: of the gradient before it was clipped.
         """
+        return None
+
+    def accepts(self, arm: Any, batch: Any) -> bool | None:
+        """A step on the batch was taken: False if the feature has undone it; None if it never does."""
         return None
 
     def stepped(self, arm: Any, update: Any) -> Metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from offdrift_lab.train.features.accept import Acceptance
 from offdrift_lab.train.features.align import Alignment
 from offdrift_lab.train.features.base import Feature
 from offdrift_lab.train.features.critic import OwnCritic, SharedCritic
@@ -33,6 +34,7 @@ FEATURES: list[type[Feature]] = [
     LossScaling,
     SkipEmpty,
     LengthWatch,
+    Acceptance,
 ]
 """Every feature; hooks are called in this order."""
 

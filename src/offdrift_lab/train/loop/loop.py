@@ -25,6 +25,8 @@ from torch import Tensor
 from offdrift.engines import make_engine
 from offdrift.judge import Rules
 from offdrift.methods.load import displayed
+from offdrift.methods.method import flattened
+from offdrift.methods.published import outside_ranges
 from offdrift.models import resident, save_for_engine
 from offdrift_lab.train.data.source import Source, batch_seed, rollout
 from offdrift_lab.train.features.lora_adapters import engine_weights
@@ -244,6 +246,8 @@ def finish(arm: Arm) -> dict[str, Any]:
         findings=arm.diagnosis.summary(),
         old_policy=arm.old_settings.source,
     )
+    changes = dict(flattened(arm.recipe.arms[arm.name].override))
+    summary["notes"] += outside_ranges(arm.recipe.row(arm.name), changes)
     if arm.switched:
         first = next(m["update"] for m in metrics if m["optim/method_switched"])
         was, now = (displayed(r.arms[arm.name].method) for r in (run.recipe, arm.recipe))

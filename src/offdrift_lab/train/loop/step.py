@@ -195,7 +195,7 @@ def train_step(arm: Stepping, batch: Batch | StreamedBatch, *, view: bool = Fals
         view: also give per-token values, for samples and the token log.
 
     Returns: statistics over all processes; the gradient norm before clipping is `optim/grad_norm`. A feature with a
-        loss scale skips a step whose gradient is not finite, and features may leave a step out.
+        loss scale skips a step whose gradient is not finite, and features may leave a step out or undo it.
 
     Raises: `EngineError` if the gradient is not finite and no feature scales the loss; the model is left as it was.
     """
@@ -231,16 +231,17 @@ def train_step(arm: Stepping, batch: Batch | StreamedBatch, *, view: bool = Fals
     if taken:
         with scaled_rates(optimizer, [lr_scale * arm.learning_rate for _ in optimizer.param_groups]):
             optimizer.step()
+    undone = taken and any(feature.accepts(arm, batch) is False for feature in features)
     maxima |= {"optim/grad_norm": norm, "optim/empty": float(empty), "optim/lr_scale": lr_scale}
     maxima |= {"optim/step_skipped": float(any(opinions))} if opinions else {}
     update = Update(
         stats=total.plus({}, maxima),
         tokens=gathered.tokens(),
-        method=next_method(arm.method, gathered.observed, total) if finite else arm.method,
+        method=next_method(arm.method, gathered.observed, total) if finite and not undone else arm.method,
         evidence=gather_evidence(accelerator, gathered.evidence) if gathered.evidence else None,
         batch=batch,
         norm=norm,
-        taken=taken,
+        taken=taken and not undone,
         loss_scale=loss_scale,
     )
     more = _all_metrics(feature.stepped(arm, update) for feature in features)

@@ -67,6 +67,41 @@ class PerturbSettings(Section):
     """Learning rate of the logarithms of the standard deviations (Adam)."""
 
 
+class AcceptSettings(Section):
+    """Every step is a candidate: a test accepts it, or it is undone bit for bit; see `train.features.accept`."""
+
+    test: Literal["gap", "kl", "certificate"] = "gap"
+    """gap: MIPU's proxy (arXiv:2606.29526, after descriptions) of what the engine loses against the trainer at the
+    candidate's weights, on answers that it draws for that. kl: mean k3 of rollout policy and candidate on a part of the
+    batch. certificate: their largest exact KL of a token there, the premise of a certificate."""
+    limit: PositiveFloat | None = None
+    """gap: tolerance of the first step (absent: 1e-3); accepted is a gap above minus it. kl, certificate: the largest
+    value that is accepted, nats (absent: 0.05)."""
+    final: Annotated[float, Field(ge=0)] | None = None
+    """The limit from `steps` updates on, to which it moves linearly. Absent: 0 (gap), or the limit itself."""
+    steps: Positive = 100
+    """Updates over which the limit moves."""
+    prompts: Positive = 4
+    """gap: new training prompts that the engine answers after every step."""
+    samples: Annotated[int, Field(ge=2)] = 8
+    """gap: answers to each."""
+    share: Annotated[float, Field(gt=0, le=1)] = 0.125
+    """kl, certificate: share of the batch's responses that the candidate scores."""
+
+    def limit_at(self, update: int) -> float:
+        """The limit of an update, the first being 0.
+
+        Example:
+            >>> settings = AcceptSettings(limit=0.004, final=0.001, steps=3)
+            >>> [round(settings.limit_at(i), 4) for i in (0, 1, 3, 9)]
+            [0.004, 0.003, 0.001, 0.001]
+        """
+        gap = self.test == "gap"
+        first = self.limit if self.limit is not None else 1e-3 if gap else 0.05
+        last = self.final if self.final is not None else 0.0 if gap else first
+        return first + (last - first) * min(1.0, update / self.steps)
+
+
 class OptimSettings(Section):
     lr: PositiveFloat = 1e-4
     """AdamW learning rate, the largest of its schedule."""
@@ -86,6 +121,8 @@ class OptimSettings(Section):
     """Absent: gradients are used as they are. `{}`: what a gradient repeats of the last one is removed."""
     perturb: PerturbSettings | None = None
     """Absent: the loss scores the policy itself. `{}`: the policy with noise in every layer's input."""
+    accept: AcceptSettings | None = None
+    """Absent: every step counts. `{}`: a step that MIPU's test refuses is undone."""
     accumulate: Positive = 1
     """Draws of `rollout.prompts` prompts that make up a batch, one after the other: their gradients add up under one
     normalizer, as if all were one draw."""
