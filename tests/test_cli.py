@@ -26,7 +26,7 @@ TINY_CHECK = (
     "check --model tiny-qwen3 --rollout transformers:bfloat16 --max-prompts 2 --max-tokens 4"
     " --factors none --max-kl 1e-9"
 )
-SMALL = ("warm_start.steps=0", "batches=48", "rollout.prompts=2", "rollout.samples=2", "log.eval_prompts=2", "lag.sync_every=1", "log.checkpoint_every=1")  # fmt: skip
+SMALL = ("warm_start.steps=0", "batches=16", "rollout.prompts=2", "rollout.samples=2", "log.eval_prompts=2", "lag.sync_every=1", "log.checkpoint_every=1")  # fmt: skip
 """Long enough that the second arm is still at it when the signal comes, on a busy machine too."""
 
 
@@ -115,7 +115,7 @@ def test_train_interrupt_and_resume(tmp_path):
     assert done.returncode == 130, output
     printed = output.replace("\n", "")
     assert f"--arms none,trm_max --out {run} --resume" in printed, "the way back repeats the flags"
-    assert "--set batches=48" in printed
+    assert "--set batches=16" in printed
     assert "Traceback" not in output
     refused = forked(words, ROOT, tmp_path).wait(60)
     assert refused.returncode == 2

@@ -76,7 +76,7 @@ def wait_for(begun, process: Forked) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_loses_nothing_and_a_worker_that_is_killed_is_one_failed_run(folder):
-    options = "sweep s.toml --jobs 2 --set batches=60 --set log.eval_every=60"
+    options = "sweep s.toml --jobs 2 --set batches=24 --set log.eval_every=24"
 
     def lines(arm: str) -> int:
         files = folder.glob(f"runs/s/runs/{arm}/recipe/seed-0/arms/*/metrics.jsonl")
@@ -111,7 +111,7 @@ def test_ctrl_c_loses_nothing_and_a_worker_that_is_killed_is_one_failed_run(fold
         kept = text.splitlines()[:-2]
         assert file.read_text().splitlines()[: len(kept)] == kept
 
-    done = forked("sweep s.toml --set batches=60 --set log.eval_every=60 --json", folder).wait(240)
+    done = forked("sweep s.toml --set batches=24 --set log.eval_every=24 --json", folder).wait(240)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert {run["status"] for run in document["runs"]} == {"finished"}
@@ -131,7 +131,7 @@ def left(processes: list[psutil.Process], seconds: float) -> list[psutil.Process
 @pytest.mark.slow
 def test_on_ray_an_interrupt_a_kill_and_a_lost_worker_lose_nothing(folder):
     pytest.importorskip("ray")
-    changes = "--set batches=40 --set log.eval_every=40"
+    changes = "--set batches=16 --set log.eval_every=16"
 
     def start() -> Forked:
         return forked(f"sweep s.toml --ray local {changes}", folder, **IMPATIENT)
