@@ -49,7 +49,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import psutil
 import pyarrow.parquet as pq
-from forge import Forge, serve
+from forge import IMPORTED, RECORDER, Forge, serve
 
 HARMS = ("kill", "term", "full", "readonly", "clock")
 ROOT = Path(__file__).parents[1]
@@ -455,7 +455,8 @@ def campaign(
     earlier: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """So many strikes over subjects and harms in turn, after `earlier` ones; one that came too late is repeated."""
-    forge = Forge(__file__)
+    modules = RECORDER if set(subjects) == {"record"} else IMPORTED
+    forge = Forge(__file__, modules)
     trials = list(earlier)
     (base / "disk").mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "offdrift", str(base / "disk")], check=True)
@@ -503,7 +504,7 @@ def campaign(
             report(json.dumps(row), trials)
             if forge.status is None:
                 forge.close()
-                forge = Forge(__file__)
+                forge = Forge(__file__, modules)
             strike.mend(base / "disk")
             shutil.rmtree(base / "disk/out", ignore_errors=True)
             for file in ("output", "journal"):
