@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.command import command
 from tests.forked import Forked, forked
-from tests.test_cli import shell
 
 from tests_lab.train.loop.test_kills import IMPATIENT
 
@@ -57,9 +57,10 @@ def folder(tmp_path) -> Path:
         ("s.toml --dry-run --json", 0, "2 settings, 1 seed, 2 runs (2 waiting)"),
     ],
 )
-def test_everything_is_checked_before_anything_runs(folder, words, code, said):
-    done = shell(f"sweep {words}", folder)
-    assert done.returncode == code, done.stdout + done.stderr
+def test_everything_is_checked_before_anything_runs(folder, monkeypatch, capsys, words, code, said):
+    monkeypatch.chdir(folder)
+    done = command(monkeypatch, capsys, "sweep", *words.split())
+    assert done.code == code, done.stdout + done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert not (folder / "runs").exists()
