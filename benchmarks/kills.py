@@ -15,7 +15,7 @@ Harms: `kill` is SIGKILL, `term` SIGTERM, `full` fills the file system (a small 
 write from every folder and file, `clock` dates all files back or ahead, which is what a jump of the clock looks like
 to a program that compares dates of files with the time or with each other.
 
-Commands are forked from a process that has imported everything, so that a strike hits work and not imports; they run
+Commands are forked from a process that has imported what they need, so that a strike hits work and not imports; they run
 `offdrift` as the shell does and end as interpreters end. The script puts itself into a mount namespace of its own
 (`unshare`), and commands run without the right of root to write everywhere (`setpriv`). Linux only. Rollout workers
 have a script of their own, kill_workers.py.

@@ -94,8 +94,8 @@ def test_rows_keep_their_promises(name):
         holds(small(SCHEDULES[name]), seed=seed, skew=(1.0, 12.0, 40.0)[seed % 3], crash=(0.0, 0.05)[seed % 2])
 
 
-def test_every_composition_keeps_its_promises():
-    """Of a sample in which every two rules that may stand together do."""
+def test_compositions_keep_their_promises():
+    """A sample in which every two rules meet that may stand together."""
     assert len(COMPOSED) > 1000
     assert pairs_of_rules(COMPOSED[i] for i in SAMPLE) == pairs_of_rules(COMPOSED)
     for seed in SAMPLE:
