@@ -10,8 +10,10 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+RECORDER = ("torch", "offdrift.records.recorder")
 IMPORTED = (
     "offdrift.audit.stream",
     "offdrift_lab.cli.train",
@@ -26,9 +28,9 @@ IMPORTED = (
 def serve() -> list[str] | None:
     """Fork a process for every line of standard input; returns in each of them with its arguments, and None at the end.
 
-    Answers on standard output with the process's number, and with its status when it has ended.
+    The command line names the modules to import first. Answers on standard output with the process's number, and with its status when it has ended.
     """
-    for module in IMPORTED:
+    for module in sys.argv[2:]:
         importlib.import_module(module)
     for line in sys.stdin:
         order = json.loads(line)
@@ -46,11 +48,15 @@ def serve() -> list[str] | None:
 
 
 class Forge:
-    """The process that forks commands, one at a time: a script that, called with --serve, calls `serve`."""
+    """The process that forks commands, one at a time: a script that, called with --serve, calls `serve`.
 
-    def __init__(self, script: str) -> None:
+    Args:
+        modules: what the commands import.
+    """
+
+    def __init__(self, script: str, modules: Sequence[str] = IMPORTED) -> None:
         unprivileged = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
-        command = [*unprivileged, sys.executable, script, "--serve"]
+        command = [*unprivileged, sys.executable, script, "--serve", *modules]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         self.pid, self.status = 0, None
 

@@ -15,7 +15,7 @@ Harms: `kill` is SIGKILL, `term` SIGTERM, `full` fills the file system (a small 
 write from every folder and file, `clock` dates all files back or ahead, which is what a jump of the clock looks like
 to a program that compares dates of files with the time or with each other.
 
-Commands are forked from a process that has imported everything, so that a strike hits work and not imports; they run
+Commands are forked from a process that has imported what they need, so that a strike hits work and not imports; they run
 `offdrift` as the shell does and end as interpreters end. The script puts itself into a mount namespace of its own
 (`unshare`), and commands run without the right of root to write everywhere (`setpriv`). Linux only. Rollout workers
 have a script of their own, kill_workers.py.
@@ -49,7 +49,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import psutil
 import pyarrow.parquet as pq
-from forge import Forge, serve
+from forge import IMPORTED, RECORDER, Forge, serve
 
 HARMS = ("kill", "term", "full", "readonly", "clock")
 ROOT = Path(__file__).parents[1]
@@ -455,7 +455,8 @@ def campaign(
     earlier: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """So many strikes over subjects and harms in turn, after `earlier` ones; one that came too late is repeated."""
-    forge = Forge(__file__)
+    modules = RECORDER if set(subjects) == {"record"} else IMPORTED
+    forge = Forge(__file__, modules)
     trials = list(earlier)
     (base / "disk").mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "offdrift", str(base / "disk")], check=True)
@@ -503,7 +504,7 @@ def campaign(
             report(json.dumps(row), trials)
             if forge.status is None:
                 forge.close()
-                forge = Forge(__file__)
+                forge = Forge(__file__, modules)
             strike.mend(base / "disk")
             shutil.rmtree(base / "disk/out", ignore_errors=True)
             for file in ("output", "journal"):

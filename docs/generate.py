@@ -424,8 +424,8 @@ def schedules_page() -> str:
         "A schedule is a composition of five rules: which prompts may start, where they are drawn, how new weights "
         "arrive, what becomes of groups that are too old, and what an update takes. The rules see counts and no clock; "
         "`offdrift train` drives them with real workers ([training.md](training.md)), `offdrift plan` with a simulated "
-        "clock ([plan.md](plan.md)). Limits of the version lag are proved in `Schedule.max_lag` and tested in every "
-        "composition of rules with events in random order, stragglers and crashes.",
+        "clock ([plan.md](plan.md)). Limits of the version lag are proved in `Schedule.max_lag` and tested in 500 "
+        "compositions, in which every two rules meet, with events in random order, stragglers and crashes.",
         "",
         "| schedule | what it does | lag, updates | versions per response | costs | source |",
         "|---|---|---|---|---|---|",

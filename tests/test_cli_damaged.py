@@ -33,7 +33,7 @@ SECONDS = 60
 NOWHERE = "model=./nowhere"
 VALID: dict[str, str] = {
     "check": "--model ./nowhere --max-prompts 1 --max-tokens 2 --factors none",
-    "plan": "--schedule sync --set run.updates=2 --set run.warmup=0",
+    "plan": "--schedule sync --this-split --bounds 1 --set run.updates=2 --set run.warmup=0",
     "train": f"recipe.toml --set {NOWHERE}",
     "sweep": "sweep.toml --dry-run",
     "watch": "log --until-idle 0.05 --every 0.05",
@@ -48,7 +48,7 @@ VALID: dict[str, str] = {
     "schema": "recipe",
     "schedules": "",
     "bound": "--T 64 --delta 1e-4",
-    "lab bounds": "--pairs 1 --adversarial-steps 1 --restarts 1",
+    "lab bounds": "--pairs 1 --adversarial-steps 0",
     "lab coverage": "--repetitions 1 --worlds benign",
     "lab frontier": "--horizons 2 --kl 0.1 --batch 8 --tokens 64 --methods none --testbeds nowhere",
     "lab routing": "--pairs 2 --steps 1",

@@ -147,7 +147,8 @@ def planned(run, folder: Path, *words: object) -> str:
     folder.mkdir(exist_ok=True)
     content = {"kind": "audit", "format": 1, "facets": {"lag": lags}}
     (folder / "audit.json").write_text(json.dumps(content))
-    words = ("-s", "sync", "-s", "one_step_off", "--bounds", "1", "--drift", folder / "audit.json", *words)
+    few = ("-s", "sync", "-s", "one_step_off", "--this-split", "--bounds", "1", "--set", "run.updates=4")
+    words = (*few, "--drift", folder / "audit.json", *words)
     told = " ".join(run("plan", *words).stdout.split())
     return " ".join(re.findall(r"predicted (?:KL is below|to drift by) \S+ nat(?: or more)?", told))
 

@@ -67,7 +67,19 @@ def test_a_thread_watches_and_ends():
 
 
 def test_plan_says_what_it_does_when_it_is_piped(tmp_path):
-    command = [sys.executable, "-m", "offdrift", "plan", "-s", "sync", "-s", "areal", "--bounds", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "offdrift",
+        "plan",
+        "-s",
+        "sync",
+        "--this-split",
+        "--bounds",
+        "1",
+        "--set",
+        "run.updates=2",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "COLUMNS": "100"})
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[0] == "simulating the schedules"

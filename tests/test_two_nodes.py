@@ -17,6 +17,7 @@ from offdrift.audit.stream import audit
 from offdrift.records.readers import detect, pieces
 from offdrift.records.recorder import write_log
 from tests.audit.logs import drawn
+from tests.forked import forked
 from tests.two_nodes import ADDRESS, ROOT, TwoNodes, two_nodes
 
 pytestmark = pytest.mark.slow
@@ -35,7 +36,7 @@ job = Job(detect([log]))
 part = stream.audit(job, pieces(job.found, piece_bytes=6000), folder=Path(out), run=stream.on_ray("{ADDRESS}"))
 Path(out, "whole.npz").write_bytes(part.to_bytes())
 """
-SWEEPING = "sweep s.toml --json --set batches=16 --set log.eval_every=16"
+SWEEPING = "sweep s.toml --json --set batches=10 --set log.eval_every=10"
 PIPELINE = """
 [pipeline]
 schedule = "one_step_off"
@@ -85,7 +86,7 @@ def on_cluster(cluster: TwoNodes, text: str, cwd: Path) -> subprocess.CompletedP
 
 def alone(cluster: TwoNodes, text: str, cwd: Path) -> None:
     """Run a command without the cluster, of the same environment."""
-    done = subprocess.run(command(text), cwd=cwd, env=cluster.env, capture_output=True, text=True, timeout=240)
+    done = forked(text, cwd, **cluster.env).wait(240)
     assert done.returncode == 0, done.stderr
 
 

@@ -219,7 +219,7 @@ def test_a_source_that_has_measured_drift_is_asked_for_it(offdrift, audited):
 
 
 def test_without_a_file_it_shows_the_example(offdrift):
-    done = offdrift("plan", "-s", "sync", "-s", "periodic")
+    done = offdrift("plan", "-s", "sync", "-s", "periodic", "--this-split", "--bounds", "1", "--set", "run.updates=2")
     assert done.code == 0
     assert "example: a 7B model on 16 devices" in done.stdout
     assert "next: offdrift plan cluster.toml" in done.stderr

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.command import command
 from tests.forked import Forked, forked
-from tests.test_cli import shell
 
 from tests_lab.train.loop.test_kills import IMPATIENT
 
@@ -57,9 +57,10 @@ def folder(tmp_path) -> Path:
         ("s.toml --dry-run --json", 0, "2 settings, 1 seed, 2 runs (2 waiting)"),
     ],
 )
-def test_everything_is_checked_before_anything_runs(folder, words, code, said):
-    done = shell(f"sweep {words}", folder)
-    assert done.returncode == code, done.stdout + done.stderr
+def test_everything_is_checked_before_anything_runs(folder, monkeypatch, capsys, words, code, said):
+    monkeypatch.chdir(folder)
+    done = command(monkeypatch, capsys, "sweep", *words.split())
+    assert done.code == code, done.stdout + done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert not (folder / "runs").exists()
@@ -76,7 +77,7 @@ def wait_for(begun, process: Forked) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_loses_nothing_and_a_worker_that_is_killed_is_one_failed_run(folder):
-    options = "sweep s.toml --jobs 2 --set batches=60 --set log.eval_every=60"
+    options = "sweep s.toml --jobs 2 --set batches=24 --set log.eval_every=24"
 
     def lines(arm: str) -> int:
         files = folder.glob(f"runs/s/runs/{arm}/recipe/seed-0/arms/*/metrics.jsonl")
@@ -111,7 +112,7 @@ def test_ctrl_c_loses_nothing_and_a_worker_that_is_killed_is_one_failed_run(fold
         kept = text.splitlines()[:-2]
         assert file.read_text().splitlines()[: len(kept)] == kept
 
-    done = forked("sweep s.toml --set batches=60 --set log.eval_every=60 --json", folder).wait(240)
+    done = forked("sweep s.toml --set batches=24 --set log.eval_every=24 --json", folder).wait(240)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert {run["status"] for run in document["runs"]} == {"finished"}
@@ -131,7 +132,7 @@ def left(processes: list[psutil.Process], seconds: float) -> list[psutil.Process
 @pytest.mark.slow
 def test_on_ray_an_interrupt_a_kill_and_a_lost_worker_lose_nothing(folder):
     pytest.importorskip("ray")
-    changes = "--set batches=40 --set log.eval_every=40"
+    changes = "--set batches=16 --set log.eval_every=16"
 
     def start() -> Forked:
         return forked(f"sweep s.toml --ray local {changes}", folder, **IMPATIENT)

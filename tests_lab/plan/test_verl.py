@@ -23,10 +23,9 @@ def stored():
 
 
 def test_the_numbers_are_what_the_code_gives(verl, stored):
-    """Few steps of the rows of 64 and 128 devices, in full precision."""
-    assert verl.table(verl.read_phases(verl.FILE), verl.QUICK, verl.ROWS[1:3]) == [
-        pytest.approx(row) for row in stored["quick"]
-    ]
+    """Few steps of the row of 64 devices, in full precision."""
+    (row,) = verl.table(verl.read_phases(verl.FILE), verl.QUICK, verl.ROWS[1:2])
+    assert row == pytest.approx(stored["quick"][0])
 
 
 def test_seven_of_eight_quoted_speedups_are_met(stored):

@@ -46,6 +46,17 @@ def composed():
 
 
 COMPOSED = list(composed())
+SAMPLE = random.Random(0).sample(range(len(COMPOSED)), 500)
+"""Places of the compositions that are run."""
+
+
+def pairs_of_rules(schedules):
+    parts = ("admission", "dispatch", "weights", "too_old", "consumption", "sync_every")
+    return {
+        (a, getattr(schedule, a), b, getattr(schedule, b))
+        for schedule in schedules
+        for a, b in itertools.combinations(parts, 2)
+    }
 
 
 def holds(schedule, **options):
@@ -83,9 +94,12 @@ def test_rows_keep_their_promises(name):
         holds(small(SCHEDULES[name]), seed=seed, skew=(1.0, 12.0, 40.0)[seed % 3], crash=(0.0, 0.05)[seed % 2])
 
 
-def test_every_composition_keeps_its_promises():
+def test_compositions_keep_their_promises():
+    """A sample in which every two rules meet that may stand together."""
     assert len(COMPOSED) > 1000
-    for seed, schedule in enumerate(COMPOSED):
+    assert pairs_of_rules(COMPOSED[i] for i in SAMPLE) == pairs_of_rules(COMPOSED)
+    for seed in SAMPLE:
+        schedule = COMPOSED[seed]
         draw = random.Random(seed)
         holds(
             schedule,
@@ -241,16 +255,16 @@ REDRAWS = [
 
 def test_what_is_too_old_makes_room_for_another():
     dropped = redrawn = 0
-    for seed in range(150):
+    for seed in range(60):
         dropped += holds(DROPS, seed=seed, skew=30.0, slots=8).s.totals.dropped
         redrawn += holds(REDRAWS[seed % 2], seed=seed, skew=30.0, slots=8, samples=3).s.totals.redrawn
-    assert dropped > 100
-    assert redrawn > 100
+    assert dropped > 40
+    assert redrawn > 40
 
 
 def test_workers_may_come_and_go_while_others_drain():
     restarted = 0
-    for seed in range(400):
+    for seed in range(120):
         for to in ("pull", "push"):
             row = Schedule(InFlight(1.5), Dispatch(to), consumption=Consumption(order="submitted"))
             restarted += holds(row, seed=seed, skew=20.0, crash=0.15, updates=6).s.totals.restarted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -48,8 +49,12 @@ def test_settings_of_the_guard_are_those_of_the_rule():
     assert (state.fired, state.scale) == (True, 0.5)
 
 
-def run_of(folder, monkeypatch, *, stop_at=None, lengths=None, resume=False, changes=None, **optim):
-    """Metrics of a short run, and the learning rate that the optimizer really had in each of its steps."""
+def run_of(folder, monkeypatch, *, cut=None, lengths=None, resume=False, changes=None, **optim):
+    """Metrics of a short run, and the learning rate that the optimizer really had in each of its steps.
+
+    Args:
+        cut: an update and a folder, which gets what a run killed after that update leaves.
+    """
     short_arms(monkeypatch)
     used = []
     real = torch.optim.AdamW.step
@@ -67,43 +72,36 @@ def run_of(folder, monkeypatch, *, stop_at=None, lengths=None, resume=False, cha
 
         monkeypatch.setattr(step, "_with_batch_stats", planted)
 
-    class Stopped(Exception):
-        pass
-
     def watch(event):
-        if event.kind == "update" and event.step == stop_at:
-            raise Stopped
+        if cut is not None and event.kind == "update" and event.step == cut[0]:
+            shutil.copytree(folder, cut[1])
 
     settings = {"batches": 8, "arms": ARMS, "log__checkpoint_every": 2, "optim": {"lr": 1e-3, **optim}}
     recipe = small_recipe(**settings | (changes or {}))
-    if stop_at is None:
-        train(recipe, folder, resume=resume, watch=watch)
-    else:
-        with pytest.raises(Stopped):
-            train(recipe, folder, watch=watch)
+    train(recipe, folder, resume=resume, watch=watch)
     rows = (folder / f"arms/{next(iter(recipe.arms))}/metrics.jsonl").read_text().splitlines()
     return [json.loads(row) for row in rows], used
 
 
 def test_the_schedule_acts_and_is_resumed(tmp_path, monkeypatch):
     settings = {"schedule": "cosine", "warmup": 2, "final": 0.1}
-    rows, used = run_of(tmp_path / "whole", monkeypatch, **settings)
+    cut = tmp_path / "cut"
+    rows, used = run_of(tmp_path / "whole", monkeypatch, cut=(5, cut), **settings)
     expected = [OptimSettings(lr=1e-3, **settings).learning_rate(i, 8) for i in range(8)]
     assert used == pytest.approx(expected)
     assert [r["optim/lr"] for r in rows] == pytest.approx(expected)
-    run_of(tmp_path / "cut", monkeypatch, stop_at=5, **settings)
-    again, _ = run_of(tmp_path / "cut", monkeypatch, resume=True, **settings)
+    again, _ = run_of(cut, monkeypatch, resume=True, **settings)
     assert [r["optim/grad_norm"] for r in again] == [r["optim/grad_norm"] for r in rows]
 
 
 def test_a_surge_of_length_halves_the_learning_rate_also_of_a_resumed_run(tmp_path, monkeypatch):
     guard = {"length_guard": {"window": 2, "cooldown": 1}}
     surge = {"lengths": [10.0, 10.0, 10.0, 13.0, 13.0, 13.0, 10.0, 10.0]}
-    rows, used = run_of(tmp_path / "whole", monkeypatch, **guard, **surge)
+    cut = tmp_path / "cut"
+    rows, used = run_of(tmp_path / "whole", monkeypatch, cut=(7, cut), **guard, **surge)
     assert used == pytest.approx([1e-3] * 4 + [5e-4] * 4)
     assert [r["optim/lr"] for r in rows] == pytest.approx(used)
-    run_of(tmp_path / "cut", monkeypatch, stop_at=7, **guard, **surge)
-    again, _ = run_of(tmp_path / "cut", monkeypatch, resume=True, **guard, **surge)
+    again, _ = run_of(cut, monkeypatch, resume=True, **guard, **surge)
     assert [r["optim/grad_norm"] for r in again] == [r["optim/grad_norm"] for r in rows]
 
 
@@ -113,7 +111,8 @@ def test_a_surge_changes_the_method_also_of_a_resumed_run(tmp_path, monkeypatch,
     short = {"changes": {"batches": 5, "arms": {"none": {"method": "none"}}}, "minibatches": 2}
     guard = {"length_guard": {"window": 2, "switch_to": method}} | short
     surge = {"lengths": [10.0, 10.0, 13.0, 13.0, 13.0, 13.0, 13.0, 13.0, 13.0, 13.0]}
-    rows, _ = run_of(tmp_path / "whole", monkeypatch, **guard, **surge)
+    cut = tmp_path / "cut"
+    rows, _ = run_of(tmp_path / "whole", monkeypatch, cut=(9, cut), **guard, **surge)
     assert [r["optim/method"] for r in rows] == ["none"] * 4 + [method] * 6
     assert [r["optim/method_switched"] for r in rows] == [False] * 4 + [True] * 6
     reads_old = method == "r2vpo"
@@ -121,22 +120,22 @@ def test_a_surge_changes_the_method_also_of_a_resumed_run(tmp_path, monkeypatch,
     summary = json.loads((tmp_path / "whole/arms/none/summary.json").read_text())
     assert f"none until then, {method} from update 5 on" in " ".join(summary["notes"])
     assert ["mismatch/k3" in r for r in rows] == [False] * 4 + [reads_old] * 6
-    run_of(tmp_path / "cut", monkeypatch, stop_at=9, **guard, **surge)
-    again, _ = run_of(tmp_path / "cut", monkeypatch, resume=True, **guard, **surge)
+    again, _ = run_of(cut, monkeypatch, resume=True, **guard, **surge)
     for name in ("optim/grad_norm", "optim/method", "optim/lr"):
         assert [r[name] for r in again] == [r[name] for r in rows]
 
 
 def test_without_a_surge_the_guard_changes_nothing(tmp_path, monkeypatch):
-    calm = {"lengths": [10.0, 11.0] * 4}
+    calm = {"lengths": [10.0, 11.0] * 2, "changes": {"batches": 4}}
     guarded, _ = run_of(tmp_path / "guarded", monkeypatch, length_guard={"window": 2}, **calm)
     plain, _ = run_of(tmp_path / "plain", monkeypatch, **calm)
     assert [r["optim/grad_norm"] for r in guarded] == [r["optim/grad_norm"] for r in plain]
 
 
 def test_weight_decay_and_betas_reach_the_optimizer(tmp_path, monkeypatch):
-    plain, _ = run_of(tmp_path / "a", monkeypatch)
-    decayed, _ = run_of(tmp_path / "b", monkeypatch, weight_decay=0.5, betas=(0.5, 0.9))
+    few = {"changes": {"batches": 3}}
+    plain, _ = run_of(tmp_path / "a", monkeypatch, **few)
+    decayed, _ = run_of(tmp_path / "b", monkeypatch, weight_decay=0.5, betas=(0.5, 0.9), **few)
     assert plain[0]["optim/grad_norm"] == decayed[0]["optim/grad_norm"]
     assert plain[-1]["optim/grad_norm"] != decayed[-1]["optim/grad_norm"]
 
