@@ -24,6 +24,7 @@ from offdrift.show.json_access import mapping, number
 from offdrift.show.numbers import flatten, kl_labels, kl_level, short
 from offdrift.stats import METRICS, over_seeds
 from offdrift_lab.train.report.overlap import OVERLAP, drift_by_lag
+from offdrift_lab.train.report.spread import ONE_SEED, spread
 from offdrift_lab.train.report.stored import (
     Run,
     Sample,
@@ -77,6 +78,8 @@ def render(run: Run, *, limit: float | int = PAGE_BYTES) -> str:
         "run": run,
         "verdict": headline,
         "remarks": remarks,
+        "spread": spread(run),
+        "one_seed": ONE_SEED,
         "columns": columns_for(run),
         "judged_by": run.judged_by,
         "description": lambda arm: arm.label("description"),
