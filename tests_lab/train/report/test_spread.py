@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from benchmarks.first_run import LEFT_OUT, RESULTS, summary
+from tests.show.screens import flat, printed
+
 from offdrift_lab.train.report.page import render
 from offdrift_lab.train.report.spread import ONE_SEED, spread
 from offdrift_lab.train.report.stored import Run, StoredArm
 from offdrift_lab.train.report.view import run_summary
-from tests.show.screens import flat, printed
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 STORED = json.loads((RECIPES / "backwards.spread.json").read_text("utf-8"))
