@@ -11,7 +11,7 @@
 # make test-build   wheel and sdist are built, alike, and whole; nothing is installed
 # make train-vllm   the same with real vLLM drawing the tokens of a tiny mixture of experts
 # make train-smollm2  a real pretrained model learns sums: a quarter of an hour on two cores
-# make dist-test    wheel and sdist, installed and used in fresh environments: core, [audit], [train] (EXTRAS=core for one)
+# make dist-test    wheel and sdist, installed and used in fresh environments: core, [audit], [train] with tests/users (EXTRAS=core for one)
 # make matrix       the core's laws under Python 3.11 to 3.13 and torch 2.6 to the newest, by tox
 # make audit-deps   dependencies: declared, used, explained, pinned, licences; ADVISORIES=1 asks for known vulnerabilities
 # make bench        the benchmarks, each a ratio measured side by side

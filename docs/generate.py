@@ -16,6 +16,7 @@ from typing import Any
 from offdrift.advantages import ADVANTAGES
 from offdrift.certificate.certify import LOGGED
 from offdrift.judge.metric_names import metric_names
+from offdrift.judge.rules import load_rules
 from offdrift.methods import METHODS
 from offdrift.methods import describe as axes
 from offdrift.methods.describe import catalog, catalog_text
@@ -221,6 +222,26 @@ def _framework_names() -> list[str]:
     return lines
 
 
+def _ten_metrics() -> list[str]:
+    """The metrics to look at first, with what is normal by the thresholds of the built-in rules."""
+    at = load_rules().limits
+    share = lambda name: f"{100 * at[name]:g} %"  # noqa: E731
+    rows = (
+        ("reward/mean", "rises or stays", f"falls by {share('reward_lost')} of its height"),
+        ("mismatch/k3", f"below {at['kl_clean']:g} nat", f"above {at['kl_large']:g}: the engines differ"),
+        ("mismatch/pearson", f"{at['pearson_clean']:g} or more", f"below {at['pearson_broken']:g}: not the same policy"),
+        ("mismatch/ratio_mean", "1", f"outside {at['ratio_mean_low']:g} to {at['ratio_mean_high']:g}: recorded log-probs are not of what was drawn"),
+        ("staleness/k3", "saw-tooth between synchronizations", "grows from one synchronization to the next"),
+        ("full/chi2_token", f"below {at['chi2_heavy']:g}", f"above {at['chi2_toxic']:g}: weights have a toxic tail"),
+        ("full/ess_frac", f"{share('ess_half')} or more", "below: filter before reweighting"),
+        ("gate/acceptance_seq", f"{share('acceptance_low')} or more", "below: updates rest on few sequences"),
+        ("version_lag/mean", "as your schedule says", "larger: the trainer outruns the engine"),
+        ("optim/grad_norm", "level", f"{at['grad_spike']:g} times its level"),
+    )  # fmt: skip
+    lines = ["## The ten to look at first", "", "| metric | normal | find the cause |", "|---|---|---|"]
+    return lines + [f"| `{METRICS[name].name}` | {normal} | {look} |" for name, normal, look in rows]
+
+
 def metrics_page() -> str:
     """Every metric that can be logged."""
     lines = [
@@ -230,6 +251,10 @@ def metrics_page() -> str:
         "before the slash, in nats, on tokens drawn from the rollout policy; nothing is clipped but the",
         "exponent (at 20), and nothing depends on the correction that was chosen, except what `weight/`",
         "and `gate/` say about it. What cannot be known from a batch is NaN.",
+        "",
+        *_ten_metrics(),
+        "",
+        "## All metrics",
         "",
         "| metric | unit | formula | larger is |",
         "|---|---|---|---|",

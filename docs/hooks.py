@@ -33,6 +33,8 @@ OUTSIDE = "repository"
 """Folder of the site for files of the repository that pages link to."""
 WIDE = {"find-a-method.md", "methods.md", "evidence.md", "metrics.md", "settings.md"}
 """Pages whose tables need the room that the list of their headings would take."""
+CLAIMS = "evidence.md"
+"""Page whose tables are shown as cards with a search."""
 FENCE = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 WORKER = re.compile(r"https://unpkg\.com/iframe-worker/shim")
@@ -116,7 +118,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Columns of long text are given room: on a telephone a table then scrolls instead of standing a word a line."""
+    """Claims become cards; columns of long text are given room, so that a table scrolls instead of standing a word a line."""
+    if page.file.src_uri == CLAIMS:
+        return _claims(html)
     return re.sub(r"<table>.*?</table>", lambda table: _with_room(table[0]), html, flags=re.DOTALL)
 
 
@@ -242,6 +246,36 @@ def _with_room(table: str) -> str:
         return f'<th style="{before} min-width: {em}em">' if em else match[0]
 
     return re.sub(r'<th(?: style="(?P<style>[^"]*)")?>', head, table)
+
+
+def _claims(html: str) -> str:
+    """The tables of claims as cards, below a field that searches them: verdict, claim, numbers and command are seen at once."""
+    verdict = ""
+
+    def change(match: re.Match[str]) -> str:
+        nonlocal verdict
+        if match["verdict"]:
+            verdict = re.sub(r"<[^>]+>|¶|&para;", "", match["verdict"])
+            return match[0]
+        rows = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in match[0].split("</tr>")]
+        return f'<div class="claims">{"".join(_claim(verdict, row) for row in rows if len(row) == 5)}</div>'
+
+    body = re.sub(r"<h2[^>]*>(?P<verdict>.*?)</h2>|<table>.*?</table>", change, html, flags=re.DOTALL)
+    search = (
+        '<p class="finder claim-search"><label>search the claims <input id="claim-search" type="search" '
+        'autocomplete="off"></label> <span id="claim-count" aria-live="polite"></span></p>'
+    )
+    first, heading, rest = body.partition("<h2")
+    return f'{first}{search}{heading}{rest}<script src="assets/claims.js" defer></script>'
+
+
+def _claim(verdict: str, row: list[str]) -> str:
+    claim, source, testbed, numbers, command = row
+    kind = verdict.split()[0].lower()
+    return (
+        f'<article class="claim"><p><span class="chip chip-{kind}">{verdict}</span> <b>{claim}</b></p>'
+        f'<p>{numbers}</p><p class="claim-run">{command}</p><p class="claim-soft">{source} · {testbed}</p></article>'
+    )
 
 
 ROOM = ((120, 19), (50, 13), (20, 8))

@@ -3,7 +3,7 @@
     python packaging/dist_test.py [--extras core,audit,train] [--torch torch==2.13.0] [--keep FOLDER] [--no-isolation]
 
 Every extra gets a fresh environment that has torch and nothing else, then the wheel with that extra, and a script that
-uses what the extra promises. The core must not bring what belongs to an extra. Continuous integration can run the
+uses what the extra promises; with [train] also the scripts of `tests/users`. The core must not bring what belongs to an extra. Continuous integration can run the
 extras in parts. Packages come from where pip is set up to look; `build` must be installed here (`offdrift[dev]`).
 """
 
@@ -97,6 +97,8 @@ assert json.load(open("own/run.json"))["name"] == "tiny"
 print("train", table[0]["arm"], "2 updates, audited and swept")
 """
 SCRIPTS = {"core": CORE, "audit": AUDIT, "train": TRAIN}
+USERS = ("broken_run", "new_method", "gate_and_alarm")
+"""Scripts of `tests/users`, which need [train]."""
 
 
 def build(out: Path, *options: str) -> Path:
@@ -148,7 +150,12 @@ def use(extra: str, wheel: Path, torch: str, folder: Path) -> None:
     work = folder / "work"
     work.mkdir()
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    subprocess.run([str(python), "-c", SCRIPTS[extra]], check=True, cwd=work, env=clean | {"OMP_NUM_THREADS": "1"})
+    environment = clean | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([str(python), "-c", SCRIPTS[extra]], check=True, cwd=work, env=environment)
+    for name in USERS if extra == "train" else ():
+        own = folder / name
+        own.mkdir()
+        subprocess.run([str(python), str(ROOT / f"tests/users/{name}.py")], check=True, cwd=own, env=environment)
     print(f"{extra}: installed and used in {time.monotonic() - begin:.0f} s", flush=True)
 
 

@@ -31,6 +31,7 @@ PLACES = {
     "sweep settings": "settings.md",
 }
 """Where the names of a kind are documented that are not Python's."""
+CLAIMS = (ROOT / "docs" / "evidence.toml").read_text("utf-8").count("[[claim]]")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -211,6 +212,28 @@ def test_the_finder_filters_in_a_browser(site, choice, words, tmp_path):
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--virtual-time-budget=5000"]
     done = subprocess.run([str(CHROMIUM), *flags, "--dump-dom", page], capture_output=True, text=True, timeout=120)
     assert words in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+@pytest.mark.parametrize(("words", "found"), [("", CLAIMS), ("figure 3 loose", 2), ("nothing is called this", 0)])
+def test_the_claims_are_searched_in_a_browser(site, words, found, tmp_path):
+    page = f"file://{site}/evidence.html" + (f"#q={words.replace(' ', '%20')}" if words else "")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--virtual-time-budget=5000"]
+    done = subprocess.run([str(CHROMIUM), *flags, "--dump-dom", page], capture_output=True, text=True, timeout=120)
+    assert f"{found} of {CLAIMS} claims" in done.stdout
+
+
+def test_a_claim_is_a_card_with_its_verdict_numbers_and_command():
+    head = "<thead><tr><th>claim</th></tr></thead>"
+    row = "".join(f"<td>{cell}</td>" for cell in ("It holds.", "a paper", "a model", "KL 0.1", "<code>run</code>"))
+    make = runpy.run_path(str(ROOT / "docs" / "hooks.py"))["_claims"]
+    page = make(f'<p>All</p><h2 id="r">Falsified here</h2><table>{head}<tr>{row}</tr></table>')
+    assert "<table" not in page
+    assert page.count('<article class="claim">') == 1
+    card = re.sub(r"<[^>]+>", "", page[page.index("<article") : page.index("</article")])
+    assert card == "Falsified here It holds.KL 0.1runa paper · a model"
+    assert page.index("claim-search") < page.index("<h2")
 
 
 def test_a_new_page_is_not_lost_and_a_file_of_the_repository_is_shown(tmp_path):

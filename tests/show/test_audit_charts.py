@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offdrift.audit.charts import along, bars_of, histogram_chart, limits_of, over_time, place
+from offdrift.audit.charts import along, bars_of, explorable, histogram_chart, limits_of, over_time, place
 from offdrift.audit.method_table import FAMILIAR, length_curves, tried, untried
 from offdrift.audit.page import NO_TOKEN, heats, render_audit
 from offdrift.audit.view import audit_view
@@ -278,3 +278,25 @@ def test_the_colors_of_the_log_ratio_can_be_read_and_grow_away_from_the_middle()
             assert away == sorted(away)
             assert away[0] > 1.05
     assert count == 26
+
+
+def test_rewards_of_0_and_1_have_no_band_and_others_have() -> None:
+    def chart(low: float, high: float) -> list[str]:
+        steps = [{"step": i, "reward/mean": 0.5, "quantiles": {"reward": {"p05": low, "p95": high}}} for i in range(3)]
+        (reward,) = (c for c in over_time({"steps": steps}) if c.id == "reward")
+        return [s.name for s in reward.series]
+
+    assert chart(0.0, 1.0) == ["mean"]
+    assert chart(0.25, 1.0) == ["5 % to 95 %", "mean"]
+
+
+def test_any_metric_offers_only_those_with_values() -> None:
+    steps = [{"step": i, "mismatch/k1": None, "mismatch/k2": float("nan"), "reward/mean": 0.5} for i in range(3)]
+    assert [*explorable({"steps": steps})] == ["reward/mean"]
+
+
+@pytest.mark.parametrize(("value", "words"), [(-0.01, "equal to 0 within its error"), (-0.2, "which KL cannot be")])
+def test_an_estimate_of_kl_below_0_is_not_judged_as_above_a_threshold(value: float, words: str) -> None:
+    (kl,) = headlines({"overall": {"mismatch/k1": value}})
+    assert words in kl.comparison
+    assert "above 0.05" not in kl.comparison

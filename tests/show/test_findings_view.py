@@ -107,9 +107,9 @@ def test_a_measurement_that_the_fix_asks_for_is_not_said_twice() -> None:
     assert "To confirm: Run both engines in float32." in flat(printed(finding_view(other)))
 
 
-def test_what_can_wait_stands_last_and_the_order_of_repair_stays() -> None:
+def test_the_most_severe_stands_first_and_the_order_of_repair_stays() -> None:
     found = [finding(severity=s, rule=str(i), symptom=f"{i}") for i, s in enumerate(("info", "act", "stop", "watch", "act", "odd"))]  # fmt: skip
-    assert [f.symptom for f in in_order(found)] == ["1", "2", "4", "0", "3", "5"]
+    assert [f.symptom for f in in_order(found)] == ["2", "1", "4", "3", "0", "5"]
     assert list(SEVERITY_STYLE) == ["info", "watch", "act", "stop"]
 
 

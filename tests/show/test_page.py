@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +15,18 @@ from offdrift.show.charts import points
 from offdrift_lab.train.report.page import (
     QUANTITIES,
     all_charts,
+    held_out_chart,
     line_chart,
     moving_mean,
     pick_samples,
+    render,
     reward_chart,
     write_report,
 )
 from offdrift_lab.train.report.stored import Sample, StoredArm, read_run
 from tests.show.parsed import Parsed, parse
 from tests.show.synthetic import ARMS, write_lines, write_run
+from tests.show.synthetic_audit import finding
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,7 @@ def test_a_run_with_next_to_nothing_is_a_page(tmp_path: Path, arms: int) -> None
     text = "".join(parsed.text)
     assert [a.get("class") for _, a in parsed.tags].count("badge") == arms, "running"
     assert ("No arm has started yet." in text) == (arms == 0)
-    assert text.count("Not recorded.") == (7 if arms else 0) + 2
+    assert text.count("Not recorded.") == (8 if arms else 0) + 2
     assert text.count("No value above 0") == (3 if arms else 0)
     assert json.loads(parsed.raw["script"][0])["charts"] == []
 
@@ -104,6 +108,32 @@ def test_the_last_new_batch_of_every_arm_says_what_it_proves(tmp_path):
     assert StoredArm("b", finished=True, metrics=({"update": 1},)).proved is None
 
 
+def test_findings_of_a_run_are_a_table_of_arms_below_the_curves_the_most_severe_first_and_open(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    late = finding(rule="late", severity="watch", symptom="Reward stands still")
+    grows = finding(rule="grows", severity="act", symptom="KL grows", step=7)
+    ends = finding(rule="ends", severity="stop", symptom="Length explodes", step=9)
+    write_lines(run / "arms/none/findings.jsonl", [late, grows])
+    write_lines(run / "arms/trm_max/findings.jsonl", [grows, ends])
+    page = render(read_run(run))
+    assert page.index('id="charts"') < page.index('id="findings"') < page.index('id="samples"')
+    table = page[page.index('class="numbers matrix"') : page.index("</table>", page.index('class="numbers matrix"'))]
+    rows = re.findall(r'<th scope="row">(.*?)<small>', table)
+    assert rows == ["Length explodes", "KL grows", "Reward stands still"]
+    links = re.findall(r'<td><a href="#([^"]+)">', table)
+    assert links == ["finding-trm_max-ends", "finding-none-grows", "finding-trm_max-grows", "finding-none-late"]
+    details = re.findall(r'<details class="finding [^"]*" id="([^"]+)"( open)?>', page)
+    assert details == [(links[0], " open"), *((name, "") for name in links[1:])]
+
+
+def test_a_run_opens_on_a_verdict_of_at_most_15_words(tmp_path: Path) -> None:
+    page = render(read_run(write_run(tmp_path)))
+    (words,) = re.findall(r'<p class="verdict">(.*?)</p>', page)
+    assert len(words.split()) <= 15, words
+    assert words.startswith("trm_max ended with the highest held-out reward")
+    assert "within the noise of 256 held-out prompts" in page
+
+
 KL = next(q for q in QUANTITIES if q.id == "kl_mean")
 ACCEPTANCE = next(q for q in QUANTITIES if q.id == "acceptance")
 
@@ -115,9 +145,9 @@ def arm(key: str, values: list[float | None], name: str = "a") -> StoredArm:
 def test_every_chart_of_a_run_has_its_lines_and_says_what_they_mean(tmp_path: Path) -> None:
     charts = all_charts(read_run(write_run(tmp_path)).arms)
     assert [c.id for c in charts] == [
-        "reward", "acceptance", "kl_mean", "kl_max", "bound", "gain_low", "ppl_gap", "ess", "length", "version_lag",
+        "held_out", "reward", "acceptance", "kl_mean", "kl_max", "bound", "gain_low", "ppl_gap", "ess", "length", "version_lag",
     ]  # fmt: skip
-    assert [len(c.series) for c in charts] == [12, *9 * [4]]
+    assert [len(c.series) for c in charts] == [4, 8, *9 * [4]]
     assert all(c.meaning.endswith(".") for c in charts)
 
 
@@ -128,10 +158,11 @@ def test_reward_is_drawn_raw_smoothed_and_held_out() -> None:
         metrics=tuple({"update": u, "reward/mean": r} for u, r in [(0, 0.0), (2, 0.3), (3, 0.6)]),
         evals=({"update": 0, "reward": 0.1}, {"update": 4, "reward": 0.7}),
     )
-    raw, smooth, held_out = reward_chart([one]).series
+    raw, smooth = reward_chart([one]).series
+    (held_out,) = held_out_chart([one]).series
     assert (raw.x, raw.y, raw.faint) == ([0, 2, 3], [0.0, 0.3, 0.6], True)
     assert smooth.y == pytest.approx([0.3, 0.3, 0.3])
-    assert (held_out.x, held_out.y, held_out.kind) == ([0, 4], [0.1, 0.7], "dots")
+    assert (held_out.x, held_out.y, held_out.kind) == ([0, 4], [0.1, 0.7], "points")
 
 
 def test_the_moving_mean_is_the_mean_of_its_window() -> None:
@@ -147,6 +178,8 @@ def test_a_log_axis_leaves_out_what_it_cannot_show() -> None:
     drawn = points(chart, chart.series[0])
     assert (drawn["x"], drawn["y"]) == ([0, 1, 3], [None, 1e-3, 2e-3])
     assert chart.log
+    assert chart.gaps.startswith("Gaps: 1 value of 0 or below")
+    assert line_chart(KL, [arm(KL.key, [0.1, 0.2])]).gaps == ""
     assert line_chart(KL, [arm(KL.key, [0.0, 0.0])]).series == ()
     assert line_chart(ACCEPTANCE, [arm(ACCEPTANCE.key, [0.0, 0.0])]).series[0].y == [0.0, 0.0]
 

@@ -194,13 +194,16 @@ def _pair_chart(c: PairChart, steps: Steps, table: Rows, limits: Mapping[str, fl
 
 
 def _run_chart(id: str, title: str, unit: str, metric: str, key: str, steps: Steps, table: Rows, length: str) -> Chart:
-    """One number of the run, in the band of its quantiles `key`."""
+    """One number of the run, in the band of its quantiles `key`; quantiles of rewards of 0 and 1 say nothing."""
     values = column(table, metric)
     if not key:
         return Chart(title, unit, [Series(title, steps, values, color="arm-6", group="run")], id, meaning_of(metric))
     low, high = (_quantile(table, key, q) for q in ("p05", "p95"))
+    if key == "reward" and all(v in (0.0, 1.0, None) for v in (*low, *high)):
+        low = high = []
     look: dict[str, Any] = {"color": "arm-3", "group": "run"}
-    series = [Series("5 % to 95 %", steps, low=low, high=high, **look), Series("mean", steps, values, **look)]
+    band = [Series("5 % to 95 %", steps, low=low, high=high, **look)] if any_number(low) else []
+    series = [*band, Series("mean", steps, values, **look)]
     unit = f"{unit}; band 5 % to 95 %" if any_number(low) and any_number(high) else unit
     return Chart(title, f"{length}, {unit}" if id == "length" else unit, series, id, meaning_of(metric, length))
 

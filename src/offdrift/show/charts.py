@@ -128,6 +128,8 @@ class Chart:
     """Whether the series are named below the chart: they differ from those of the other charts."""
     drawn: Sequence[dict[str, list[Any]]] = field(init=False, repr=False, compare=False)
     """The `points` of each series: a page that is too full asks for them again for each number that may stay."""
+    unplaced: int = field(init=False, default=0)
+    """Values at or below 0 that a logarithmic axis has no place for."""
 
     def __post_init__(self) -> None:
         names = [s.name for s in self.series if not s.color]
@@ -142,11 +144,24 @@ class Chart:
         visible_ones = [(s, p) for s, p in with_points if any(v is not None for v in p["y"] or p["low"])]
         object.__setattr__(self, "series", tuple(s for s, _ in visible_ones))
         object.__setattr__(self, "drawn", tuple(p for _, p in visible_ones))
+        values = [float(v) for s, _ in with_points for v in s.y if v is not None] if self.log else []
+        object.__setattr__(self, "unplaced", sum(v <= 0 and math.isfinite(v) for v in values))
 
     @property
     def if_empty(self) -> str:
         """Text in place of a chart without series."""
         return "No value above 0 was recorded." if self.log else "Not recorded."
+
+    @property
+    def gaps(self) -> str:
+        """Why lines have gaps, "" where none has one for want of a place on a logarithmic axis.
+
+        Example:
+            >>> Chart("KL", "nat", [Series("a", [1, 2], [-0.5, 2.0])], log=True).gaps
+            'Gaps: 1 value of 0 or below, which a logarithmic axis cannot show.'
+        """
+        values = f"{self.unplaced:,} value{'' if self.unplaced == 1 else 's'}"
+        return f"Gaps: {values} of 0 or below, which a logarithmic axis cannot show." if self.unplaced else ""
 
     @property
     def in_words(self) -> str:

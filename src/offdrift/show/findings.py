@@ -141,6 +141,8 @@ class Shown:
     """File name and place of the page that shows it, where that was stored."""
     record: str = ""
     """What became of training runs with this finding."""
+    step: str = ""
+    """Step at which it was first seen; empty over a whole log."""
 
 
 def shown(finding: Fields, framework: str = OWN, place: str = "") -> Shown:
@@ -191,6 +193,7 @@ def shown(finding: Fields, framework: str = OWN, place: str = "") -> Shown:
         evidence=tuple(map(_evidence, rows(finding.get("evidence")))),
         snippets=tuple((name, code[name]) for name in dict.fromkeys([*first, *code])),
         anchor=place or anchor("finding", text(finding.get("rule"))),
+        step="" if step is None else f"{step:.0f}",
         **plain,
     )
 
@@ -214,7 +217,7 @@ def footnote(findings: Iterable[Shown]) -> str:
 def in_order(
     findings: object, framework: str = OWN, kind: str = "finding", names: Anchors | None = None
 ) -> list[Shown]:
-    """All findings in the order of repair, as they were given; what can wait stands last.
+    """All findings, the most severe first; equally severe ones in the order of repair, as they were given.
 
     Args:
         kind: what the names of their places on the page begin with.
@@ -222,7 +225,12 @@ def in_order(
     """
     names = Anchors() if names is None else names
     read = [shown(f, framework, names(kind, text(f.get("rule")))) for f in rows(findings)]
-    return sorted(read, key=lambda s: s.level not in ("stop", "act"))
+    return sorted(read, key=severity)
+
+
+def severity(finding: Shown) -> int:
+    """Place of a finding's level among `LEVELS`, behind all of them for a level that is unknown."""
+    return LEVELS.index(finding.level) if finding.level in LEVELS else len(LEVELS)
 
 
 def finding_view(finding: Fields, framework: str = OWN, width: int = 100) -> RenderableType:

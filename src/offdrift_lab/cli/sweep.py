@@ -113,11 +113,14 @@ def sweep(
         raise typer.BadParameter(f"--chart {chart}: a chart is a .html, .svg or .png file")
     own = recipe_file(file)
     check_keys(own, changes or [], part="Sweep", name="a sweep")
+    from offdrift_lab.train.data.tasks import check_task_name
     from offdrift_lab.train.sweep.sweep import Pace, load_sweep, locked
 
     if own != file:
         screen.note(f"{file}: the package's own, {own}")
     grid = load_sweep(own, out, changes=changes or [], rules=rules)
+    for task in {cell.recipe.task for cell in grid.cells}:
+        check_task_name(task)
     states = [cell.status for cell in grid.cells]
     kinds = ", ".join(f"{states.count(s)} {s}" for s in ("finished", "begun", "failed", "waiting") if s in states)
     screen.err.print(

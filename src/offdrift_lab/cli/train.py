@@ -79,6 +79,7 @@ def train(
             screen.note(f"{recipe}: loading PyTorch and transformers")
         from offdrift.judge import load_rules
         from offdrift.methods.load import without_loading
+        from offdrift_lab.train.data.tasks import check_task_name
         from offdrift_lab.train.loop.context import rules_of_run
         from offdrift_lab.train.loop.loop import Event, agree
         from offdrift_lab.train.loop.loop import train as train_recipe
@@ -96,6 +97,7 @@ def train(
     head = checked_head(folder) if resume else {}
     if resume:
         chosen = _only(load_recipe(file, changes=changes or [], stored=head["recipe"], arms=names), names)
+    check_task_name(chosen.task)
     given = None if rules is None else load_rules(rules)
     judged = rules_of_run(chosen, head, given, str(folder / "run.json"))
     screen.err.print(

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from offdrift.errors import RecipeError
-from offdrift_lab.train.data.environments import ENVIRONMENTS
+from offdrift_lab.train.data.environments import ENVIRONMENTS, is_environment
 from offdrift_lab.train.data.problems import EVAL_SHARE, Problem, ProblemFile, Split, digest, read_problems, split_of
 from offdrift_lab.train.data.rewards import (
     VERIFIERS,
@@ -158,18 +158,33 @@ def find_task(
     return OwnTask(name, problems, function)
 
 
-def _named_task(name: str) -> Task:
-    if name in TASKS:
-        return TASKS[name]
+def check_task_name(name: str) -> None:
+    """Refuse a name of no task, environment, data set or file; files and code behind a name are not opened.
+
+    Raises: `RecipeError` naming the tasks that there are.
+    """
+    if not (_is_named(name) or name.endswith(".jsonl") or is_environment(name)):
+        raise _unknown(name)
+
+
+def _is_named(name: str) -> bool:
     family, _, dataset = name.partition(":")
-    if family == "reasoning_gym" and dataset:
-        return _reasoning_gym_task(dataset)
-    raise RecipeError(
+    return name in TASKS or (family == "reasoning_gym" and bool(dataset))
+
+
+def _unknown(name: str) -> RecipeError:
+    return RecipeError(
         f"task = {name!r} is not known; choose one of {', '.join(map(repr, sorted(TASKS)))}, "
         f"or the environments {', '.join(map(repr, sorted(ENVIRONMENTS)))}; "
         '"reasoning_gym:NAME" for a data set of that package, a file of problems ("problems.jsonl"), or add a Task to '
         "offdrift_lab.train.data.tasks.TASKS"
     )
+
+
+def _named_task(name: str) -> Task:
+    if not _is_named(name):
+        raise _unknown(name)
+    return TASKS[name] if name in TASKS else _reasoning_gym_task(name.partition(":")[2])
 
 
 @cache

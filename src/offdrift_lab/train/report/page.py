@@ -18,13 +18,22 @@ from offdrift.records.atomic import write_json
 from offdrift.show.anchors import Anchors
 from offdrift.show.charts import NUM_COLORS, SYMBOLS, Chart, Series, chart_data, symbol_of
 from offdrift.show.figures import write_chart
-from offdrift.show.findings import WORDS, footnote, in_order
+from offdrift.show.findings import WORDS, Shown, footnote, in_order, severity
 from offdrift.show.html import PAGE_BYTES, render_document, write_document
 from offdrift.show.json_access import mapping, number
 from offdrift.show.numbers import flatten, kl_labels, kl_level, short
 from offdrift.stats import METRICS, over_seeds
 from offdrift_lab.train.report.overlap import OVERLAP, drift_by_lag
-from offdrift_lab.train.report.stored import Run, Sample, StoredArm, columns_for, lag_counts, read_run, verdict
+from offdrift_lab.train.report.spread import ONE_SEED, spread
+from offdrift_lab.train.report.stored import (
+    Run,
+    Sample,
+    StoredArm,
+    columns_for,
+    lag_counts,
+    read_run,
+    verdict_lines,
+)
 from offdrift_lab.train.sweep.sweep import HELD_OUT, RESULTS, Grid, Setting, worded
 from offdrift_lab.train.sweep.sweep_results import curve, explained, results, sentence, signed
 
@@ -58,14 +67,19 @@ def render(run: Run, *, limit: float | int = PAGE_BYTES) -> str:
     count = sum(len(samples) for _, samples in shown)
     cut = min(TOKENS_PER_SAMPLE, max(FEWEST_TOKENS, TOKENS // max(count, 1)))
     place = Anchors()
-    of_arms = [(arm, in_order(arm.findings, kind=f"finding-{arm.name}", names=place)) for arm in run.arms]
+    findings = findings_of(run.arms, place)
+    headline, *remarks = verdict_lines(run)
     context = {
         "place": place,
         "words": WORDS,
-        "findings": [(arm, own) for arm, own in of_arms if own],
-        "footnote": footnote(f for _, own in of_arms for f in own),
+        "findings": findings,
+        "matrix": matrix(findings),
+        "footnote": footnote(f for _, f in findings),
         "run": run,
-        "verdict": verdict(run),
+        "verdict": headline,
+        "remarks": remarks,
+        "spread": spread(run),
+        "one_seed": ONE_SEED,
         "columns": columns_for(run),
         "judged_by": run.judged_by,
         "description": lambda arm: arm.label("description"),
@@ -98,6 +112,20 @@ def render(run: Run, *, limit: float | int = PAGE_BYTES) -> str:
         data=lambda columns: {**chart_data([*charts, *beside], columns), "samples": tokens},
         limit=limit,
     )
+
+
+def findings_of(arms: Sequence[StoredArm], place: Anchors) -> list[tuple[StoredArm, Shown]]:
+    """Findings of all arms, the most severe first, each with its arm; `place` gives them their names on the page."""
+    found = [(arm, f) for arm in arms for f in in_order(arm.findings, kind=f"finding-{arm.name}", names=place)]
+    return sorted(found, key=lambda pair: severity(pair[1]))
+
+
+def matrix(findings: Sequence[tuple[StoredArm, Shown]]) -> list[tuple[Shown, dict[str, Shown]]]:
+    """A row per symptom, the most severe first: its first finding, and by arm the one that the arm had."""
+    table: dict[tuple[str, str], dict[str, Shown]] = {}
+    for arm, f in findings:
+        table.setdefault((f.symptom or f.cause, f.cause), {}).setdefault(arm.name, f)
+    return [(next(iter(row.values())), row) for row in table.values()]
 
 
 def pick_samples(samples: Sequence[Sample], limit: int) -> list[Sample]:
@@ -138,8 +166,15 @@ REWARD = Quantity(
     "Reward",
     "",
     "reward/mean",
-    f"Mean reward of the training batch: faint as recorded, strong its mean over {SMOOTHING} "
-    "updates. Markers: held-out prompts. Higher is better.",
+    f"Mean reward of the training batch: faint as recorded, strong its mean over {SMOOTHING} updates. "
+    "Higher is better.",
+)
+HELD_OUT_REWARD = Quantity(
+    "held_out",
+    "Held-out reward",
+    "",
+    "reward",
+    "Mean reward on prompts that are never trained on, at every evaluation. Arms are compared by it. Higher is better.",
 )
 
 QUANTITIES = (
@@ -251,7 +286,7 @@ def all_charts(arms: Sequence[StoredArm]) -> list[Chart]:
     """Every chart of the report, in the order of the page."""
     mixed = any(arm.series(OF_MIXTURES[0].key)[0] for arm in arms)
     quantities = (*QUANTITIES, *(OF_MIXTURES if mixed else ()))
-    return [reward_chart(arms), *(line_chart(quantity, arms) for quantity in quantities)]
+    return [held_out_chart(arms), reward_chart(arms), *(line_chart(quantity, arms) for quantity in quantities)]
 
 
 OVERLAPS = (
@@ -322,18 +357,23 @@ def overlap_charts(arms: Sequence[StoredArm]) -> list[Chart]:
     return [lag, drift, *(line_chart(quantity, arms) for quantity in OVERLAPS)]
 
 
+def held_out_chart(arms: Sequence[StoredArm]) -> Chart:
+    """Held-out reward at every evaluation, a line with its points an arm."""
+    looks = zip(_looks(arms), arms, strict=True)
+    series = [Series(arm.name, *arm.held_out(), kind="points", **look) for look, arm in looks]
+    return _chart(HELD_OUT_REWARD, series, wide=True)
+
+
 def reward_chart(arms: Sequence[StoredArm]) -> Chart:
-    """Training reward, raw and smoothed, and held-out reward, for every arm."""
+    """Training reward, raw and smoothed, for every arm."""
     series = []
     for look, arm in zip(_looks(arms), arms):
         updates, rewards = arm.series(REWARD.key)
-        evaluated, held_out = arm.held_out()
         series += [
             Series(arm.name, updates, rewards, faint=True, **look),
             Series(arm.name, updates, moving_mean(rewards, SMOOTHING), **look),
-            Series(f"{arm.name}, held out", evaluated, held_out, kind="dots", **look),
         ]
-    return _chart(REWARD, series, wide=True)
+    return _chart(REWARD, series)
 
 
 def line_chart(quantity: Quantity, arms: Sequence[StoredArm]) -> Chart:

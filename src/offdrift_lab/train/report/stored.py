@@ -536,61 +536,68 @@ def columns_for(run: Run) -> tuple[Column, ...]:
 
 
 def verdict(run: Run) -> str:
-    """One sentence: who ended with the highest held-out reward, and whose acceptance is too low.
+    """Sentences on who ended with the highest held-out reward, by how much, and whose acceptance is too low.
 
     Example:
         >>> arm = StoredArm("trm_max", True, {"reward_before": 0.25, "reward_after": 0.5})
         >>> verdict(Run("demo", {}, "", None, {}, {}, (arm,)))
         'trm_max went from 0.250 to 0.500 in held-out reward.'
+    """
+    return " ".join(verdict_lines(run))
+
+
+def verdict_lines(run: Run) -> tuple[str, ...]:
+    """The verdict in one short sentence, and the sentences that qualify it.
 
     Reference: Li et al., Trust Region Masking, Remark 4.3 (the diagnostic of the accepted share).
     """
     if not run.arms:
-        return "No arm has started yet."
+        return ("No arm has started yet.",)
     running = [arm.name for arm in run.arms if not arm.finished]
-    opening = f"So far ({_listed(running)} still running): " if running else ""
-    outcome = _outcome(run.arms)
-    if not outcome:
-        outcome = f"{'no' if opening else 'No'} held-out reward has been recorded yet"
+    opening = ""
+    if running:
+        still = f"{len(running)} arms" if len(running) > FEW else _listed(running)
+        opening = f"So far ({still} still running): "
+    headline, *remarks = _outcome(run.arms) or (f"{'no' if opening else 'No'} held-out reward has been recorded yet",)
     shares = [(arm.name, share) for arm in run.arms if (share := arm.figure("acceptance")) is not None]
-    floor = (run.arms[0].limits if run.arms else load_rules().limits)["acceptance_low"]
+    floor = run.arms[0].limits["acceptance_low"]
     if low := [f"{name} accepted {percent(share)}" for name, share in shares if share < floor]:
-        outcome += f"; {_listed(low)} of its sequences, less than {100 * floor:g} % ({REMARK})"
-    return f"{opening}{outcome}."
+        remarks.append(f"{_listed(low)} of its sequences, less than {100 * floor:g} % ({REMARK})")
+    return (f"{opening}{headline}.", *(f"{remark}." for remark in remarks))
 
 
+FEW = 2
+"""Arms still running beyond which the verdict counts them."""
 MANY = 6
 """Arms beyond which the verdict counts those that ended level, in place of naming them."""
 
 
-def _outcome(arms: Sequence[StoredArm]) -> str:
+def _outcome(arms: Sequence[StoredArm]) -> tuple[str, ...]:
+    """Who ended highest, and by how much, each without its full stop; empty without a held-out reward."""
     scored = [(after, arm) for arm in arms if (after := arm.figure("reward_after")) is not None]
     if not scored:
-        return ""
+        return ()
     best, winner = max(scored, key=lambda pair: pair[0])
     level = [arm.name for after, arm in scored if after == best]
     if len(scored) == 1:
         before = winner.figure("reward_before")
         came = "ended at" if before is None else f"went from {fixed(before)} to"
-        return f"{winner.name} {came} {fixed(best)} in held-out reward"
+        return (f"{winner.name} {came} {fixed(best)} in held-out reward",)
     if len(level) == len(scored):
         every = f"{len(level)} arms" if len(level) > MANY else _listed(level)
-        return f"{every} ended level, at {fixed(best)} in held-out reward"
+        return (f"{every} ended level, at {fixed(best)} in held-out reward",)
     if len(level) > 1:
         several = f"{len(level)} arms" if len(level) > MANY else _listed(level)
-        return f"{several} ended level, with the highest held-out reward, {fixed(best)}"
+        return (f"{several} ended level, with the highest held-out reward, {fixed(best)}",)
     _, second = max((pair for pair in scored if pair[1] is not winner), key=lambda pair: pair[0])
     error = _error_of_difference(winner, second)
     lead = (winner.figure("reward_after") or 0.0) - (second.figure("reward_after") or 0.0)
-    clause = (
-        f"{winner.name} ended with the highest held-out reward, {fixed(best)}, {fixed(lead)} ahead of {second.name}"
-    )
+    headline = f"{winner.name} ended with the highest held-out reward, {fixed(best)}"
+    ahead = f"That is {fixed(lead)} ahead of {second.name}"
     if error is None or lead > 2 * error:
-        return clause
-    return (
-        f"{clause} (within the noise of {_prompts(winner):.0f} held-out prompts: two standard errors are "
-        f"{fixed(2 * error)})"
-    )
+        return headline, ahead
+    noise = f"the noise of {_prompts(winner):.0f} held-out prompts (two standard errors: {fixed(2 * error)})"
+    return headline, f"{ahead}, within {noise}"
 
 
 def _error_of_difference(a: StoredArm, b: StoredArm) -> float | None:

@@ -22,6 +22,7 @@ from offdrift.show.findings import SEVERITY_STYLE
 from offdrift.show.json_access import number
 from offdrift.show.numbers import percent, short
 from offdrift_lab.train.report.overlap import OVERLAP
+from offdrift_lab.train.report.spread import ONE_SEED, spread
 from offdrift_lab.train.report.stored import NORMAL_ESS, NORMAL_KL, REMARK, Run, columns_for, verdict
 from offdrift_lab.train.sweep.sweep import worded
 from offdrift_lab.train.sweep.sweep_results import explained, sentence, signed
@@ -272,7 +273,13 @@ def run_summary(run: Run, *, width: int = 140) -> Group:
     rest += [Text(NORMAL, style="dim")] if run.arms else []
     notes = [Text(f"{arm.name}: {note}", style="dim") for arm in run.arms for note in arm.notes]
     judged = [Text(run.judged_by, style="dim")] if run.judged_by else []
-    return Group(table, *rest, Text(verdict(run)), *notes, *judged)
+    return Group(table, *rest, Text(verdict(run)), *_spread_lines(run), *notes, *judged)
+
+
+def _spread_lines(run: Run) -> list[Text]:
+    """What other seeds of a shipped recipe ended at, a line an arm."""
+    lines = [Text(f"  {arm} {words}") for arm, words in spread(run).items()]
+    return [Text(ONE_SEED), *lines] if lines else []
 
 
 FRAME = 3
