@@ -1,0 +1,328 @@
+"""Twenty-five faults of a rollout stack, by somebody who had not read the check.
+
+The author knew vLLM, SGLang, transformers and how post-training stacks break, and had read the request for such
+a list (which names some kinds), but neither `offdrift.check`, its page, nor the faults of `planted.py` when this
+list was written; the list, the sizes and the words that count as a right name were fixed before the first run.
+
+Each fault is a function of a directory that holds a copy of the trainer's checkpoint. It spoils the copy that the
+rollout engine will read, and returns what has to be given to the engine besides (empty for most). The trainer keeps
+the clean checkpoint.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A fault: the model it lives in, what it breaks, and the words of which one must stand in a right answer."""
+
+    name: str
+    model: str
+    kind: str
+    story: str
+    words: tuple[str, ...]
+    plant: Callable[[Path], Mapping[str, object]]
+
+
+FAULTS: dict[str, Outside] = {}
+"""Every fault, by its name."""
+
+
+def _fault(model: str, kind: str, story: str, *words: str):
+    def keep(plant: Callable[[Path], Mapping[str, object] | None]):
+        name = plant.__name__
+        FAULTS[name] = Outside(name, model, kind, story, words, lambda folder: plant(folder) or {})
+        return plant
+
+    return keep
+
+
+# --------------------------------------------------------------------------------------------- the tools
+
+
+def _weights(folder: Path, edit: Callable[[State], None]) -> None:
+    for file in sorted(folder.glob("*.safetensors")):
+        state = load_file(file)
+        edit(state)
+        save_file({name: value.contiguous() for name, value in state.items()}, file, metadata={"format": "pt"})
+
+
+def _json(folder: Path, file: str, **changes: object) -> None:
+    path = folder / file
+    content = json.loads(path.read_text()) if path.exists() else {}
+    content.update(changes)
+    path.write_text(json.dumps(content, indent=1))
+
+
+def _older(name: str, value: torch.Tensor, share: float) -> torch.Tensor:
+    """The tensor some steps ago: moved by `share` of its root mean square, the same way on every call."""
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    noise = torch.randn(value.shape, generator=generator)
+    return (value.float() + share * value.float().square().mean().sqrt() * noise).to(value.dtype)
+
+
+def _layer(name: str) -> int:
+    return int(name.split(".layers.")[1].split(".")[0]) if ".layers." in name else -1
+
+
+def _update(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
+    def edit(state: State) -> None:
+        for name in list(state):
+            changed = change(name, state[name])
+            if changed is not None:
+                state[name] = changed
+
+    _weights(folder, edit)
+
+
+# --------------------------------------------------------------------------------------------- weights
+
+
+@_fault("smollm2", "weights", "a bucket of the weight transfer never arrived: layers 20 to 24 are older", "weight")
+def bucket_lost(folder: Path):
+    _update(folder, lambda name, value: _older(name, value, 0.01) if 20 <= _layer(name) <= 24 else None)
+
+
+@_fault("smollm2", "weights", "the whole policy is some steps old, 1 % of the root mean square", "weight")
+def policy_behind(folder: Path):
+    _update(folder, lambda name, value: _older(name, value, 0.01))
+
+
+@_fault("smollm2", "weights", "q and k kept in the interleaved order of rotary pairs", "weight", "rope", "rotary")
+def rope_layout(folder: Path):
+    size = json.loads((folder / "config.json").read_text())["hidden_size"] // 9
+
+    def change(name: str, value: torch.Tensor):
+        if not name.endswith(("q_proj.weight", "k_proj.weight")):
+            return None
+        heads = value.view(-1, 2, size // 2, value.shape[1])
+        return heads.transpose(1, 2).reshape(value.shape)
+
+    _update(folder, change)
+
+
+@_fault("smollm2", "weights", "heads of keys and values gathered from ranks in a rotated order", "weight", "attention")
+def kv_heads_rotated(folder: Path):
+    def change(name: str, value: torch.Tensor):
+        if not name.endswith(("k_proj.weight", "v_proj.weight")):
+            return None
+        return value.view(3, -1, value.shape[1]).roll(1, 0).reshape(value.shape)
+
+    _update(folder, change)
+
+
+@_fault("smollm2", "weights", "half the columns of one down projection are zero: one rank's shard lost", "weight")
+def shard_zero(folder: Path):
+    def change(name: str, value: torch.Tensor):
+        if _layer(name) != 17 or not name.endswith("down_proj.weight"):
+            return None
+        value = value.clone()
+        value[:, value.shape[1] // 2 :] = 0
+        return value
+
+    _update(folder, change)
+
+
+@_fault("smollm2", "weights", "the square output projection of one layer is transposed", "weight")
+def square_transposed(folder: Path):
+    _update(
+        folder,
+        lambda name, value: value.T.clone() if _layer(name) == 12 and name.endswith("o_proj.weight") else None,
+    )
+
+
+@_fault("smollm2", "weights", "every matrix went through float8 e4m3, one scale for each", "weight", "quanti", "fp8")
+def float8_transfer(folder: Path):
+    def change(name: str, value: torch.Tensor):
+        if not name.endswith("proj.weight"):
+            return None
+        scale = value.abs().max() / 448
+        return ((value / scale).to(torch.float8_e4m3fn).to(torch.float32) * scale).to(value.dtype)
+
+    _update(folder, change)
+
+
+@_fault("smollm2", "weights", "an adapter's half for the MLP was not merged (rank 8, 3 %)", "weight", "adapter")
+def adapter_half_merged(folder: Path):
+    def change(name: str, value: torch.Tensor):
+        if not name.endswith(("gate_proj.weight", "up_proj.weight", "down_proj.weight")):
+            return None
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        left = torch.randn(value.shape[0], 8, generator=generator)
+        right = torch.randn(8, value.shape[1], generator=generator)
+        delta = left @ right
+        delta *= 0.03 * value.float().square().mean().sqrt() / delta.square().mean().sqrt()
+        return (value.float() - delta).to(value.dtype)
+
+    _update(folder, change)
+
+
+@_fault("smollm2", "weights", "one norm is back at its initial value of 1: its group was not sent", "weight", "norm")
+def norm_reset(folder: Path):
+    _update(
+        folder,
+        lambda name, value: (
+            torch.ones_like(value) if _layer(name) == 3 and "post_attention_layernorm" in name else None
+        ),
+    )
+
+
+@_fault("smollm2", "weights", "two neighbouring layers exchanged at a border of pipeline stages", "weight", "layer")
+def layers_exchanged(folder: Path):
+    def edit(state: State) -> None:
+        for name in [name for name in state if _layer(name) == 14]:
+            other = name.replace(".layers.14.", ".layers.15.")
+            state[name], state[other] = state[other], state[name]
+
+    _weights(folder, edit)
+
+
+@_fault("smollm2", "weights", "rows of special tokens made anew by a resize of the embedding", "weight", "embed", "token")
+def special_rows_new(folder: Path):
+    def change(name: str, value: torch.Tensor):
+        if not name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            return None
+        value = value.clone()
+        value[:17] = value.float().mean(0).to(value.dtype)
+        return value
+
+    _update(folder, change)
+
+
+@_fault("smollm2", "weights", "the head was stored beside the embedding, 2 % older, and is read", "head", "weight")
+def head_untied(folder: Path):
+    def edit(state: State) -> None:
+        embedding = state["model.embed_tokens.weight"]
+        state["lm_head.weight"] = _older("lm_head.weight", embedding, 0.02)
+
+    _weights(folder, edit)
+    _json(folder, "config.json", tie_word_embeddings=False)
+
+
+# --------------------------------------------------------------------------------------------- config
+
+
+def _rope(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    rope = dict(config.get("rope_parameters") or {"rope_type": "default"}) | changes
+    config.pop("rope_scaling", None)
+    config["rope_parameters"] = rope
+    if "rope_theta" in changes:
+        config["rope_theta"] = changes["rope_theta"]
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+@_fault("smollm2", "config", "a recipe for long context left YaRN with factor 4 on", "rope", "rotary", "position", "config")
+def yarn_left_on(folder: Path):
+    _rope(folder, rope_type="yarn", factor=4.0, original_max_position_embeddings=2048)
+
+
+@_fault("smollm2", "config", "the rotary base was lost in a conversion: the default of 10000", "rope", "rotary", "config")
+def rope_field_lost(folder: Path):
+    _rope(folder, rope_theta=10000.0)
+
+
+@_fault("smollm2", "config", "served as Mistral with a sliding window of 32", "window", "attention", "config")
+def window_on(folder: Path):
+    _json(
+        folder,
+        "config.json",
+        model_type="mistral",
+        architectures=["MistralForCausalLM"],
+        sliding_window=32,
+    )
+
+
+@_fault("smollm2", "config", "the activation is GELU where the trainer has SiLU", "activation", "act", "config", "mlp")
+def activation_other(folder: Path):
+    _json(folder, "config.json", hidden_act="gelu")
+
+
+# --------------------------------------------------------------------------------------------- mixture of experts
+
+
+@_fault("moe", "config", "the weights of the chosen experts are not made to sum to 1", "router", "rout", "expert", "config")
+def topk_not_normed(folder: Path):
+    config = json.loads((folder / "config.json").read_text())
+    _json(folder, "config.json", norm_topk_prob=not config.get("norm_topk_prob", False))
+
+
+@_fault("moe", "config", "half the experts for each token, to be faster", "router", "rout", "expert", "config")
+def fewer_experts(folder: Path):
+    config = json.loads((folder / "config.json").read_text())
+    _json(folder, "config.json", num_experts_per_tok=max(1, config["num_experts_per_tok"] // 2))
+
+
+@_fault("moe", "weights", "experts of one layer stand one place on: ranks numbered otherwise", "expert", "weight")
+def experts_rotated(folder: Path):
+    def edit(state: State) -> None:
+        found = {name: value for name, value in state.items() if _layer(name) == 1 and ".experts." in name}
+        numbers = sorted({int(name.split(".experts.")[1].split(".")[0]) for name in found})
+        for name, value in found.items():
+            number = int(name.split(".experts.")[1].split(".")[0])
+            following = numbers[(numbers.index(number) + 1) % len(numbers)]
+            state[name.replace(f".experts.{number}.", f".experts.{following}.")] = value
+
+    _weights(folder, edit)
+
+
+@_fault("moe", "weights", "routers are frozen in the engine, 5 % older than the trainer's", "router", "rout", "weight")
+def routers_stale(folder: Path):
+    _update(folder, lambda name, value: _older(name, value, 0.05) if name.endswith("mlp.gate.weight") else None)
+
+
+# --------------------------------------------------------------------------------------------- tokenizer and template
+
+
+@_fault("smollm2", "tokenizer", "the tokenizer puts a space before every text", "token")
+def prefix_space(folder: Path):
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    text = json.dumps(tokenizer).replace('"add_prefix_space": false', '"add_prefix_space": true')
+    (folder / "tokenizer.json").write_text(text)
+    _json(folder, "tokenizer_config.json", add_prefix_space=True)
+
+
+@_fault("smollm2", "tokenizer", "a chat template without the default system prompt", "template", "chat")
+def template_bare(folder: Path):
+    template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
+        "+ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    _json(folder, "tokenizer_config.json", chat_template=template)
+
+
+# --------------------------------------------------------------------------------------------- sampling
+
+
+@_fault("smollm2", "sampling", "generation_config.json holds a repetition penalty of 1.1", "penalty", "generation_config")
+def repetition_penalty(folder: Path):
+    _json(folder, "generation_config.json", repetition_penalty=1.1, do_sample=True)
+
+
+@_fault("smollm2", "sampling", "a line break counts as the end of a text", "eos", "stop", "end", "generation_config")
+def newline_ends(folder: Path):
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    newline = tokenizer["model"]["vocab"]["\u010a"]
+    _json(folder, "generation_config.json", eos_token_id=[2, newline])
+
+
+# --------------------------------------------------------------------------------------------- options of the engine
+
+
+@_fault("smollm2", "launch", "quantisation is still on from another run", "quanti", "fp8")
+def quantisation_on(folder: Path):
+    return {"quantization": "fp8_per_channel"}
+
+
+@_fault("smollm2", "launch", "log-probs are asked in the mode that gives logits", "logprobs", "log-prob", "logit")
+def logits_reported(folder: Path):
+    return {"logprobs_mode": "raw_logits"}
