@@ -9,7 +9,7 @@ first run, from words of the answer to the stricter one of `planted.py`, the mod
 
 Each fault is a function of a directory that holds a copy of the trainer's checkpoint. It spoils the copy that the
 rollout engine will read, and returns what has to be given to the engine besides (empty for most). The trainer keeps
-the clean checkpoint: SmolLM2-135M, or the tiny mixture of experts of `planted.py`. 16 responses of 16 tokens in float32.
+the clean checkpoint: SmolLM2-135M (4 responses of 16 tokens) or the tiny mixture of experts of `planted.py`, in float32.
 What only a server reads (tokenizer, template, `generation_config.json`, its own options) is planted into vLLM's server
 with --engine vllm; for transformers, prompts are rendered by the faulty tokenizer, and what it does not read is left out.
 """
@@ -374,6 +374,8 @@ SERVER = (
     "--kv-cache-memory-bytes", str(128 * 2**20), "--logits-processors", "offdrift.engines.vllm.forced:Forced",
 )  # fmt: skip
 """Options of vLLM's server. `--generation-config` is left at its default: the checkpoint's file counts."""
+FEW = 4
+"""Responses that the pretrained model draws."""
 ONLY_SERVED = ("tokenizer", "sampling")
 """Kinds of faults that tokens and sampling given by a caller go around: vLLM's server is asked about them."""
 SERVER_OPTIONS = {"logits_reported": ("--logprobs-mode", "raw_logits")}
@@ -382,7 +384,7 @@ SERVER_OPTIONS = {"logits_reported": ("--logprobs-mode", "raw_logits")}
 def subjects() -> dict[str, planted.Subject]:
     """The right models."""
     model, tokenizer = load_model("smollm2-135m", seed=0)
-    ids = encoded(BUNDLED[: planted.COUNT], tokenizer, vocab_size=model.config.vocab_size)
+    ids = encoded(BUNDLED[:FEW], tokenizer, vocab_size=model.config.vocab_size)
     tiny = planted.Subject(planted.models()["moe"], planted.tiny_tokenizer(), planted.prompts())
     return {"smollm2": planted.Subject(model, tokenizer, ids, context=256), "moe": tiny}
 
