@@ -17,6 +17,7 @@ import argparse
 import copy
 import gc
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -40,7 +41,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from offdrift.check.bench import Bench, EngineSpec
+from offdrift.check.bench import Bench, EngineSpec, checkpoint_of
 from offdrift.check.check import check
 from offdrift.engines import make_engine
 from offdrift.errors import OffdriftError
@@ -279,6 +280,17 @@ class Subject:
     context: int = 64
     """Longest sequence that vLLM has to hold, tokens."""
 
+    def save(self, folder: Path) -> None:
+        """Write the checkpoint; large weights that lie in a folder already are linked."""
+        held = Path(checkpoint_of(self.model) or "") / "model.safetensors"
+        if not held.is_file():
+            return save_for_engine(self.model, self.tokenizer, str(folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in held.parent.iterdir():
+            if file.name != held.name:
+                shutil.copy(file, folder)
+        (folder / held.name).symlink_to(held)
+
 
 A, M, N = "self_attn", "mlp", "layernorm"
 RECORD = ("broken_record", "misaligned")
@@ -395,7 +407,7 @@ class Otherwise:
 
 def planted(fault: Fault, subject: Subject, folder: Path) -> tuple[str, Mapping[str, Any]]:
     """A checkpoint folder with the fault in it, and options of the engine that belong to the fault."""
-    save_for_engine(subject.model, subject.tokenizer, str(folder))
+    subject.save(folder)
     if fault.edit is not None:
         file, described = folder / "model.safetensors", folder / "config.json"
         weights, config = load_file(file), json.loads(described.read_text())

@@ -9,7 +9,7 @@ first run, from words of the answer to the stricter one of `planted.py`, the mod
 
 Each fault is a function of a directory that holds a copy of the trainer's checkpoint. It spoils the copy that the
 rollout engine will read, and returns what has to be given to the engine besides (empty for most). The trainer keeps
-the clean checkpoint: SmolLM2-135M (4 responses of 16 tokens) or the tiny mixture of experts of `planted.py`, in float32.
+the clean checkpoint: SmolLM2-135M (4 responses of 16 tokens, behind bare texts or, "chat", in its template) or the tiny mixture of experts of `planted.py`, in float32.
 What only a server reads (tokenizer, template, `generation_config.json`, its own options) is planted into vLLM's server
 with --engine vllm; for transformers, prompts are rendered by the faulty tokenizer, and what it does not read is left out.
 """
@@ -74,6 +74,7 @@ def _weights(folder: Path, edit: Callable[[State], None]) -> None:
     for file in sorted(folder.glob("*.safetensors")):
         state = load_file(file)
         edit(state)
+        file.unlink()  # it may be a link to the right weights
         save_file({name: value.contiguous() for name, value in state.items()}, file, metadata={"format": "pt"})
 
 
@@ -265,7 +266,7 @@ def rope_field_lost(folder: Path):
     _rope(folder, rope_theta=10000.0)
 
 
-@_fault("smollm2", "config", "served as Mistral with a sliding window of 32", "layers.0.self_attn")
+@_fault("smollm2 chat", "config", "served as Mistral with a sliding window of 32", "layers.0.self_attn")
 def window_on(folder: Path):
     _json(
         folder,
@@ -317,7 +318,7 @@ def routers_stale(folder: Path):
 # --------------------------------------------------------------------------------------------- tokenizer and template
 
 
-@_fault("smollm2", "tokenizer", "the tokenizer puts a space before every text", "elsewhere", "server_prompt")
+@_fault("smollm2 chat", "tokenizer", "the tokenizer puts a space before every text", "elsewhere", "server_prompt")
 def prefix_space(folder: Path):
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     text = json.dumps(tokenizer).replace('"add_prefix_space": false', '"add_prefix_space": true')
@@ -325,7 +326,7 @@ def prefix_space(folder: Path):
     _json(folder, "tokenizer_config.json", add_prefix_space=True)
 
 
-@_fault("smollm2", "tokenizer", "a chat template without the default system prompt", "elsewhere", "server_prompt")
+@_fault("smollm2 chat", "tokenizer", "a chat template without the default system prompt", "elsewhere", "server_prompt")
 def template_bare(folder: Path):
     template = (
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
@@ -345,7 +346,7 @@ def repetition_penalty(folder: Path):
     _json(folder, "generation_config.json", repetition_penalty=1.1, do_sample=True)
 
 
-@_fault("smollm2", "sampling", "a line break counts as the end of a text", "generation_config")
+@_fault("smollm2 chat", "sampling", "a line break counts as the end of a text", "generation_config")
 def newline_ends(folder: Path):
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     newline = tokenizer["model"]["vocab"]["\u010a"]
@@ -384,9 +385,13 @@ SERVER_OPTIONS = {"logits_reported": ("--logprobs-mode", "raw_logits")}
 def subjects() -> dict[str, planted.Subject]:
     """The right models."""
     model, tokenizer = load_model("smollm2-135m", seed=0)
-    ids = encoded(BUNDLED[:FEW], tokenizer, vocab_size=model.config.vocab_size)
+    short, ids = (
+        encoded(BUNDLED[:FEW], tokenizer, vocab_size=model.config.vocab_size, chat=chat) for chat in (False, True)
+    )
     tiny = planted.Subject(planted.models()["moe"], planted.tiny_tokenizer(), planted.prompts())
-    return {"smollm2": planted.Subject(model, tokenizer, ids, context=256), "moe": tiny}
+    both = {"smollm2": short, "smollm2 chat": ids}
+    right = {name: planted.Subject(model, tokenizer, prompts, context=256) for name, prompts in both.items()}
+    return right | {"moe": tiny}
 
 
 def rendered(folder: list[str]) -> Callable[..., Any]:
@@ -426,7 +431,7 @@ def at_server(outside: Outside | None, subject: planted.Subject) -> dict[str, An
     from tests.engines.serving import serving
 
     name = "none (server)" if outside is None else outside.name
-    fault = planted.Fault(name, "smollm2", at=() if outside is None else outside.at)
+    fault = planted.Fault(name, "smollm2 chat", at=() if outside is None else outside.at)
     started = time.process_time()
     with tempfile.TemporaryDirectory(prefix="planted-") as made:
         folder = Path(made) / "checkpoint"
@@ -443,7 +448,9 @@ def at_server(outside: Outside | None, subject: planted.Subject) -> dict[str, An
                     return check(bench, spec, EngineSpec("transformers", "float32"), noise=False)
 
             row = planted.attempted(fault, measured)
-    return {"fault": name, "family": "smollm2", "engine": "vllm"} | row | {"seconds": time.process_time() - started}
+    return (
+        {"fault": name, "family": "smollm2 chat", "engine": "vllm"} | row | {"seconds": time.process_time() - started}
+    )
 
 
 def main(words: list[str] | None = None) -> dict[str, Any]:
@@ -464,16 +471,18 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
         if name in honest:
             row = planted.caught(honest[name], right[honest[name].family], options.engine)
         elif name not in FAULTS:
-            row = at_server(None, right["smollm2"])
+            row = at_server(None, right["smollm2 chat"])
         else:
             outside = FAULTS[name]
             served = outside.kind in ONLY_SERVED or name in SERVER_OPTIONS
             if options.engine == "vllm" and served:
-                row = at_server(outside, right[outside.model])
+                row = at_server(outside, right["smollm2 chat"])
             elif name == "repetition_penalty" or name in SERVER_OPTIONS:
                 continue  # transformers' engine reads neither
             else:
                 row = planted.caught(as_fault(outside), right[outside.model], options.engine)
+        if name in FAULTS:
+            row["story"] = FAULTS[name].story
         rows.append(row)
         planted.show(row)
         if options.json:  # an interrupted run keeps what it measured

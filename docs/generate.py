@@ -365,8 +365,16 @@ def check_page() -> str:
     page = (HERE / "check.md").read_text(encoding="utf-8")
     before, rest = page.split(PLANTED_BEGINS)
     after = rest.split(PLANTED_ENDS)[1]
-    runs = [json.loads(file.read_text(encoding="utf-8")) for file in PLANTED]
-    real = {row["fault"]: row for run in runs[1:] for row in run["rows"]}
+    lines = planted_lines("planted.json", "planted_vllm.json")
+    lines += ["", "### Faults by somebody who had not read the check", "", OUTSIDE_ARE, ""]
+    lines += planted_lines("planted_outside.json", "planted_outside_vllm.json")
+    return "\n".join([before + PLANTED_BEGINS, "", *lines, "", PLANTED_ENDS]) + after
+
+
+def planted_lines(*names: str) -> list[str]:
+    """Totals and the table of one set of planted faults: in transformers and, where it was planted there, in vLLM."""
+    runs = [json.loads((RESULTS / name).read_text(encoding="utf-8")) for name in names if (RESULTS / name).exists()]
+    first, real = ({row["fault"]: row for run in some for row in run["rows"]} for some in (runs[:1], runs[1:]))
 
     def said(row: Mapping[str, Any] | None) -> str:
         if row is None:
@@ -376,11 +384,11 @@ def check_page() -> str:
         return f"{'named' if row['named'] else 'caught'}: {place}" if row["caught"] else held
 
     columns = {
-        "planted": lambda row: row["fault"],
+        "planted": lambda row: row["story"] if "story" in row else row["fault"],
         "in": lambda row: row["family"],
         "KL, nat": lambda row: f"{row['kl_mean']:.1e}" if row.get("kl_mean") is not None else "",
         "times precision": lambda row: f"{row['times']:.1e}" if row.get("times") is not None else "",
-        "transformers": said,
+        "transformers": lambda row: said(first.get(row["fault"])),
         "vLLM": lambda row: said(real.get(row["fault"])),
     }
     lines = []
@@ -390,17 +398,16 @@ def check_page() -> str:
             f"- {run['engine']}: {t['caught']} of {t['faults']} faults caught, {t['named']} named; "
             f"{t['honest_passed']} of {t['honest']} right models passed"
         )
-    return (
-        "\n".join([before + PLANTED_BEGINS, "", *lines, "", *_table(columns, runs[0]["rows"]), "", PLANTED_ENDS])
-        + after
-    )
+    others = [row for name, row in real.items() if name not in first]
+    return [*lines, "", *_table(columns, [*first.values(), *others])]
 
 
-PLANTED = [
-    HERE.parent / "benchmarks" / "results" / name
-    for name in ("planted.json", "planted_vllm.json")
-    if (HERE.parent / "benchmarks" / "results" / name).exists()
-]
+RESULTS = HERE.parent / "benchmarks" / "results"
+OUTSIDE_ARE = (
+    "`python benchmarks/planted_outside.py`: the list, with sizes, was written and committed before its author had read "
+    "anything of the check. SmolLM2-135M draws 4 responses of 16 tokens in float32; \"chat\" is behind its template. "
+    "What only a server reads (template, tokenizer, `generation_config.json`) is planted into vLLM's own server."
+)
 PLANTED_BEGINS = "<!-- The table of planted faults, written by `make docs`. -->"
 PLANTED_ENDS = "<!-- End of the table of planted faults. -->"
 

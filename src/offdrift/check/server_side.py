@@ -95,10 +95,10 @@ def server_findings(found: Mapping[str, Any]) -> list[Finding]:
                 "inputs_differ",
                 f"The server renders prompts otherwise than the trainer's tokenizer, from token {prompts['at']} on: "
                 f"{prompts['server']!r} where the trainer has {prompts['trainer']!r}.",
-                Evidence("first prompt token that differs", prompts["at"], ">=", 0, source="/tokenize"),
-                f"Its {what} is another. The tokens of this check were sent as ids, a framework that sends texts draws "
-                "behind other prompts than it trains on.",
-                f"Serve the trainer's {what}, or send token ids.",
+                Evidence("first prompt token that differs", float(prompts["at"]), ">=", 0.0, source="/tokenize"),
+                explanation=f"Its {what} is another. The tokens of this check were sent as ids, a framework that sends "
+                "texts draws behind other prompts than it trains on.",
+                fix=f"Serve the trainer's {what}, or send token ids.",
             )
         )
     if defaults.get("neutral") is False:
@@ -108,16 +108,20 @@ def server_findings(found: Mapping[str, Any]) -> list[Finding]:
                 "server_defaults",
                 "open_settings",
                 f"A request that leaves sampling settings open {how} from token {defaults['at']} on, at the same seed.",
-                Evidence("first token that differs", defaults["at"], ">=", 0, source="two requests of one seed"),
-                "The server fills what is left open from the checkpoint's generation_config.json (temperature, top-k, "
-                "top-p, repetition penalty, ends) or from its own options, and log-probs do not show it.",
-                "Start vLLM with --generation-config vllm (SGLang: --sampling-defaults openai), or send every setting.",
+                Evidence(
+                    "first token that differs", float(defaults["at"]), ">=", 0.0, source="two requests of one seed"
+                ),
+                explanation="The server fills what is left open from the checkpoint's generation_config.json "
+                "(temperature, top-k, top-p, repetition penalty, ends) or from its own options, and log-probs do not "
+                "show it.",
+                fix="Start vLLM with --generation-config vllm (SGLang: --sampling-defaults openai), or send every "
+                "setting.",
             )
         )
     return findings
 
 
-def _finding(rule: str, cause: str, symptom: str, evidence: Evidence, explanation: str, fix: str) -> Finding:
+def _finding(rule: str, cause: str, symptom: str, evidence: Evidence, *, explanation: str, fix: str) -> Finding:
     return Finding(
         rule=rule,
         cause=cause,
