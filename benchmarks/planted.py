@@ -17,6 +17,7 @@ import argparse
 import copy
 import gc
 import json
+import math
 import shutil
 import tempfile
 import time
@@ -502,11 +503,12 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
 
 def show(row: Mapping[str, Any]) -> None:
     """Print a row."""
-    ratio, right = row.get("times"), row["fault"].startswith("none")
+    kl, ratio = (math.nan if row.get(key) is None else row[key] for key in ("kl_mean", "times"))
+    right = row["fault"].startswith("none")
     print(
         f"{'caught' if row['caught'] else 'passed' if right else 'MISSED':7}",
         f"{'named' if row['named'] else '':6}",
-        f"{row['fault']:48} {row.get('kl_mean', float('nan')):9.2g} {ratio if ratio is not None else float('nan'):9.2g}",
+        f"{row['fault']:48} {kl:9.2g} {ratio:9.2g}",
         row.get("module") or row.get("by") or row["says"][:60],
         flush=True,
     )

@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -382,16 +383,20 @@ ONLY_SERVED = ("tokenizer", "sampling")
 SERVER_OPTIONS = {"logits_reported": ("--logprobs-mode", "raw_logits")}
 
 
-def subjects() -> dict[str, planted.Subject]:
-    """The right models."""
-    model, tokenizer = load_model("smollm2-135m", seed=0)
-    short, ids = (
-        encoded(BUNDLED[:FEW], tokenizer, vocab_size=model.config.vocab_size, chat=chat) for chat in (False, True)
-    )
-    tiny = planted.Subject(planted.models()["moe"], planted.tiny_tokenizer(), planted.prompts())
-    both = {"smollm2": short, "smollm2 chat": ids}
-    right = {name: planted.Subject(model, tokenizer, prompts, context=256) for name, prompts in both.items()}
-    return right | {"moe": tiny}
+@cache
+def subject(name: str) -> planted.Subject:
+    """A right model by its name: "smollm2" behind bare texts, "smollm2 chat" in its template, or "moe"."""
+    if name == "moe":
+        return planted.Subject(planted.models()["moe"], planted.tiny_tokenizer(), planted.prompts())
+    model, tokenizer = smollm2()
+    ids = encoded(BUNDLED[:FEW], tokenizer, vocab_size=model.config.vocab_size, chat=name.endswith("chat"))
+    return planted.Subject(model, tokenizer, ids, context=256)
+
+
+@cache
+def smollm2() -> tuple[Any, Any]:
+    """The pretrained model and its tokenizer, loaded once."""
+    return load_model("smollm2-135m", seed=0)
 
 
 def rendered(folder: list[str]) -> Callable[..., Any]:
@@ -425,25 +430,25 @@ def as_fault(outside: Outside) -> planted.Fault:
     return planted.Fault(outside.name, outside.model, plant=plant, serves=serves, at=outside.at)
 
 
-def at_server(outside: Outside | None, subject: planted.Subject) -> dict[str, Any]:
-    """One row: what the check of a real vLLM server on the faulty folder says."""
+def at_server(outside: Outside | None) -> dict[str, Any]:
+    """One row: what the check of a real vLLM server on the faulty folder says; None: nothing is planted."""
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from tests.engines.serving import serving
 
     name = "none (server)" if outside is None else outside.name
     fault = planted.Fault(name, "smollm2 chat", at=() if outside is None else outside.at)
-    started = time.process_time()
+    started, right = time.process_time(), subject("smollm2 chat")
     with tempfile.TemporaryDirectory(prefix="planted-") as made:
         folder = Path(made) / "checkpoint"
-        planted.planted(fault, subject, folder)
+        planted.planted(fault, right, folder)
         if outside is not None:
             outside.plant(folder)
         flags = (*SERVER, *SERVER_OPTIONS.get(name, ()))
         with serving(str(folder), Path(made), *flags) as url:
 
             def measured() -> dict[str, Any]:
-                model, asked = copy.deepcopy(subject.model), Sampling(planted.LENGTH, stop_token_ids=(2,))
-                with Bench(model, subject.tokenizer, subject.prompts, sampling=asked, name="smollm2") as bench:
+                model, asked = copy.deepcopy(right.model), Sampling(planted.LENGTH, stop_token_ids=(2,))
+                with Bench(model, right.tokenizer, right.prompts, sampling=asked, name="smollm2") as bench:
                     spec = EngineSpec.parse(f"vllm-server:{url},dtype=float32")
                     return check(bench, spec, EngineSpec("transformers", "float32"), noise=False)
 
@@ -464,23 +469,23 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     disable_progress_bar()
     honest = {f"none ({name})": planted.Fault(f"none ({name})", name) for name in ("smollm2", "moe")}
     order = [*honest, *(("none (server)",) if options.engine == "vllm" else ()), *FAULTS]
-    right, rows = subjects(), []
+    rows = []
     for name in order:
         if not any(part in name for part in options.only):
             continue
         if name in honest:
-            row = planted.caught(honest[name], right[honest[name].family], options.engine)
+            row = planted.caught(honest[name], subject(honest[name].family), options.engine)
         elif name not in FAULTS:
-            row = at_server(None, right["smollm2 chat"])
+            row = at_server(None)
         else:
             outside = FAULTS[name]
             served = outside.kind in ONLY_SERVED or name in SERVER_OPTIONS
             if options.engine == "vllm" and served:
-                row = at_server(outside, right["smollm2 chat"])
+                row = at_server(outside)
             elif name == "repetition_penalty" or name in SERVER_OPTIONS:
                 continue  # transformers' engine reads neither
             else:
-                row = planted.caught(as_fault(outside), right[outside.model], options.engine)
+                row = planted.caught(as_fault(outside), subject(outside.model), options.engine)
         if name in FAULTS:
             row["story"] = FAULTS[name].story
         rows.append(row)
