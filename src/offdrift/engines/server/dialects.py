@@ -138,10 +138,11 @@ def decoding_request(
     return body if salt is None else body | {"cache_salt": salt}
 
 
-OPEN = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "stop_token_ids", "ignore_eos",
-)  # fmt: skip
+OPEN = {
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("stop_token_ids", "ignore_eos"),
+}
 """Settings that a server fills where a request leaves them open."""
 
 
