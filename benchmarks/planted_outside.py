@@ -1,6 +1,6 @@
 """Twenty-six faults of a rollout stack, by somebody who had not read the check.
 
-    python benchmarks/planted_outside.py [--engine transformers|vllm] [--only NAME ...] [--json PATH]
+    python benchmarks/planted_outside.py [--engine transformers|vllm] [--pretrained] [--only NAME ...] [--json PATH]
 
 The author knew vLLM, SGLang, transformers and how post-training stacks break, and had read the request for such
 a list (which names some kinds), but neither `offdrift.check`, its page, nor the faults of `planted.py` when this
@@ -9,7 +9,8 @@ first run, from words of the answer to the stricter one of `planted.py`, the mod
 
 Each fault is a function of a directory that holds a copy of the trainer's checkpoint. It spoils the copy that the
 rollout engine will read, and returns what has to be given to the engine besides (empty for most). The trainer keeps
-the clean checkpoint: SmolLM2-135M (4 responses of 16 tokens, behind bare texts or, "chat", in its template) or the tiny mixture of experts of `planted.py`, in float32.
+the clean checkpoint: SmolLM2-135M with --pretrained (4 responses), else its 30 layers a quarter as wide with random
+weights (16), or the tiny mixture of experts of `planted.py`; responses of 16 tokens in float32.
 What only a server reads (tokenizer, template, `generation_config.json`, its own options) is planted into vLLM's server
 with --engine vllm; for transformers, prompts are rendered by the faulty tokenizer, and what it does not read is left out.
 """
@@ -31,7 +32,7 @@ from typing import Any
 import planted
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from offdrift.check.bench import Bench, EngineSpec
@@ -267,7 +268,7 @@ def rope_field_lost(folder: Path):
     _rope(folder, rope_theta=10000.0)
 
 
-@_fault("smollm2 chat", "config", "served as Mistral with a sliding window of 32", "layers.0.self_attn")
+@_fault("smollm2", "config", "served as Mistral with a sliding window of 32", "layers.0.self_attn")
 def window_on(folder: Path):
     _json(
         folder,
@@ -385,9 +386,12 @@ SERVER_OPTIONS = {"logits_reported": ("--logprobs-mode", "raw_logits")}
 
 @cache
 def subject(name: str) -> planted.Subject:
-    """A right model by its name: "smollm2" behind bare texts, "smollm2 chat" in its template, or "moe"."""
+    """A right model by its name: "smollm2" behind bare texts, "smollm2 chat" in its template, "narrow", or "moe"."""
     if name == "moe":
         return planted.Subject(planted.models()["moe"], planted.tiny_tokenizer(), planted.prompts())
+    if name == "narrow":
+        ids = [[4 + (7 * i + 3 * j) % 60 for j in range(20 + i)] for i in range(planted.COUNT)]
+        return planted.Subject(narrow(), planted.tiny_tokenizer(), ids)
     model, tokenizer = smollm2()
     ids = encoded(BUNDLED[:FEW], tokenizer, vocab_size=model.config.vocab_size, chat=name.endswith("chat"))
     return planted.Subject(model, tokenizer, ids, context=256)
@@ -397,6 +401,21 @@ def subject(name: str) -> planted.Subject:
 def smollm2() -> tuple[Any, Any]:
     """The pretrained model and its tokenizer, loaded once."""
     return load_model("smollm2-135m", seed=0)
+
+
+def narrow() -> LlamaForCausalLM:
+    """SmolLM2's 30 layers, 9 and 3 heads, a quarter as wide, over 64 tokens, with random weights."""
+    sizes = planted.SIZES | {"hidden_size": 144, "intermediate_size": 384, "num_hidden_layers": 30, "head_dim": 16}
+    sizes |= {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192}
+    rope = {"rope_type": "default", "rope_theta": 100000.0}
+    config = LlamaConfig(**sizes, rope_parameters=rope, rms_norm_eps=1e-5, tie_word_embeddings=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        for name, weight in model.named_parameters():
+            if "norm" in name:  # as after training
+                weight.data += 0.3 * torch.randn(weight.shape)
+    return model.eval()
 
 
 def rendered(folder: list[str]) -> Callable[..., Any]:
@@ -415,8 +434,8 @@ def newline_stops(engine: Any, prompts: list[list[int]], sampling: Sampling, opt
     return engine.generate(prompts, replace(sampling, stop_token_ids=(198,)), **options)
 
 
-def as_fault(outside: Outside) -> planted.Fault:
-    """The fault as the harness takes it, for an engine in this process."""
+def as_fault(outside: Outside, llama: str) -> planted.Fault:
+    """The fault as the harness takes it, for an engine in this process; `llama` is the model for SmolLM2's."""
     serves, where = None, [""]
     if outside.kind == "tokenizer":
         serves = rendered(where)
@@ -427,7 +446,8 @@ def as_fault(outside: Outside) -> planted.Fault:
         where[0] = str(folder)
         return outside.plant(folder)
 
-    return planted.Fault(outside.name, outside.model, plant=plant, serves=serves, at=outside.at)
+    family = {"smollm2": llama}.get(outside.model, outside.model)
+    return planted.Fault(outside.name, family, plant=plant, serves=serves, at=outside.at)
 
 
 def at_server(outside: Outside | None) -> dict[str, Any]:
@@ -463,11 +483,13 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--only", nargs="*", default=[""], help="parts of faults' names")
+    parser.add_argument("--pretrained", action="store_true", help="weights and config: of SmolLM2-135M itself")
     parser.add_argument("--json", type=Path, help="rows that are stored there and are not measured again stay")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     disable_progress_bar()
-    honest = {f"none ({name})": planted.Fault(f"none ({name})", name) for name in ("smollm2", "moe")}
+    llama = "smollm2" if options.pretrained else "narrow"
+    honest = {f"none ({name})": planted.Fault(f"none ({name})", name) for name in (llama, "moe")}
     order = [*honest, *(("none (server)",) if options.engine == "vllm" else ()), *FAULTS]
     rows = []
     for name in order:
@@ -485,7 +507,8 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
             elif name == "repetition_penalty" or name in SERVER_OPTIONS:
                 continue  # transformers' engine reads neither
             else:
-                row = planted.caught(as_fault(outside), subject(outside.model), options.engine)
+                fault = as_fault(outside, llama)
+                row = planted.caught(fault, subject(fault.family), options.engine)
         if name in FAULTS:
             row["story"] = FAULTS[name].story
         rows.append(row)

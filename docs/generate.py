@@ -405,8 +405,9 @@ def planted_lines(*names: str) -> list[str]:
 RESULTS = HERE.parent / "benchmarks" / "results"
 OUTSIDE_ARE = (
     "`python benchmarks/planted_outside.py`: the list, with sizes, was written and committed before its author had read "
-    "anything of the check. SmolLM2-135M draws 4 responses of 16 tokens in float32; \"chat\" is behind its template. "
-    "What only a server reads (template, tokenizer, `generation_config.json`) is planted into vLLM's own server."
+    'anything of the check; it was written for SmolLM2-135M. Here "narrow" is that model\'s shape, 30 layers, a quarter as '
+    'wide with random weights, "smollm2" the model itself (`--pretrained`). What only a server reads (template, '
+    "tokenizer, `generation_config.json`) goes into vLLM's own server. Empty: not run."
 )
 PLANTED_BEGINS = "<!-- The table of planted faults, written by `make docs`. -->"
 PLANTED_ENDS = "<!-- End of the table of planted faults. -->"
