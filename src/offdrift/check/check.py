@@ -119,7 +119,7 @@ def check(
             watch("the same tokens", before_factors - 1 - (claim is not None) - layers, total)
             equality["paired"] = _paired(bench, pair, rollouts, baseline, against)
         if rollout.kind == "openai":
-            equality["server"] = attempted(server_side, bench, rollout, *_rendered(bench))
+            equality["server"] = attempted(server_side, bench, rollout, *rendered_texts(bench))
         if claim is not None:
             watch("every bit", before_factors - 1 - layers, total)
             equal = _claimed(bench, pair, rollouts, baseline, against)
@@ -183,7 +183,7 @@ def _paired(
     return paired_rows(bench, pair.rollout, rollouts, logp, train=pair.train, against=against)
 
 
-def _rendered(bench: Bench) -> tuple[list[str], list[list[int]]]:
+def rendered_texts(bench: Bench) -> tuple[list[str], list[list[int]]]:
     """Some texts, and what the trainer's tokenizer makes of them."""
     texts = [prompt for prompt in BUNDLED if isinstance(prompt, str)][:TEXTS]
     return texts, encoded(texts, bench.tokenizer, vocab_size=bench.vocab_size)

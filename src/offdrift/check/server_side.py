@@ -39,10 +39,10 @@ def server_side(
     engine = bench.engine(rollout)
     if not isinstance(engine, OpenAIEngine):
         raise NotOfferedError("only a server renders prompts and has defaults")
-    return {"prompts": _prompts(bench, engine, texts, ours), "defaults": _defaults(bench, engine)}
+    return {"prompts": compare_prompts(bench, engine, texts, ours), "defaults": compare_defaults(bench, engine)}
 
 
-def _prompts(
+def compare_prompts(
     bench: Bench, engine: OpenAIEngine, texts: Sequence[str], ours: Sequence[Sequence[int]]
 ) -> dict[str, Any] | None:
     """Compare the server's renderings of texts with those of the trainer's tokenizer."""
@@ -59,7 +59,7 @@ def _prompts(
     return {"same": True, "chat": chat}
 
 
-def _defaults(bench: Bench, engine: OpenAIEngine) -> dict[str, Any]:
+def compare_defaults(bench: Bench, engine: OpenAIEngine) -> dict[str, Any]:
     """Compare responses with every setting given, twice, and with all of them left open."""
     ends = set(bench.sampling.stop_token_ids)
     repeats = True
