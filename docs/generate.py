@@ -406,7 +406,7 @@ RESULTS = HERE.parent / "benchmarks" / "results"
 OUTSIDE_ARE = (
     "`python benchmarks/planted_outside.py`: the list of 26, with sizes, was written and committed before its author had read "
     'anything of the check. It was written for SmolLM2-135M; "narrow" is that model\'s shape, 30 layers, a quarter as wide '
-    "with random weights (`--pretrained` takes the model itself). Prompts and sampling that only a server reads left no trace "
+    'with random weights (`--pretrained` takes the model itself), and "smollm2 chat" the model itself behind its template. Prompts and sampling that only a server reads left no trace '
     "in a check before `server_prompt` and `server_defaults` were added for them: `tests/check/test_server_side.py` plants "
     "another template and a repetition penalty into a real vLLM server, and both are named. The rest was not run in vLLM; "
     'a fault that is not listed was not run at all. Missed: quantisation that an engine declares passes as "watch", '
