@@ -410,7 +410,7 @@ OUTSIDE_ARE = (
     "in a check before `server_prompt` and `server_defaults` were added for them: `tests/check/test_server_side.py` plants "
     "another template and a repetition penalty into a real vLLM server, and both are named. The rest was not run in vLLM; "
     'a fault that is not listed was not run at all. Missed: quantisation that an engine declares passes as "watch", '
-    "although the bisection names its first matrix; `--max-kl` is for that."
+    "although the bisection names its first matrix; `--max-kl` is for that. So does an earlier end of texts in an engine of this process: log-probs do not show it."
 )
 PLANTED_BEGINS = "<!-- The table of planted faults, written by `make docs`. -->"
 PLANTED_ENDS = "<!-- End of the table of planted faults. -->"
