@@ -17,6 +17,8 @@ import argparse
 import copy
 import gc
 import json
+import math
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -40,7 +42,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from offdrift.check.bench import Bench, EngineSpec
+from offdrift.check.bench import Bench, EngineSpec, checkpoint_of
 from offdrift.check.check import check
 from offdrift.engines import make_engine
 from offdrift.errors import OffdriftError
@@ -265,6 +267,30 @@ class Fault:
     """Of the rollout engine, in place of the right ones."""
     at: tuple[str, ...] = ()
     """Parts of the module's name, or rules, of which one has to be named."""
+    plant: Callable[[Path], Mapping[str, Any]] | None = None
+    """Edit of the whole folder, which returns options of the engine."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A right model, and how it is asked."""
+
+    model: Any
+    tokenizer: Any
+    prompts: list[list[int]]
+    context: int = 64
+    """Longest sequence that vLLM has to hold, tokens."""
+
+    def save(self, folder: Path) -> None:
+        """Write the checkpoint; large weights that lie in a folder already are linked."""
+        held = Path(checkpoint_of(self.model) or "") / "model.safetensors"
+        if not held.is_file():
+            return save_for_engine(self.model, self.tokenizer, str(folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in held.parent.iterdir():
+            if file.name != held.name:
+                shutil.copy(file, folder)
+        (folder / held.name).symlink_to(held)
 
 
 A, M, N = "self_attn", "mlp", "layernorm"
@@ -380,16 +406,17 @@ class Otherwise:
         return drawn.with_(prompt_tokens=flat, prompt_cu_seqlens=cuts, provenance=provenance, support=None)
 
 
-def planted(fault: Fault, model: Any, folder: Path) -> str:
-    """A checkpoint folder with the fault in it."""
-    save_for_engine(model, tiny_tokenizer(), str(folder))
+def planted(fault: Fault, subject: Subject, folder: Path) -> tuple[str, Mapping[str, Any]]:
+    """A checkpoint folder with the fault in it, and options of the engine that belong to the fault."""
+    subject.save(folder)
     if fault.edit is not None:
         file, described = folder / "model.safetensors", folder / "config.json"
         weights, config = load_file(file), json.loads(described.read_text())
         fault.edit(weights, config)
         save_file({k: v.contiguous() for k, v in weights.items()}, file, metadata={"format": "pt"})
         described.write_text(json.dumps(config))
-    return str(folder)
+    options = fault.options or {}
+    return str(folder), options if fault.plant is None else {**options, **fault.plant(folder)}
 
 
 def prompts() -> list[list[int]]:
@@ -397,32 +424,40 @@ def prompts() -> list[list[int]]:
     return [[4 + i, 13, 5 + i % 7, 9, 30 - i, 22, 41, 8, 6 + i, 50, 11][: 2 + i % 10] for i in range(COUNT)]
 
 
-def caught(fault: Fault, model: Any, engine: str) -> dict[str, Any]:
+def caught(fault: Fault, subject: Subject, engine: str) -> dict[str, Any]:
     """One row: what the check says about the fault."""
-    started = time.perf_counter()
+    started = time.process_time()
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        made = type("Faulty", (Served,), {"fault": fault, "faulty": planted(fault, model, Path(folder))})
-        right = RIGHT[fault.family] if engine == "transformers" else {}
-        options = {"max_model_len": 64, "kv_cache_mib": 64} if engine == "vllm" else right
-        options = options if fault.options is None else {**options, **fault.options}
-        rollout, train = EngineSpec(engine, "float32", options), EngineSpec("transformers", "float32", right)
-        sampling = Sampling(max_tokens=LENGTH)
-        row: dict[str, Any] = {"fault": fault.name, "family": fault.family, "engine": engine}
-        try:
-            with made(copy.deepcopy(model), tiny_tokenizer(), prompts(), sampling=sampling, name="tiny") as bench:
-                found = check(bench, rollout, train, noise=False, layers=True, factors=())
-        except (OffdriftError, ValueError, RuntimeError, KeyError) as error:
-            words = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            ours = isinstance(error, OffdriftError)
-            return row | {
-                "caught": True,
-                "by": "refused by this library" if ours else "refused by the engine",
-                "named": any(part in words for part in fault.at),
-                "says": words,
-                "seconds": time.perf_counter() - started,
-            }
+        faulty, more = planted(fault, subject, Path(folder))
+        made = type("Faulty", (Served,), {"fault": fault, "faulty": faulty})
+        right = RIGHT.get(fault.family, {}) if engine == "transformers" else {}
+        options = {"max_model_len": subject.context, "kv_cache_mib": 64} if engine == "vllm" else right
+        rollout = EngineSpec(engine, "float32", {**options, **more})
+        train = EngineSpec("transformers", "float32", right)
+
+        def measured() -> dict[str, Any]:
+            model, asked = copy.deepcopy(subject.model), Sampling(max_tokens=LENGTH)
+            with made(model, subject.tokenizer, subject.prompts, sampling=asked, name=fault.family) as bench:
+                return check(bench, rollout, train, noise=False, layers=True, factors=())
+
+        row = {"fault": fault.name, "family": fault.family, "engine": engine} | attempted(fault, measured)
     gc.collect()
-    return row | judged(fault, found) | {"seconds": time.perf_counter() - started}
+    return row | {"seconds": time.process_time() - started}
+
+
+def attempted(fault: Fault, measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a check says about the fault, or the error with which it refuses."""
+    try:
+        return judged(fault, measured())
+    except (OffdriftError, ValueError, RuntimeError, KeyError) as error:
+        words = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        ours = isinstance(error, OffdriftError)
+        return {
+            "caught": True,
+            "by": "refused by this library" if ours else "refused by the engine",
+            "named": any(part in words for part in fault.at),
+            "says": words,
+        }
 
 
 def judged(fault: Fault, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -431,7 +466,7 @@ def judged(fault: Fault, found: Mapping[str, Any]) -> dict[str, Any]:
     bisected = found.get("bisect") or {}
     module = (bisected.get("beyond_rounding") or {}).get("module", "")
     rules = [f["rule"] for f in findings]
-    elsewhere = fault.at == ELSEWHERE and bisected.get("elsewhere") is True
+    elsewhere = ELSEWHERE[0] in fault.at and bisected.get("elsewhere") is True
     return {
         "caught": found["passed"] is False or found["verdict"]["level"] in ("act", "stop"),
         "level": found["verdict"]["level"],
@@ -453,7 +488,8 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     disable_progress_bar()
-    right, rows = models(), []
+    right = {family: Subject(model, tiny_tokenizer(), prompts()) for family, model in models().items()}
+    rows = []
     for fault in (*HONEST, *FAULTS):
         if not any(part in fault.name for part in options.only) or (
             options.engine == "vllm" and fault.name not in REAL
@@ -461,18 +497,29 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
             continue
         row = caught(fault, right[fault.family], options.engine)
         rows.append(row)
-        ratio = row.get("times")
-        print(
-            f"{'caught' if row['caught'] else 'MISSED' if fault not in HONEST else 'passed':7}",
-            f"{'named' if row['named'] else '':6}",
-            f"{fault.name:48} {row.get('kl_mean', float('nan')):9.2g} {ratio if ratio is not None else float('nan'):9.2g}",
-            row.get("module") or row.get("by") or row["says"][:60],
-            flush=True,
-        )
-    if options.json and options.json.exists():
-        stored = {row["fault"]: row for row in json.loads(options.json.read_text())["rows"]}
-        again = stored | {row["fault"]: row for row in rows}
-        rows = [again[fault.name] for fault in (*HONEST, *FAULTS) if fault.name in again]
+        show(row)
+    return stored(rows, options.engine, [fault.name for fault in (*HONEST, *FAULTS)], options.json)
+
+
+def show(row: Mapping[str, Any]) -> None:
+    """Print a row."""
+    kl, ratio = (math.nan if row.get(key) is None else row[key] for key in ("kl_mean", "times"))
+    right = row["fault"].startswith("none")
+    print(
+        f"{'caught' if row['caught'] else 'passed' if right else 'MISSED':7}",
+        f"{'named' if row['named'] else '':6}",
+        f"{row['fault']:48} {kl:9.2g} {ratio:9.2g}",
+        row.get("module") or row.get("by") or row["says"][:60],
+        flush=True,
+    )
+
+
+def stored(rows: list[dict[str, Any]], engine: str, order: list[str], path: Path | None) -> dict[str, Any]:
+    """Rows with their totals, printed, and stored beside the rows that are there and were not measured again."""
+    if path and path.exists():
+        there = {row["fault"]: row for row in json.loads(path.read_text())["rows"]}
+        again = there | {row["fault"]: row for row in rows}
+        rows = [again[name] for name in order if name in again]
     planted_rows = [r for r in rows if not r["fault"].startswith("none")]
     totals = {
         "faults": len(planted_rows),
@@ -482,9 +529,9 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
         "honest_passed": sum(not r["caught"] for r in rows if r["fault"].startswith("none")),
     }
     print(totals)
-    result = {"machine": machine(), "engine": options.engine, "totals": totals, "rows": rows}
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"machine": machine(), "engine": engine, "totals": totals, "rows": rows}
+    if path:
+        path.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 

@@ -399,8 +399,16 @@ def check_page() -> str:
     page = (HERE / "check.md").read_text(encoding="utf-8")
     before, rest = page.split(PLANTED_BEGINS)
     after = rest.split(PLANTED_ENDS)[1]
-    runs = [json.loads(file.read_text(encoding="utf-8")) for file in PLANTED]
-    real = {row["fault"]: row for run in runs[1:] for row in run["rows"]}
+    lines = planted_lines("planted.json", "planted_vllm.json")
+    lines += ["", "### Faults by somebody who had not read the check", "", OUTSIDE_ARE, ""]
+    lines += planted_lines("planted_outside.json", "planted_outside_vllm.json")
+    return "\n".join([before + PLANTED_BEGINS, "", *lines, "", PLANTED_ENDS]) + after
+
+
+def planted_lines(*names: str) -> list[str]:
+    """Totals and the table of one set of planted faults: in transformers and, where it was planted there, in vLLM."""
+    runs = [json.loads((RESULTS / name).read_text(encoding="utf-8")) for name in names if (RESULTS / name).exists()]
+    first, real = ({row["fault"]: row for run in some for row in run["rows"]} for some in (runs[:1], runs[1:]))
 
     def said(row: Mapping[str, Any] | None) -> str:
         if row is None:
@@ -410,11 +418,11 @@ def check_page() -> str:
         return f"{'named' if row['named'] else 'caught'}: {place}" if row["caught"] else held
 
     columns = {
-        "planted": lambda row: row["fault"],
+        "planted": lambda row: row["story"] if "story" in row else row["fault"],
         "in": lambda row: row["family"],
         "KL, nat": lambda row: f"{row['kl_mean']:.1e}" if row.get("kl_mean") is not None else "",
         "times precision": lambda row: f"{row['times']:.1e}" if row.get("times") is not None else "",
-        "transformers": said,
+        "transformers": lambda row: said(first.get(row["fault"])),
         "vLLM": lambda row: said(real.get(row["fault"])),
     }
     lines = []
@@ -424,17 +432,20 @@ def check_page() -> str:
             f"- {run['engine']}: {t['caught']} of {t['faults']} faults caught, {t['named']} named; "
             f"{t['honest_passed']} of {t['honest']} right models passed"
         )
-    return (
-        "\n".join([before + PLANTED_BEGINS, "", *lines, "", *_table(columns, runs[0]["rows"]), "", PLANTED_ENDS])
-        + after
-    )
+    others = [row for name, row in real.items() if name not in first]
+    return [*lines, "", *_table(columns, [*first.values(), *others])]
 
 
-PLANTED = [
-    HERE.parent / "benchmarks" / "results" / name
-    for name in ("planted.json", "planted_vllm.json")
-    if (HERE.parent / "benchmarks" / "results" / name).exists()
-]
+RESULTS = HERE.parent / "benchmarks" / "results"
+OUTSIDE_ARE = (
+    "`python benchmarks/planted_outside.py`: the list of 26, with sizes, was written and committed before its author had read "
+    'anything of the check. It was written for SmolLM2-135M; "narrow" is that model\'s shape, 30 layers, a quarter as wide '
+    'with random weights (`--pretrained` takes the model itself), and "smollm2 chat" the model itself behind its template. Prompts and sampling that only a server reads left no trace '
+    "in a check before `server_prompt` and `server_defaults` were added for them: `tests/check/test_server_side.py` plants "
+    "another template and a repetition penalty into a real vLLM server, and both are named. The rest was not run in vLLM; "
+    'a fault that is not listed was not run at all. Missed: quantisation that an engine declares passes as "watch", '
+    "although the bisection names its first matrix; `--max-kl` is for that. So does an earlier end of texts in an engine of this process: log-probs do not show it."
+)
 PLANTED_BEGINS = "<!-- The table of planted faults, written by `make docs`. -->"
 PLANTED_ENDS = "<!-- End of the table of planted faults. -->"
 

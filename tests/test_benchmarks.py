@@ -284,6 +284,21 @@ def test_planted_faults_are_caught_and_named_and_right_models_pass(faults, name,
     assert row["named"] is caught
 
 
+@pytest.fixture(scope="module")
+def outside(faults):
+    yield from imported("planted_outside")
+
+
+def test_a_fault_of_somebody_elses_is_planted_in_a_folder_and_named(outside, tmp_path):
+    threads, path = torch.get_num_threads(), tmp_path / "outside.json"
+    outside.main(["--only", "none (moe)", "experts_rotated", "--json", str(path)])
+    torch.set_num_threads(threads)
+    right, fault = json.loads(path.read_text())["rows"]
+    assert (right["fault"], right["caught"]) == ("none (moe)", False)
+    assert (fault["caught"], fault["module"]) == (True, "model.layers.1.mlp.experts")
+    assert fault["story"] == outside.FAULTS["experts_rotated"].story
+
+
 def test_faults_have_names_of_their_own(faults):
     names = [fault.name for fault in (*faults.HONEST, *faults.FAULTS)]
     assert len(set(names)) == len(names) >= 60

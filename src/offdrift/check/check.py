@@ -25,8 +25,9 @@ from offdrift.check.measure import Measured, measure
 from offdrift.check.paired import paired_rows
 from offdrift.check.precision import Explained, explained, unexplained, without_precision
 from offdrift.check.recommend import Level, broken_record, defects, level_of, recommended, sentence, thresholds, worst
+from offdrift.check.server_side import TEXTS, server_findings, server_side
 from offdrift.errors import BadValueError, RecordError
-from offdrift.judge import Context, Rules, diagnose, load_rules, num_experts, verdict
+from offdrift.judge import Context, Finding, Rules, diagnose, load_rules, num_experts, verdict
 from offdrift.judge.stack import by_stack
 from offdrift.records.atomic import plain
 from offdrift.records.rollouts import Rollouts
@@ -118,6 +119,8 @@ def check(
         if pairs:
             watch("the same tokens", before_factors - 1 - (claim is not None) - layers, total)
             equality["paired"] = _paired(bench, pair, rollouts, baseline, against)
+        if rollout.kind == "openai":
+            equality["server"] = attempted(server_side, bench, rollout, *rendered_texts(bench))
         if claim is not None:
             watch("every bit", before_factors - 1 - layers, total)
             equal = _claimed(bench, pair, rollouts, baseline, against)
@@ -141,8 +144,9 @@ def check(
     stopped = [(f, "the check was interrupted") for f in factors if f.name not in done]
     not_run = _not_run(bench, rollout, [*stopped, *left_out])
     mixture = num_experts(bench.model) > 1
+    served = server_findings(equality.get("server", {}))
     concluded = _judged(
-        baseline, precision, rollouts, outcomes=outcomes, pair=pair, rules=rules, mixture=mixture, max_kl=max_kl
+        baseline, precision, rollouts, outcomes, served, pair=pair, rules=rules, mixture=mixture, max_kl=max_kl
     )
     if entry := equality.get("claim"):
         concluded["verdict"] = claim_verdict(entry, concluded["verdict"])
@@ -178,6 +182,12 @@ def _paired(
     assert baseline.logged.logp_old is not None
     logp = baseline.logged.logp_old
     return paired_rows(bench, pair.rollout, rollouts, logp, train=pair.train, against=against)
+
+
+def rendered_texts(bench: Bench) -> tuple[list[str], list[list[int]]]:
+    """Some texts, and what the trainer's tokenizer makes of them."""
+    texts = [prompt for prompt in BUNDLED if isinstance(prompt, str)][:TEXTS]
+    return texts, encoded(texts, bench.tokenizer, vocab_size=bench.vocab_size)
 
 
 def _claimed(bench: Bench, pair: Pair, rollouts: Rollouts, baseline: Measured, against: EngineSpec | None) -> Claim:
@@ -234,6 +244,7 @@ def _judged(
     precision: Explained,
     rollouts: Rollouts,
     outcomes: Sequence[Outcome],
+    served: Sequence[Finding],
     *,
     pair: Pair,
     rules: Rules,
@@ -254,7 +265,7 @@ def _judged(
     diagnosed = without_precision(diagnosed, precision, rollouts.provenance.dtype, pair.train.dtype)
     own = broken_record(rows, sampling)
     other = [] if own else unexplained(precision)  # a wrong record explains any difference
-    findings = [*(f for f in own if f.cause not in {d.cause for d in diagnosed}), *other, *diagnosed]
+    findings = [*(f for f in own if f.cause not in {d.cause for d in diagnosed}), *other, *served, *diagnosed]
     wrong = defects(outcomes)
     severities: list[Level] = [f.severity for f in findings if f.severity != "info"]
     level: Level = "stop" if wrong else worst([level_of(rows), *severities])

@@ -78,6 +78,7 @@ CAUSES = {
     "teacher_mixed": "a teacher whose logits are mixed in, on purpose",
     "wrong_weights": "the engine does not hold the weights it claims",
     "weights_or_configuration": "weights or configuration that differ",
+    "open_settings": "sampling settings that the server fills in",
     "stale_engine": "a stale rollout policy",
     "old_policy_stale": "old log-probs taken at newer weights",
     "systematic_gap": "a systematic gap between the engines' log-probs",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -136,6 +136,29 @@ def decoding_request(
     else:
         body["vllm_xargs"] = {IMPOSED: list(tokens)}
     return body if salt is None else body | {"cache_salt": salt}
+
+
+OPEN = {
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("stop_token_ids", "ignore_eos"),
+}
+"""Settings that a server fills where a request leaves them open."""
+
+
+def left_open(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The request without its sampling settings: the server's own are taken; length and seed stay."""
+    kept = {key: value for key, value in body.items() if key not in OPEN}
+    inner = kept.get("sampling_params")
+    return kept if inner is None else {**kept, "sampling_params": left_open(inner)}
+
+
+def response_tokens(api: API, content: Any, prompt: Sequence[int]) -> list[int]:
+    """Token ids of a response, whatever ended it. Raises: `EngineError` if the answer cannot be read."""
+    tokens = _PARSERS[api](content, prompt).tokens
+    if not all(_whole(token) for token in tokens):
+        raise _odd("its token ids are not whole numbers")
+    return tokens
 
 
 def size_limit(prompt: Sequence[int], sampling: Sampling, entries: int) -> int:

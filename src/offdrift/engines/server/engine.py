@@ -40,9 +40,11 @@ from offdrift.engines.server.dialects import (
     Answer,
     Decoding,
     forced_request,
+    left_open,
     read,
     read_forced,
     request,
+    response_tokens,
     size_limit,
 )
 from offdrift.engines.server.forced import ForcedDecoding
@@ -224,6 +226,38 @@ class OpenAIEngine:
             return self._decoding.decoded(prompts[i], responses[i], **how)
 
         return self._asked(ask, prompts, sampling, "processed", concurrency)
+
+    def rendered(self, text: str, *, chat: bool) -> list[int] | None:
+        """Token ids that the server makes of a text, or of a user's message in its chat template; None if it does not
+        say (vLLM has `/tokenize`).
+
+        Raises: `EngineError` if the answer cannot be read.
+        """
+        if self.served.software != "vllm":
+            return None
+        message = [{"role": "user", "content": text}]
+        asked = {"messages": message, "add_generation_prompt": True} if chat else {"prompt": text}
+        body = {"model": self.served.model, "add_special_tokens": False, **asked}
+        answer = optional(lambda: self._server.post("/tokenize", body))
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        if answer is not None and not (isinstance(tokens, list) and all(isinstance(t, int) for t in tokens)):
+            raise EngineError(f"{self.url}/tokenize gives no token ids; this server's version is not supported")
+        return tokens
+
+    def answered(self, prompt: Sequence[int], *, tokens: int, seed: int, settings: bool) -> list[int]:
+        """Token ids of one response.
+
+        Args:
+            tokens: longest response.
+            settings: send every sampling setting, at what changes nothing (temperature 1, no filter, no end); False
+                leaves all of them to the server.
+
+        Raises: `EngineError` if the server does not answer with token ids.
+        """
+        api: API = "sglang" if self._api == "sglang" else "completions"
+        asked = request(api, self.served.model, prompt, Sampling(tokens), evidence="sampled", seed=seed)
+        answer = self._server.post(PATHS[api], asked if settings else left_open(asked))
+        return response_tokens(api, answer, prompt)
 
     def asleep(self) -> bool:
         """Whether the server says that it sleeps, as beside a trainer on the same device."""
