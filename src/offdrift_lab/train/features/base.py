@@ -4,7 +4,7 @@ A feature is one file and one row of `features.table`. Its hooks, in the order o
 
 - before it trains: `check`, `prepare`, `modules`, `start`, `load`
 - around a batch: `drawing`, `drawn`, and `publishing` where the engine takes new weights
-- in a step: `stepping`, `scoring`, `term`, `gradients`, `leaves_out`, `stepped`, `recorded`
+- in a step: `stepping`, `scoring`, `term`, `gradients`, `leaves_out`, `step_scale`, `stepped`, `recorded`
 - what it leaves: `save` in a checkpoint, `finished` beside the trained model
 """
 
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
+from offdrift.stats.drift import DriftStats
 from offdrift_lab.train.settings.recipe import Recipe
 
 
@@ -96,6 +97,10 @@ class Feature:
             norm: of the gradient before it was clipped.
         """
         return None
+
+    def step_scale(self, arm: Any, stats: DriftStats) -> float:
+        """Factor of this step's learning rate, given its statistics over all processes."""
+        return 1.0
 
     def stepped(self, arm: Any, update: Any) -> Metrics:
         """A step (`train.step.Update`) was taken, or left out; what it adds to its statistics."""
