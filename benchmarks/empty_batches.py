@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from offdrift import BatchInfo, Divergence, LogProbs, Segments, advantages, method, policy_loss
-from offdrift.step_policy import StepPolicy, guard
+from offdrift.step_policy import StepGuard, StepPolicy, guard
 
 RESULTS = Path(__file__).parent / "results" / "empty_batches.json"
 DIGITS, LENGTH, WIDTH, GROUP = 6, 3, 32, 4
@@ -72,18 +72,31 @@ CAUSES = {
 }
 
 
-class Writer(nn.Module):
-    """Logits of the next digit, given the prompt's digits and the digits written so far; matrices only."""
+class Writers(nn.Module):
+    """Logits of the next digit, given the prompt's digits and those written so far: one network of matrices a seed.
 
-    def __init__(self) -> None:
+    Their gradients have nothing to do with each other, and each has its own optimizer: all seeds take one pass.
+    """
+
+    def __init__(self, seeds: int) -> None:
         super().__init__()
-        inputs = LENGTH * DIGITS + LENGTH * (DIGITS + 1)
-        self.first = nn.Linear(inputs, WIDTH, bias=False)
-        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.head = nn.Linear(WIDTH, DIGITS, bias=False)
+        features = LENGTH * DIGITS + LENGTH * (DIGITS + 1)
+        shapes = [(WIDTH, features), (WIDTH, WIDTH), (DIGITS, WIDTH)]
+        self.of_seed = nn.ModuleList()
+        for seed in range(seeds):
+            torch.manual_seed(seed)
+            matrices = (nn.Parameter((torch.rand(shape) * 2 - 1) / math.sqrt(shape[1])) for shape in shapes)
+            self.of_seed.append(nn.ParameterList(matrices))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        """Logits [seeds, b, LENGTH, DIGITS] of inputs [seeds, b, LENGTH, features]."""
+        first, second, head = (torch.stack(tuple(w)) for w in zip(*self.of_seed, strict=True))
+        hidden = torch.tanh(torch.bmm(x.flatten(1, 2), first.mT))
+        return torch.bmm(torch.tanh(torch.bmm(hidden, second.mT)), head.mT).unflatten(1, (-1, LENGTH))
+
+    def weights(self) -> Tensor:
+        """All weights, [seeds, n]."""
+        return torch.stack([nn.utils.parameters_to_vector(list(w)) for w in self.of_seed]).detach().clone()
 
 
 PROMPTS = torch.tensor(list(itertools.product(range(DIGITS), repeat=LENGTH)))
@@ -91,155 +104,165 @@ EYE, PLACE = torch.eye(DIGITS), torch.eye(LENGTH)
 
 
 def inputs(prompts: Tensor, written: Tensor) -> Tensor:
-    """Inputs at every place of answers, [b, LENGTH, features]: prompt, place, and the digit before it."""
-    b = len(prompts)
-    seen = EYE[prompts].reshape(b, 1, -1).expand(b, LENGTH, -1)
-    before = torch.zeros(b, LENGTH, LENGTH * DIGITS)
+    """Inputs at every place of answers, [seeds, b, LENGTH, features]: prompt, place, and the digit before it."""
+    seen = EYE[prompts].flatten(2)[:, :, None].expand(-1, -1, LENGTH, -1)
+    before = torch.zeros(*prompts.shape[:2], LENGTH, LENGTH * DIGITS)
     for t in range(1, LENGTH):
-        before[:, t, t * DIGITS : (t + 1) * DIGITS] = EYE[written[:, t - 1]]
-    return torch.cat([seen, PLACE.expand(b, -1, -1), before], -1)
+        before[:, :, t, t * DIGITS : (t + 1) * DIGITS] = EYE[written[:, :, t - 1]]
+    return torch.cat([seen, PLACE.expand(*prompts.shape[:2], -1, -1), before], -1)
 
 
 @torch.no_grad()
-def draw(model: Writer, prompts: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw(model: Writers, prompts: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
     """Answers to the prompts, and the log-probs of the whole vocabulary at every place of them."""
-    written = torch.zeros(len(prompts), LENGTH, dtype=torch.long)
+    written = torch.zeros_like(prompts)
     for t in range(LENGTH):
-        p = model(inputs(prompts, written)[:, t]).softmax(-1)
-        written[:, t] = torch.multinomial(p, 1, generator=random)[:, 0]
+        p = model(inputs(prompts, written))[:, :, t].softmax(-1)
+        written[:, :, t] = torch.multinomial(p.flatten(0, 1), 1, generator=random).view(p.shape[:2])
     return written, model(inputs(prompts, written)).log_softmax(-1)
 
 
 @torch.no_grad()
-def right(model: Writer) -> float:
-    """Exact probability of the right answer, the mean over all prompts."""
-    answers = PROMPTS.flip(1)
-    logp = model(inputs(PROMPTS, answers)).log_softmax(-1)
-    return logp.gather(-1, answers[..., None]).sum((1, 2)).exp().mean().item()
+def right(model: Writers) -> Tensor:
+    """Exact probability of the right answer, the mean over all prompts, [seeds]."""
+    prompts = PROMPTS.expand(len(model.of_seed), -1, -1)
+    answers = prompts.flip(2)
+    logp = model(inputs(prompts, answers)).log_softmax(-1)
+    return logp.gather(-1, answers[..., None]).sum((2, 3)).exp().mean(1)
 
 
-def started(seed: int) -> Writer:
-    """A policy that answers about a third of the prompts rightly, after supervised steps."""
-    torch.manual_seed(seed)
-    model = Writer()
-    optimizer, answers = torch.optim.Adam(model.parameters(), lr=1e-2), PROMPTS.flip(1)
-    while right(model) < 0.3:
-        loss = nn.functional.cross_entropy(model(inputs(PROMPTS, answers)).flatten(0, 1), answers.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+def started(seeds: int) -> Writers:
+    """Policies that answer about a third of the prompts rightly, after supervised steps."""
+    model = Writers(seeds)
+    optimizers = [torch.optim.Adam(w, lr=1e-2) for w in model.of_seed]
+    prompts = PROMPTS.expand(seeds, -1, -1)
+    answers = prompts.flip(2)
+    while (lacking := right(model) < 0.3).any():
+        logp = model(inputs(prompts, answers)).log_softmax(-1)
+        model.zero_grad()
+        (-logp.gather(-1, answers[..., None]).mean((1, 2, 3)).sum()).backward()
+        for optimizer, trains in zip(optimizers, lacking, strict=True):
+            if trains:
+                optimizer.step()
     return model
 
 
-class Learner:
-    """A policy in training: one update at a time."""
+class Learners:
+    """Policies in training, one a seed: one update at a time."""
 
-    def __init__(self, cause: Cause, optimizer: str, policy: StepPolicy, seed: int) -> None:
-        self.cause, self.model = cause, started(seed)
-        self.random = torch.Generator().manual_seed(1000 + seed)
-        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
-        self.engine, self.updates, self.accepted = copy.deepcopy(self.model), 0, 1.0
-        self.moves: list[float] = []
-        self.kl: list[float] = []
-        self.steps = guard(self.optimizer, policy, acceptance=lambda: self.accepted)
+    def __init__(self, cause: Cause, optimizer: str, policy: StepPolicy, seeds: int) -> None:
+        self.cause, self.seeds, self.model = cause, seeds, started(seeds)
+        self.random = torch.Generator().manual_seed(1000)
+        self.optimizers = [OPTIMIZERS[optimizer](w) for w in self.model.of_seed]
+        self.engine, self.updates = copy.deepcopy(self.model), 0
+        self.accepted = torch.ones(seeds)
+        self.moves: list[Tensor] = []
+        self.kl: list[Tensor] = []
+        self.guards: list[StepGuard] = []
+        self.guarded(policy)
+
+    def guarded(self, policy: StepPolicy) -> None:
+        """Give the optimizers a policy, in place of the one they have."""
+        for steps in self.guards:
+            steps.remove()
+        self.guards = [
+            guard(optimizer, policy, acceptance=lambda i=i: self.accepted[i].item())
+            for i, optimizer in enumerate(self.optimizers)
+        ]
 
     def update(self) -> None:
         """Draw with the engine's weights, which are replaced every `sync_every` updates, and take a step."""
-        cause = self.cause
+        cause, n = self.cause, self.cause.prompts * GROUP
         if self.updates % cause.sync_every == 0:
             self.engine.load_state_dict(self.model.state_dict())
-        rows = torch.randint(len(PROMPTS), (cause.prompts,), generator=self.random).repeat_interleave(GROUP)
-        prompts = PROMPTS[rows]
+        rows = torch.randint(len(PROMPTS), (self.seeds, cause.prompts), generator=self.random)
+        prompts = PROMPTS[rows.repeat_interleave(GROUP, 1)]
         written, rollout = draw(self.engine, prompts, self.random)
-        correct = (written == prompts.flip(1)).double()
-        rewards = correct.mean(1) if cause.reward == "share" else correct.prod(1)
-        groups = torch.arange(cause.prompts).repeat_interleave(GROUP)
-        segments = Segments.from_lengths([LENGTH] * len(rows), group_ids=groups)
+        correct = (written == prompts.flip(2)).double()
+        rewards = (correct.mean(2) if cause.reward == "share" else correct.prod(2)).flatten()
+        groups = torch.arange(self.seeds * cause.prompts).repeat_interleave(GROUP)
+        segments = Segments.from_lengths([LENGTH] * len(rewards), group_ids=groups)
         logits = self.model(inputs(prompts, written)).log_softmax(-1)
         sampled = (x.gather(-1, written[..., None]).flatten() for x in (rollout, logits))
         lp = LogProbs.pack(*sampled, segments=segments)
-        kl = (rollout.exp() * (rollout - logits.detach())).sum(-1).flatten()
-        info = BatchInfo(divergences={"kl_rollout_current": Divergence.exact("kl_rollout_current", kl)}, vocab=DIGITS)
+        kl = (rollout.exp() * (rollout - logits.detach())).sum(-1)
+        exact = Divergence.exact("kl_rollout_current", kl.flatten())
+        info = BatchInfo(divergences={"kl_rollout_current": exact}, vocab=DIGITS)
         advantage = advantages(rewards, segments, how="grpo")
         result = policy_loss(lp, method(cause.method), advantage, info)
         # A response takes part where the gate keeps it and its group has a spread of rewards.
-        part = (result.corrected.keep & (advantage != 0)).reshape(-1, LENGTH).any(1)
-        self.accepted = part.double().mean().item()
-        self.kl.append(kl.mean().item())
-        self.step(result.loss)
+        part = (result.corrected.keep & (advantage != 0)).view(self.seeds, n, LENGTH).any(2)
+        self.accepted = part.double().mean(1)
+        self.kl.append(kl.mean((1, 2)))
+        self.model.zero_grad()
+        (self.seeds * result.loss).backward()  # each seed's mean over its own responses
+        self.step()
 
-    def step(self, loss: Tensor) -> None:
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.apply()
-
-    def apply(self) -> None:
-        """Step with the gradients that are there, and keep the length of the move."""
-        before = self.weights()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.moves.append((self.weights() - before).norm().item())
+    def step(self) -> None:
+        """Step with the gradients that are there, and keep the lengths of the moves."""
+        before = self.model.weights()
+        for optimizer, weights in zip(self.optimizers, self.model.of_seed, strict=True):
+            nn.utils.clip_grad_norm_(weights, 1.0)
+            optimizer.step()
+        self.moves.append((self.model.weights() - before).norm(dim=1))
         self.updates += 1
 
-    def weights(self) -> Tensor:
-        return nn.utils.parameters_to_vector(self.model.parameters()).detach().clone()
 
-
-def drift(optimizer: str, policy: str, seed: int) -> dict[str, float]:
+def drift(optimizer: str, policy: str, seeds: int) -> dict[str, list[float]]:
     """How far empty batches carry the weights, and what the first small step after them does, in usual steps."""
-    learner = Learner(Cause("token_is", 1, 16, "share"), optimizer, StepPolicy("step"), seed)
+    learners = Learners(Cause("token_is", 1, 16, "share"), optimizer, StepPolicy("step"), seeds)
     for _ in range(32):
-        learner.update()
-    learner.steps.remove()
-    learner.steps = guard(learner.optimizer, POLICIES[policy], acceptance=lambda: learner.accepted)
-    usual, start = statistics.median(learner.moves[USUAL]), learner.weights()
-    before, probability = copy.deepcopy(learner.model), right(learner.model)
-    learner.moves.clear()
+        learners.update()
+    learners.guarded(POLICIES[policy])
+    model, usual = learners.model, torch.stack(learners.moves[USUAL]).median(0).values
+    start, before, probability = model.weights(), copy.deepcopy(model), right(model)
+    learners.moves.clear()
     for _ in range(200):
-        for p in learner.model.parameters():
+        for p in model.parameters():
             p.grad = torch.zeros_like(p)
-        learner.apply()
-    moved = learner.weights() - start
-    written, old = draw(before, PROMPTS, learner.random)
+        learners.step()
+    moved = model.weights() - start
+    written, old = draw(before, PROMPTS.expand(seeds, -1, -1), learners.random)
     with torch.no_grad():
-        new = learner.model(inputs(PROMPTS, written)).log_softmax(-1)
-    path = list(learner.moves)
-    after = right(learner.model)
+        new = model(inputs(PROMPTS.expand(seeds, -1, -1), written)).log_softmax(-1)
+    path, after = torch.stack(learners.moves), right(model)
     # One response of 64 is accepted: its share of the gradient, then a step.
-    rows = torch.randint(len(PROMPTS), (1,), generator=learner.random)
-    written, logp = draw(learner.model, PROMPTS[rows], learner.random)
-    graph = learner.model(inputs(PROMPTS[rows], written)).log_softmax(-1)
-    learner.accepted = 1 / 64
-    learner.step(-graph.gather(-1, written[..., None]).sum() / (64 * LENGTH))
-    return {
+    rows = torch.randint(len(PROMPTS), (seeds, 1), generator=learners.random)
+    written, _ = draw(model, PROMPTS[rows], learners.random)
+    graph = model(inputs(PROMPTS[rows], written)).log_softmax(-1)
+    learners.accepted = torch.full((seeds,), 1 / 64)
+    model.zero_grad()
+    (-graph.gather(-1, written[..., None]).sum() / (64 * LENGTH)).backward()
+    learners.step()
+    found = {
         "usual_step": usual,
-        "moved": moved.norm().item() / usual,
-        "moved_first_10": sum(path[:10]) / usual,
-        "moved_first_100": sum(path[:100]) / usual,
+        "moved": moved.norm(dim=1) / usual,
+        "moved_first_10": path[:10].sum(0) / usual,
+        "moved_first_100": path[:100].sum(0) / usual,
         "last_step": path[-1] / usual,
-        "kl": (old.exp() * (old - new)).sum(-1).mean().item(),
+        "kl": (old.exp() * (old - new)).sum(-1).mean((1, 2)),
         "right_before": probability,
         "right_after": after,
-        "next_step": learner.moves[-1] / usual,
+        "next_step": learners.moves[-1] / usual,
     }
+    return {name: x.tolist() for name, x in found.items()}
 
 
-def outcome(cause: str, optimizer: str, policy: str, seed: int, updates: int) -> dict[str, float]:
-    """Train to the end; how the policy did, and how many steps were empty."""
-    learner = Learner(CAUSES[cause], optimizer, POLICIES[policy], seed)
-    start = right(learner.model)
-    course = []
+def outcome(cause: str, optimizer: str, policy: str, seeds: int, updates: int) -> dict[str, list[float]]:
+    """Train to the end; how the policies did, and how many steps were empty."""
+    learners = Learners(CAUSES[cause], optimizer, POLICIES[policy], seeds)
+    start, course = right(learners.model), []
     for _ in range(updates):
-        learner.update()
-        course.append(right(learner.model))
-    return {
+        learners.update()
+        course.append(right(learners.model))
+    found = {
         "start": start,
-        "end": statistics.fmean(course[-8:]),
-        "best": max(course),
-        "empty": learner.steps.empty,
-        "kl_max": max(learner.kl),
-        "kl_mean": statistics.fmean(learner.kl),
+        "end": torch.stack(course[-8:]).mean(0),
+        "best": torch.stack(course).amax(0),
+        "kl_max": torch.stack(learners.kl).amax(0),
+        "kl_mean": torch.stack(learners.kl).mean(0),
     }
+    return {**{name: x.tolist() for name, x in found.items()}, "empty": [float(g.empty) for g in learners.guards]}
 
 
 def sign_flip(differences: list[float]) -> float:
@@ -264,43 +287,39 @@ def paired(ends: list[float], baseline: list[float]) -> dict[str, float]:
     return {"difference": statistics.fmean(d), "half_width": half, "p_sign_flip": sign_flip(d)}
 
 
-def _one(job: tuple[Any, ...]) -> dict[str, float]:
+def _one(job: tuple[Any, ...]) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     function, *arguments = job
     return function(*arguments)
 
 
-def measured(jobs: list[tuple[Any, ...]], processes: int) -> list[dict[str, float]]:
+def measured(jobs: list[tuple[Any, ...]], processes: int) -> list[dict[str, list[float]]]:
     if processes == 1:
         return [_one(job) for job in jobs]
     with ProcessPoolExecutor(processes) as pool:
-        return list(pool.map(_one, jobs, chunksize=4))
+        return list(pool.map(_one, jobs))
 
 
 def drift_part(seeds: int, processes: int) -> dict[str, Any]:
     """Medians over seeds, with the smallest and the largest, by optimizer and policy."""
     cells = list(itertools.product(OPTIMIZERS, POLICIES))
-    rows = measured([(drift, o, p, s) for o, p in cells for s in range(seeds)], processes)
+    rows = measured([(drift, *cell, seeds) for cell in cells], processes)
     found: dict[str, Any] = {}
-    for i, (optimizer, policy) in enumerate(cells):
-        mine = rows[i * seeds : (i + 1) * seeds]
-        of_cell = {key: [row[key] for row in mine] for key in mine[0]}
-        found.setdefault(optimizer, {})[policy] = {
-            key: [statistics.median(x), min(x), max(x)] for key, x in of_cell.items()
-        }
+    for (optimizer, policy), row in zip(cells, rows, strict=True):
+        ranges = {name: [statistics.median(x), min(x), max(x)] for name, x in row.items()}
+        found.setdefault(optimizer, {})[policy] = ranges
     return found
 
 
 def outcome_part(seeds: int, updates: int, processes: int) -> dict[str, Any]:
     """Means over seeds and paired differences to the optimizer's own steps, by cause, optimizer and policy."""
     cells = list(itertools.product(CAUSES, OPTIMIZERS, POLICIES))
-    rows = measured([(outcome, *cell, s, updates) for cell in cells for s in range(seeds)], processes)
+    rows = measured([(outcome, *cell, seeds, updates) for cell in cells], processes)
     found: dict[str, Any] = {}
-    for i, (cause, optimizer, policy) in enumerate(cells):
-        mine = rows[i * seeds : (i + 1) * seeds]
-        cell = {key: statistics.fmean(row[key] for row in mine) for key in mine[0]}
-        cell["ends"] = [row["end"] for row in mine]
-        cell["lost"] = sum(row["end"] < 0.7 * row["start"] for row in mine)
+    for (cause, optimizer, policy), row in zip(cells, rows, strict=True):
+        cell: dict[str, Any] = {name: statistics.fmean(x) for name, x in row.items()}
+        cell["ends"] = row["end"]
+        cell["lost"] = sum(end < 0.7 * start for start, end in zip(row["start"], row["end"], strict=True))
         table = found.setdefault(cause, {}).setdefault(optimizer, {})
         if policy != "step" and seeds > 1:
             cell |= paired(cell["ends"], table["step"]["ends"])
@@ -318,6 +337,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     parts = options.part or ["drift", "outcome", "frameworks"]
     document = json.loads(options.json.read_text("utf-8")) if options.json.exists() else {}
+    document["seeds"], document["updates"] = options.seeds, options.updates
     if "drift" in parts:
         document["drift"] = drift_part(options.seeds, options.jobs)
     if "outcome" in parts:
@@ -326,7 +346,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         from empty_batches_frameworks import frameworks
 
         document["frameworks"] = frameworks()
-    document["seeds"], document["updates"] = options.seeds, options.updates
     options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return document
 
