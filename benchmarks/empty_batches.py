@@ -1,8 +1,8 @@
 """What optimizers do on batches without a gradient, and what a policy for such steps changes.
 
-    python benchmarks/empty_batches.py [--part drift|outcome|frameworks] [--seeds 8] [--updates 96] [--jobs 2] [--json PATH]
+    python benchmarks/empty_batches.py [--part drift|outcome|frameworks] [--seeds 8] [--updates 64] [--jobs 2] [--json PATH]
 
-drift: a policy trains on-policy for 32 updates; then come 200 batches whose gradient is 0, then one of which one of 64
+drift: a policy trains on-policy for 32 updates; then come 100 batches whose gradient is 0, then one of which one of 64
 responses is accepted. Distances are in usual steps: the median norm of the change of the weights over updates 17 to 32.
 
 outcome: reinforcement learning of a small autoregressive policy, three digits written backwards, to the end. Masks see
@@ -12,17 +12,18 @@ right answer, over all 216 prompts.
 
 frameworks: the optimizer steps of TRL's GRPOTrainer and verl's FSDP engine on tiny models.
 
-Nothing here takes a GPU. All results of all parts are in one JSON file; a part that runs again replaces its own.
+Nothing here takes a GPU. Every cell is stored as soon as it is measured; the same command goes on where it ended.
 """
 
 import argparse
 import copy
+import functools
 import itertools
 import json
 import math
 import statistics
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,12 @@ from offdrift.step_policy import StepGuard, StepPolicy, guard
 
 RESULTS = Path(__file__).parent / "results" / "empty_batches.json"
 DIGITS, LENGTH, WIDTH, GROUP = 6, 3, 32, 4
-USUAL = slice(16, 32)
+USUAL, EMPTY = slice(16, 32), 100
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW (.9, .95)": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0),
+    "Muon": lambda p: torch.optim.Muon(p, lr=2e-2, weight_decay=0.0),
     "AdamW (.9, .999)": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.0),
     "SGD, momentum .9": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-    "Muon": lambda p: torch.optim.Muon(p, lr=2e-2, weight_decay=0.0),
 }
 """Rates are half of the one at which training without lag ends highest, on two pilot seeds that are not used again
 (AdamW .004 to .04, SGD .01 to .1, Muon .01 to .08, factors of about two)."""
@@ -131,6 +132,7 @@ def right(model: Writers) -> Tensor:
     return logp.gather(-1, answers[..., None]).sum((2, 3)).exp().mean(1)
 
 
+@functools.cache
 def started(seeds: int) -> Writers:
     """Policies that answer about a third of the prompts rightly, after supervised steps."""
     model = Writers(seeds)
@@ -151,7 +153,7 @@ class Learners:
     """Policies in training, one a seed: one update at a time."""
 
     def __init__(self, cause: Cause, optimizer: str, policy: StepPolicy, seeds: int) -> None:
-        self.cause, self.seeds, self.model = cause, seeds, started(seeds)
+        self.cause, self.seeds, self.model = cause, seeds, copy.deepcopy(started(seeds))
         self.random = torch.Generator().manual_seed(1000)
         self.optimizers = [OPTIMIZERS[optimizer](w) for w in self.model.of_seed]
         self.engine, self.updates = copy.deepcopy(self.model), 0
@@ -208,16 +210,27 @@ class Learners:
         self.updates += 1
 
 
-def drift(optimizer: str, policy: str, seeds: int) -> dict[str, list[float]]:
+def drift(optimizer: str, seeds: int) -> dict[str, dict[str, list[float]]]:
     """How far empty batches carry the weights, and what the first small step after them does, in usual steps."""
-    learners = Learners(Cause("token_is", 1, 16, "share"), optimizer, StepPolicy("step"), seeds)
+    cause = Cause("token_is", 1, 16, "share")
+    trained = Learners(cause, optimizer, StepPolicy("step"), seeds)
     for _ in range(32):
-        learners.update()
-    learners.guarded(POLICIES[policy])
-    model, usual = learners.model, torch.stack(learners.moves[USUAL]).median(0).values
+        trained.update()
+    usual = torch.stack(trained.moves[USUAL]).median(0).values
+    found = {}
+    for name, policy in POLICIES.items():
+        learners = Learners(cause, optimizer, policy, seeds)
+        learners.model.load_state_dict(trained.model.state_dict())
+        for mine, theirs in zip(learners.optimizers, trained.optimizers, strict=True):
+            mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        found[name] = after_empty_batches(learners, usual)
+    return found
+
+
+def after_empty_batches(learners: Learners, usual: Tensor) -> dict[str, list[float]]:
+    model, seeds = learners.model, learners.seeds
     start, before, probability = model.weights(), copy.deepcopy(model), right(model)
-    learners.moves.clear()
-    for _ in range(200):
+    for _ in range(EMPTY):
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         learners.step()
@@ -238,7 +251,6 @@ def drift(optimizer: str, policy: str, seeds: int) -> dict[str, list[float]]:
         "usual_step": usual,
         "moved": moved.norm(dim=1) / usual,
         "moved_first_10": path[:10].sum(0) / usual,
-        "moved_first_100": path[:100].sum(0) / usual,
         "last_step": path[-1] / usual,
         "kl": (old.exp() * (old - new)).sum(-1).mean((1, 2)),
         "right_before": probability,
@@ -252,13 +264,13 @@ def outcome(cause: str, optimizer: str, policy: str, seeds: int, updates: int) -
     """Train to the end; how the policies did, and how many steps were empty."""
     learners = Learners(CAUSES[cause], optimizer, POLICIES[policy], seeds)
     start, course = right(learners.model), []
-    for _ in range(updates):
+    for i in range(updates):
         learners.update()
-        course.append(right(learners.model))
+        if i >= updates - 8:
+            course.append(right(learners.model))
     found = {
         "start": start,
         "end": torch.stack(course[-8:]).mean(0),
-        "best": torch.stack(course).amax(0),
         "kl_max": torch.stack(learners.kl).amax(0),
         "kl_mean": torch.stack(learners.kl).mean(0),
     }
@@ -272,7 +284,9 @@ def sign_flip(differences: list[float]) -> float:
     """
     n, observed = len(differences), abs(math.fsum(differences))
     patterns = itertools.product((1, -1), repeat=n)
-    beyond = sum(abs(math.fsum(s * d for s, d in zip(p, differences, strict=True))) >= observed - 1e-12 for p in patterns)
+    beyond = sum(
+        abs(math.fsum(s * d for s, d in zip(p, differences, strict=True))) >= observed - 1e-12 for p in patterns
+    )
     return beyond / 2**n
 
 
@@ -287,43 +301,48 @@ def paired(ends: list[float], baseline: list[float]) -> dict[str, float]:
     return {"difference": statistics.fmean(d), "half_width": half, "p_sign_flip": sign_flip(d)}
 
 
-def _one(job: tuple[Any, ...]) -> dict[str, list[float]]:
+def _one(job: tuple[Any, ...]) -> Any:
     torch.set_num_threads(1)
     function, *arguments = job
     return function(*arguments)
 
 
-def measured(jobs: list[tuple[Any, ...]], processes: int) -> list[dict[str, list[float]]]:
+def measured(jobs: dict[str, tuple[Any, ...]], processes: int, keep: Callable[[str, Any], None]) -> None:
+    """Run every job and keep what it found as soon as it has."""
     if processes == 1:
-        return [_one(job) for job in jobs]
+        for name, job in jobs.items():
+            keep(name, _one(job))
+        return
     with ProcessPoolExecutor(processes) as pool:
-        return list(pool.map(_one, jobs))
+        futures = {pool.submit(_one, job): name for name, job in jobs.items()}
+        for future in as_completed(futures):
+            keep(futures[future], future.result())
 
 
-def drift_part(seeds: int, processes: int) -> dict[str, Any]:
+def drift_table(cells: dict[str, Any]) -> dict[str, Any]:
     """Medians over seeds, with the smallest and the largest, by optimizer and policy."""
-    cells = list(itertools.product(OPTIMIZERS, POLICIES))
-    rows = measured([(drift, *cell, seeds) for cell in cells], processes)
-    found: dict[str, Any] = {}
-    for (optimizer, policy), row in zip(cells, rows, strict=True):
-        ranges = {name: [statistics.median(x), min(x), max(x)] for name, x in row.items()}
-        found.setdefault(optimizer, {})[policy] = ranges
-    return found
+    return {
+        optimizer: {
+            policy: {name: [statistics.median(x), min(x), max(x)] for name, x in row.items()}
+            for policy, row in cells[optimizer].items()
+        }
+        for optimizer in OPTIMIZERS
+        if optimizer in cells
+    }
 
 
-def outcome_part(seeds: int, updates: int, processes: int) -> dict[str, Any]:
+def outcome_table(cells: dict[str, Any]) -> dict[str, Any]:
     """Means over seeds and paired differences to the optimizer's own steps, by cause, optimizer and policy."""
-    cells = list(itertools.product(CAUSES, OPTIMIZERS, POLICIES))
-    rows = measured([(outcome, *cell, seeds, updates) for cell in cells], processes)
     found: dict[str, Any] = {}
-    for (cause, optimizer, policy), row in zip(cells, rows, strict=True):
+    for cause, optimizer, policy in itertools.product(CAUSES, OPTIMIZERS, POLICIES):
+        if (row := cells.get(f"{cause} | {optimizer} | {policy}")) is None:
+            continue
         cell: dict[str, Any] = {name: statistics.fmean(x) for name, x in row.items()}
-        cell["ends"] = row["end"]
         cell["lost"] = sum(end < 0.7 * start for start, end in zip(row["start"], row["end"], strict=True))
-        table = found.setdefault(cause, {}).setdefault(optimizer, {})
-        if policy != "step" and seeds > 1:
-            cell |= paired(cell["ends"], table["step"]["ends"])
-        table[policy] = cell
+        baseline = cells.get(f"{cause} | {optimizer} | step")
+        if policy != "step" and baseline and len(row["end"]) > 1:
+            cell |= paired(row["end"], baseline["end"])
+        found.setdefault(cause, {}).setdefault(optimizer, {})[policy] = cell
     return found
 
 
@@ -331,17 +350,30 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=["drift", "outcome", "frameworks"], action="append")
     parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--updates", type=int, default=96)
+    parser.add_argument("--updates", type=int, default=64)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     parts = options.part or ["drift", "outcome", "frameworks"]
     document = json.loads(options.json.read_text("utf-8")) if options.json.exists() else {}
-    document["seeds"], document["updates"] = options.seeds, options.updates
-    if "drift" in parts:
-        document["drift"] = drift_part(options.seeds, options.jobs)
-    if "outcome" in parts:
-        document["outcome"] = outcome_part(options.seeds, options.updates, options.jobs)
+    settings = {"seeds": options.seeds, "updates": options.updates, "empty_batches": EMPTY}
+    if document.get("settings") != settings:
+        document = {"settings": settings, "frameworks": document.get("frameworks", {})}
+    drifts = {o: (drift, o, options.seeds) for o in OPTIMIZERS}
+    outcomes = {
+        f"{cause} | {o} | {p}": (outcome, cause, o, p, options.seeds, options.updates)
+        for o, cause, p in itertools.product(OPTIMIZERS, CAUSES, POLICIES)
+    }
+    for part, jobs, table in (("drift", drifts, drift_table), ("outcome", outcomes, outcome_table)):
+        cells = document.setdefault(f"{part}_cells", {})
+
+        def keep(name: str, found: Any, cells: dict[str, Any] = cells, part: str = part, table: Any = table) -> None:
+            cells[name] = found
+            document[part] = table(cells)
+            options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+        left = {name: job for name, job in jobs.items() if name not in cells}
+        measured(left if part in parts else {}, options.jobs, keep)
     if "frameworks" in parts:
         from empty_batches_frameworks import frameworks
 

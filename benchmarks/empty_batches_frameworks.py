@@ -1,6 +1,7 @@
 """Optimizer steps of TRL and verl on batches without a gradient, by their own code on tiny models."""
 
 import importlib.metadata
+import itertools
 import tempfile
 import warnings
 from pathlib import Path
@@ -30,7 +31,7 @@ def weights(model: nn.Module) -> Tensor:
 
 def summary(norms: list[float], at: list[Tensor]) -> dict[str, Any]:
     """Gradient norms of the steps, and how far the steps without a gradient moved the weights, in usual steps."""
-    moves = [(b - a).norm().item() for a, b in zip(at, at[1:], strict=False)]
+    moves = [(b - a).norm().item() for a, b in itertools.pairwise(at)]
     usual = sorted(moves[WITH // 2 : WITH])[len(moves[WITH // 2 : WITH]) // 2]
     empty = [i for i, norm in enumerate(norms) if norm == 0]
     return {

@@ -300,6 +300,16 @@ def faq_page() -> str:
     return "\n".join([before + DRIFTS_BEGIN, "", *FIGURES["measured_table"](), "", DRIFTS_END]) + after
 
 
+def empty_batches_page() -> str:
+    """docs/empty-batches.md with its two tables renewed."""
+    page = (HERE / "empty-batches.md").read_text(encoding="utf-8")
+    for name in ("drift", "outcome"):
+        begin, end = (f"<!-- {word} of the table of {name}, written by `make docs`. -->" for word in ("Begin", "End"))
+        before, rest = page.split(begin)
+        page = "\n".join([before + begin, "", *FIGURES[f"empty_{name}_table"](), "", end]) + rest.split(end)[1]
+    return page
+
+
 def speed_page() -> str:
     """docs/speed.md with the table of errors renewed."""
     page = (HERE / "speed.md").read_text(encoding="utf-8")
@@ -458,7 +468,13 @@ FIELDS_END = "<!-- End of the table of fields. -->"
 EVIDENCE = HERE / "evidence.toml"
 VERDICTS = ("reproduced", "falsified here", "other regime", "undecided", "untestable here")
 """Everything that can have come of a claim."""
-UNITS = {"parameters": "{:.1g} parameters", "tokens": "{:g} tokens", "kl": "KL {:g} nat", "lr": "lr {:g}", "cause": "{}"}
+UNITS = {
+    "parameters": "{:.1g} parameters",
+    "tokens": "{:g} tokens",
+    "kl": "KL {:g} nat",
+    "lr": "lr {:g}",
+    "cause": "{}",
+}
 """What a regime says, and how it is shown."""
 EVIDENCE_ABOUT = """A verdict is about the testbed beside it, mostly models of a million parameters on two CPU cores, and not about the
 claim at every size. What training came to is called reproduced or falsified only with eight independent seeds or pairs,
@@ -558,6 +574,8 @@ PAGES = {
     "speed.md": speed_page,
     "figures/measured.svg": FIGURES["measured_figure"],
     "figures/accuracy.svg": FIGURES["accuracy_figure"],
+    "empty-batches.md": empty_batches_page,
+    "figures/empty-batches.svg": FIGURES["empty_figure"],
     "methods.md": methods_page,
     "metrics.md": metrics_page,
     "rules.md": rules_page,

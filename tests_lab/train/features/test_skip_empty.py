@@ -70,7 +70,7 @@ def test_a_step_shrinks_with_acceptance(tmp_path, monkeypatch):
     """trm_max_k2 accepts some of the later batches here: the factor is acceptance over the limit, 1 at most."""
     some = CHANGES | {"arms": {"masked": {"method": "trm_max_k2", "override": {"gate.high": 0.05}}}}
     plain, _ = run_of(tmp_path / "plain", monkeypatch, changes=some)
-    rows, rates = run_of(tmp_path / "run", monkeypatch, changes=some, min_acceptance=0.8)
+    rows, _ = run_of(tmp_path / "run", monkeypatch, changes=some, min_acceptance=0.8)
     accepted = [row["gate/acceptance_seq"] for row in rows]
     assert any(0 < x < 0.8 for x in accepted), accepted
     assert [row["optim/lr_scale"] for row in rows] == pytest.approx([min(1.0, x / 0.8) for x in accepted])

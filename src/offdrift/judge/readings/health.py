@@ -115,7 +115,7 @@ def weight_spread(view: View) -> ReadNumber | None:
 @HEALTH.reading()
 def stepped_without_gradient(view: View) -> ReadNumber | None:
     """Share of the last `window_trend` steps whose gradient norm `optim/grad_norm` was exactly 0 and that were taken:
-    neither `optim/step_skipped` nor at a learning rate scaled to 0"""
+    neither `optim/step_skipped` nor at a learning rate scaled to 0; steps that a younger run lacks count as others"""
     latest = islice(reversed(view.window.rows), view.size("window_trend"))
     rows = [row for row in latest if "optim/grad_norm" in row]
     if len(rows) < view.size("window_level"):
@@ -124,7 +124,7 @@ def stepped_without_gradient(view: View) -> ReadNumber | None:
         row["optim/grad_norm"] == 0 and not row.get("optim/step_skipped") and row.get("optim/lr_scale", 1.0) > 0
         for row in rows
     )
-    return ReadNumber(sum(taken) / len(rows), "optim/grad_norm")
+    return ReadNumber(sum(taken) / view.size("window_trend"), "optim/grad_norm")
 
 
 @HEALTH.reading()
