@@ -206,7 +206,9 @@ def empty_drift_table() -> list[str]:
     rows = json.loads(EMPTY_BATCHES.read_text(encoding="utf-8"))["drift"]
     after = list(next(iter(rows.values())))
     lines = [
-        "| optimizer | moved (least to most) | KL, nat per token | the next step, by policy: " + " / ".join(after) + " |",
+        "| optimizer | moved (least to most) | KL, nat per token | the next step, by policy: "
+        + " / ".join(after)
+        + " |",
         "|---|---:|---:|---:|",
     ]
     for name, policies in rows.items():
@@ -230,9 +232,7 @@ def empty_outcome_table() -> list[str]:
                 continue
             own = cells["step"]
             columns = [_difference(cells.get(policy)) for policy in policies]
-            lines.append(
-                f"| {cause} | {optimizer} | {own['empty']:.0f} | {own['end']:.2f} | {' | '.join(columns)} |"
-            )
+            lines.append(f"| {cause} | {optimizer} | {own['empty']:.0f} | {own['end']:.2f} | {' | '.join(columns)} |")
     return lines
 
 
