@@ -160,3 +160,84 @@ def _error(way: dict[str, Any]) -> str:
     below = f" ({way['negative_rows']})" if way["negative_rows"] else ""
     error = way["median"]
     return (f"{error:.0e}" if error < 0.01 else f"{error:.0%}" if error < 10 else f"{error:.0f} times") + below
+
+
+EMPTY_BATCHES = Path(__file__).parents[1] / "benchmarks" / "results" / "empty_batches.json"
+EMPTY_LOW, EMPTY_HIGH = 0, 2.2
+"""Ends of the axis, powers of ten, usual steps."""
+
+
+def empty_figure() -> str:
+    """A row for each optimizer: how far it moves the weights over 10 and over all of the empty batches, by itself."""
+    stored = json.loads(EMPTY_BATCHES.read_text(encoding="utf-8"))
+    rows, batches = stored["drift"], stored["settings"]["empty_batches"]
+    x = lambda steps: round(LEFT + (RIGHT - LEFT) * math.log10(max(steps, 1)) / EMPTY_HIGH, 1)  # noqa: E731
+    top, row = 24, 30
+    bottom = top + row * len(rows)
+    lines = [
+        f'<svg class="od-figure" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 480 {bottom + 62}" '
+        'font-family="system-ui, sans-serif" font-size="13.5">',
+        f"  {STYLE}",
+    ]
+    for steps in (1, 3, 10, 30, 100):
+        lines += [
+            f'  <path d="M{x(steps)} {top - 10}V{bottom - 6}" stroke="var(--line)" opacity=".35"/>',
+            f'  <text class="small" x="{x(steps)}" y="{bottom + 12}" text-anchor="middle">{steps}</text>',
+        ]
+    for number, (name, policies) in enumerate(rows.items()):
+        y = top + row * number + 6
+        ten, all_of_them = (policies["step"][key][0] for key in ("moved_first_10", "moved"))
+        lines += [
+            f'  <text x="{LEFT - 8}" y="{y + 4.5}" text-anchor="end">{escape(name)}</text>',
+            f'  <path d="M{x(1)} {y}H{x(all_of_them) - 4.5}" stroke="var(--two)" stroke-width="1.5" opacity=".6"/>',
+            f'  <circle cx="{x(ten)}" cy="{y}" r="4.5" fill="var(--two)"/>',
+            f'  <circle cx="{x(all_of_them)}" cy="{y}" r="6" fill="none" stroke="var(--one)" stroke-width="2"/>',
+        ]
+    lines += [
+        f'  <text class="small" x="{LEFT}" y="{bottom + 34}">distance in usual steps after ● 10 and ○ {batches}</text>',
+        f'  <text class="small" x="{LEFT}" y="{bottom + 52}">batches without a gradient; with a guard it is 0</text>',
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def empty_drift_table() -> list[str]:
+    """Distances over empty batches, and the first small step after them under each policy, medians over seeds."""
+    rows = json.loads(EMPTY_BATCHES.read_text(encoding="utf-8"))["drift"]
+    after = list(next(iter(rows.values())))
+    lines = [
+        "| optimizer | moved (least to most) | KL, nat per token | the next step, by policy: "
+        + " / ".join(after)
+        + " |",
+        "|---|---:|---:|---:|",
+    ]
+    for name, policies in rows.items():
+        middle, low, high = policies["step"]["moved"]
+        steps = " / ".join(f"{row['next_step'][0]:.2g}" for row in policies.values())
+        lines.append(f"| {name} | {middle:.1f} ({low:.1f} to {high:.1f}) | {policies['step']['kl'][0]:.2g} | {steps} |")
+    return lines
+
+
+def empty_outcome_table() -> list[str]:
+    """Ends under the optimizer's own steps, and paired differences of every policy to them, as far as measured."""
+    stored = json.loads(EMPTY_BATCHES.read_text(encoding="utf-8"))
+    policies = [name for name in next(iter(stored["drift"].values())) if name != "step"]
+    lines = [
+        f"| cause | optimizer | empty | end | {' | '.join(policies)} |",
+        "|---|---|---:|---:|" + "---:|" * len(policies),
+    ]
+    for cause, optimizers in stored["outcome"].items():
+        for optimizer, cells in optimizers.items():
+            if "step" not in cells:
+                continue
+            own = cells["step"]
+            columns = [_difference(cells.get(policy)) for policy in policies]
+            lines.append(f"| {cause} | {optimizer} | {own['empty']:.0f} | {own['end']:.2f} | {' | '.join(columns)} |")
+    return lines
+
+
+def _difference(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return "not run"
+    mark = "**" if cell["p_sign_flip"] < 0.05 else ""
+    return f"{mark}{cell['difference']:+.3f}{mark} ± {cell['half_width']:.3f}"

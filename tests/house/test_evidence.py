@@ -17,16 +17,19 @@ from offdrift_lab.train.sweep.sweep import load_sweep
 ROOT = Path(__file__).parents[2]
 GENERATE = runpy.run_path(str(ROOT / "docs" / "generate.py"))
 CLAIMS = tomllib.loads((ROOT / "docs" / "evidence.toml").read_text(encoding="utf-8"))["claim"]
-FIELDS = {"claim", "source", "testbed", "command", "notes", "numbers", "verdict"}
+FIELDS = {"claim", "source", "testbed", "command", "notes", "numbers", "verdict", "kind"}
+OPTIONAL = {"why", "data", "seeds", "p", "about", "regime", "seen"}
+DECIDED = ("reproduced", "falsified here")
+SEEDS, LEVEL = 8, 0.05
 COMMANDS = sorted({command for row in CLAIMS for command in row["command"]})
 
 
 @pytest.mark.parametrize("row", CLAIMS, ids=[row["claim"][:40] for row in CLAIMS])
 def test_a_claim_has_every_field_and_what_it_names_exists(row):
-    assert set(row) - {"why", "data"} == FIELDS
+    assert set(row) - OPTIONAL == FIELDS
     assert row["verdict"] in GENERATE["VERDICTS"]
     # What was not decided says why; what was, has a command and numbers.
-    assert ("why" in row) == (row["verdict"] in ("undecided", "untestable here"))
+    assert ("why" in row) == (row["verdict"] in ("other regime", "undecided", "untestable here"))
     assert bool(row["command"]) == (row["verdict"] != "untestable here")
     assert bool(re.search(r"\d", row["numbers"])) == bool(row["command"])
     assert all((ROOT / file).is_file() for file in row.get("data", ()))
@@ -38,6 +41,53 @@ def test_a_claim_has_every_field_and_what_it_names_exists(row):
 def test_there_are_enough_claims_and_none_twice():
     assert len({row["claim"] + row["testbed"] for row in CLAIMS}) == len(CLAIMS) >= 25
     assert {row["verdict"] for row in CLAIMS} == set(GENERATE["VERDICTS"])
+
+
+def forbidden(row: dict[str, Any]) -> str | None:
+    """The rule that a claim's verdict breaks; None if it may stand."""
+    far = [key for key in ("parameters", "tokens", "kl", "lr") if ratio_of_regimes(row, key) >= 10]
+    causes = {side.get("cause", "").split(" ")[0].strip(",") for side in row.get("regime", {}).values()} - {""}
+    if row["verdict"] in DECIDED:
+        if row["kind"] == "runs" and row["seeds"] < SEEDS and row.get("p", 1.0) >= LEVEL:
+            return f"{row['seeds']} seeds and no sign-flip p below {LEVEL}"
+        if far or len(causes) > 1:
+            return f"decided in another regime than the source's: {', '.join(far) or 'cause'}"
+    if row["verdict"] == "other regime" and row["kind"] != "runs" and not far:
+        return "no regime that differs"
+    return None
+
+
+def ratio_of_regimes(row: dict[str, Any], key: str) -> float:
+    sides = [side[key] for side in row.get("regime", {}).values() if key in side]
+    return max(sides) / min(sides) if len(sides) == 2 else 1.0
+
+
+@pytest.mark.parametrize("row", CLAIMS, ids=[row["claim"][:40] for row in CLAIMS])
+def test_no_verdict_is_forbidden(row):
+    assert forbidden(row) is None
+    assert row["kind"] in ("runs", "counts", "exact", "none")
+    assert ("seeds" in row) == (row["kind"] == "runs")
+    assert row.get("about", "library") == "library"
+    # n pairs have 2^n patterns of signs, two of which are as far out as can be.
+    assert "p" not in row or row["p"] >= 2 / 2 ** row["seeds"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"seeds": 4}, "4 seeds"),
+        ({"seeds": 1, "verdict": "falsified here"}, "1 seeds"),
+        ({"seeds": 7, "p": 0.06}, "7 seeds"),
+        ({"regime": {"here": {"tokens": 7}, "source": {"tokens": 4000}}}, "tokens"),
+        ({"regime": {"here": {"cause": "lag"}, "source": {"cause": "engine"}}}, "cause"),
+        ({"verdict": "other regime", "kind": "counts"}, "no regime"),
+    ],
+)
+def test_a_forbidden_verdict_is_refused(changes, rule):
+    good = {"verdict": "reproduced", "kind": "runs", "seeds": 8}
+    assert forbidden(good) is None
+    assert forbidden(good | {"seeds": 7, "p": 0.02}) is None
+    assert rule in (forbidden(good | changes) or "")
 
 
 def parsed(words: list[str]) -> dict[str, Any]:

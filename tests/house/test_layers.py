@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 LEVELS = {
     "offdrift": [
         {"errors"},
-        {"numerics", "texts", "hosts"},
+        {"numerics", "texts", "hosts", "step_policy"},
         {"notebook"},
         {"segments", "setting"},
         {"logprobs"},

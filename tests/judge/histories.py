@@ -288,6 +288,7 @@ FIRES: dict[str, Example] = {
     "nothing_measured": Example([{"step": float(i), "reward/mean": 0.5} for i in range(9)]),
     "all_rejected": Example(altered({"gate/acceptance_seq": 0.0})),
     "low_acceptance": Example(altered({"gate/acceptance_seq": 0.6})),
+    "optim_moves_without_gradient": Example(altered(lambda i, row: {"optim/grad_norm": 0.0 if i % 5 == 0 else 0.3})),
     "idle_gate": Example(altered({**both(chi2_token=0.5), "gate/0/drop_frac_token": 0.0})),
     "idle_cap": Example(altered({**both(chi2_token=0.5), "weight/cap_frac": 0.0})),
     "inert_weights": Example(altered({"weight/std": 0.0}), Context(method="token_tis")),

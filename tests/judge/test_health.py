@@ -178,3 +178,21 @@ def test_a_regime_needs_numbers_and_takes_other_limits():
     exact = {"full/chi2_token": 0.1, "full/tv_sampled": 0.2, "divergence/tv_rollout_current_mean": 0.1}
     assert regime(exact)["name"] == "TV low, chi2 low"
     assert regime(exact, limits={**load_rules().limits, "tv_low": 0.05})["name"] == "TV high, chi2 low"
+
+
+def without_gradient(every, **more):
+    return altered(lambda i, row: {"optim/grad_norm": 0.0 if i % every == 0 else 0.3, **more})
+
+
+def test_steps_without_a_gradient_are_told_where_they_are_taken():
+    rule = "optim_moves_without_gradient"
+    assert rule in told(without_gradient(every=10))
+    assert rule not in told(without_gradient(every=21)), "one of the last twenty comes by chance"
+    assert rule not in told(without_gradient(every=2, **{"optim/step_skipped": 1.0}))
+    assert rule not in told(without_gradient(every=2, **{"optim/lr_scale": 0.0}))
+    assert rule in told(without_gradient(every=2, **{"optim/step_skipped": 0.0, "optim/lr_scale": 0.5}))
+    theirs = [{"actor/grad_norm": float(i % 2), "actor/ppo_kl": 0.001, "step": float(i)} for i in range(40)]
+    assert rule in told(theirs), "verl's name"
+    assert rule in told([{"grad_norm": float(i % 2), "reward": 0.5, "step": float(i)} for i in range(40)]), "TRL's name"
+    small = altered({"optim/grad_norm": 1e-9})
+    assert rule not in told(small), "small is not 0"

@@ -92,6 +92,7 @@ CAUSES = {
     "beyond_correction": "more than a correction can repair",
     "length_trap": "the length trap",
     "gate_too_tight": "a gate that is too tight",
+    "step_without_gradient": "an optimizer that steps without a gradient",
     "not_finite": "NaN or infinite numbers",
     "not_live": "training that does not change the policy",
     "rollout_workers": "rollout workers that are lost or idle",

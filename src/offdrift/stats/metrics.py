@@ -542,7 +542,7 @@ _ROWS = [
     ),
     Metric("reference/kl", "nat", "mean over tokens of the KL to the reference policy, by the penalty's estimator",
            "neither", mean("reference/kl")),
-    Metric("optim/lr_scale", "1", "what the method multiplied the learning rate by", "neither",
+    Metric("optim/lr_scale", "1", "factor of the learning rate by the method and `optim.min_acceptance`", "neither",
            lambda s: s["optim/lr_scale"]),
     Metric("optim/loss_scale", "1", "what a float16 loss was multiplied by while its gradient was taken", "neither",
            lambda s: s["optim/loss_scale"]),

@@ -103,6 +103,10 @@ class Everything(Feature):
         self.note("leaves_out")
         return arm.version == 1
 
+    def step_scale(self, arm, stats):
+        self.note("step_scale")
+        return 1.0
+
     def accepts(self, arm, batch):
         self.note("accepts")
         assert batch.rollouts.num_sequences

@@ -80,6 +80,9 @@ WORDINGS: dict[str, Wording] = {
     "acceptance_of_long": Wording("{metric}: of the longest responses over that of the shortest", "share"),
     "rs_masked": Wording("{metric}", "share"),
     "acceptance": Wording("{metric}", "share"),
+    "stepped_without_gradient": Wording(
+        "share of the last steps in which {metric} was 0 and a step was taken", "share"
+    ),
     "icepop_oob": Wording("{metric}: tokens that the band masks", "share"),
     "band_masked": Wording(LATELY, "share"),
     "truncated": Wording(LATELY, "share"),

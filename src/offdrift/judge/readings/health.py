@@ -8,6 +8,7 @@ steps, or of fewer than 30 sequences where they are counted, there is no reading
 from __future__ import annotations
 
 import math
+from itertools import islice
 from statistics import fmean, median
 
 from offdrift.judge.readings.levels import weights_of
@@ -109,6 +110,21 @@ def weight_mean(view: View) -> ReadNumber | None:
 def weight_spread(view: View) -> ReadNumber | None:
     """Standard deviation of the importance weights after limits: `weight/std`"""
     return _mean_beyond(view, "weight/std", "weight_spread", 1)
+
+
+@HEALTH.reading()
+def stepped_without_gradient(view: View) -> ReadNumber | None:
+    """Share of the last `window_trend` steps whose gradient norm `optim/grad_norm` was exactly 0 and that were taken:
+    neither `optim/step_skipped` nor at a learning rate scaled to 0; steps that a younger run lacks count as others"""
+    latest = islice(reversed(view.window.rows), view.size("window_trend"))
+    rows = [row for row in latest if "optim/grad_norm" in row]
+    if len(rows) < view.size("window_level"):
+        return None
+    taken = (
+        row["optim/grad_norm"] == 0 and not row.get("optim/step_skipped") and row.get("optim/lr_scale", 1.0) > 0
+        for row in rows
+    )
+    return ReadNumber(sum(taken) / view.size("window_trend"), "optim/grad_norm")
 
 
 @HEALTH.reading()

@@ -4,7 +4,8 @@ A feature is one file and one row of `features.table`. Its hooks, in the order o
 
 - before it trains: `check`, `prepare`, `modules`, `start`, `load`
 - around a batch: `drawing`, `drawn`, and `publishing` where the engine takes new weights
-- in a step: `stepping`, `scoring`, `term`, `gradients`, `leaves_out`, `accepts`, `stepped`, `recorded`
+- in a step: `stepping`, `scoring`, `term`, `gradients`, `leaves_out`, `step_scale`, `accepts`, `stepped`,
+  `recorded`
 - what it leaves: `save` in a checkpoint, `finished` beside the trained model
 """
 
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
+from offdrift.stats.drift import DriftStats
 from offdrift_lab.train.settings.recipe import Recipe
 
 
@@ -96,6 +98,10 @@ class Feature:
             norm: of the gradient before it was clipped.
         """
         return None
+
+    def step_scale(self, arm: Any, stats: DriftStats) -> float:
+        """Factor of this step's learning rate, given its statistics over all processes."""
+        return 1.0
 
     def accepts(self, arm: Any, batch: Any) -> bool | None:
         """A step on the batch was taken: False if the feature has undone it; None if it never does."""

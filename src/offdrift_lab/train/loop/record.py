@@ -288,8 +288,11 @@ def summarize_arm(
 
 def _notes(row: Method, metrics: Sequence[Row]) -> Iterator[str]:
     """Remarks for a reader of the row: parts without effect, weak evidence."""
-    empty, skipped = (sum(map(bool, _recorded(metrics, f"optim/{name}"))) for name in ("empty", "step_skipped"))
-    if empty > skipped:
+    empty = sum(
+        bool(m.get("optim/empty")) and not m.get("optim/step_skipped") and m.get("optim/lr_scale", 1.0) > 0
+        for m in metrics
+    )
+    if empty:
         yield (
             f"the gradient was 0 in {empty} of {len(metrics)} updates, and AdamW moved the weights all the same, by "
             "its mean of earlier gradients: set optim.skip_empty = true to skip such steps"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
@@ -227,7 +228,9 @@ def train_step(arm: Stepping, batch: Batch | StreamedBatch, *, view: bool = Fals
         )
     # The step, unless a feature leaves it out.
     opinions = [x for feature in features if (x := feature.leaves_out(arm, norm)) is not None]
-    lr_scale, taken = rate_scale(arm.method, gathered.observed), finite and not any(opinions)
+    taken = finite and not any(opinions)
+    of_features = math.prod(feature.step_scale(arm, total) for feature in features)
+    lr_scale = rate_scale(arm.method, gathered.observed) * of_features
     if taken:
         with scaled_rates(optimizer, [lr_scale * arm.learning_rate for _ in optimizer.param_groups]):
             optimizer.step()

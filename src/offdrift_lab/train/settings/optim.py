@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from offdrift.advantages import AdvantageName
+from offdrift.step_policy import EmptyStep, StepPolicy
 from offdrift_lab.train.settings.sections import Natural, Positive, PositiveFloat, Section
 
 
@@ -132,9 +133,13 @@ class OptimSettings(Section):
     """Optimizer steps per pass."""
     max_grad_norm: PositiveFloat = 1.0
     """Global gradient norm is clipped to this."""
-    skip_empty: bool = False
+    skip_empty: bool | Literal["decay", "clear"] = False
     """Take no step where the whole gradient is 0, as when a gate rejects every sequence: AdamW would move the weights
-    all the same, by its mean of earlier gradients and its decay (`optim/empty`)."""
+    all the same, by its mean of earlier gradients and its decay (`optim/empty`). decay, clear: its mean of gradients
+    also shrinks as at a gradient of 0, or becomes 0."""
+    min_acceptance: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of sequences accepted by the gates below which the learning rate of a step shrinks in proportion; 0: it
+    never does."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """What the trainer's forward passes multiply matrices in; weights, gradients and AdamW stay float32, and so does a
     critic. float16 scales the loss, and skips steps whose gradient overflows (`optim/skipped`). Absent: what
@@ -154,6 +159,12 @@ class OptimSettings(Section):
     """opob: what a response's gradient counts as in its group's baseline. proxy: the squared norm at the logits, from
     the forward pass; exact: the norm over all parameters, one more backward pass per response (`opob/...` says how
     far the proxy was off)."""
+
+    @property
+    def step_policy(self) -> StepPolicy:
+        """What the optimizer does at steps without a gradient, and with few accepted sequences."""
+        empty: dict[bool | str, EmptyStep] = {False: "step", True: "skip", "decay": "decay", "clear": "clear"}
+        return StepPolicy(empty[self.skip_empty], self.min_acceptance)
 
     def learning_rate(self, update: int, updates: int) -> float:
         """The scheduled learning rate of an update, the first being 0, of so many.
