@@ -168,6 +168,10 @@ class Replacements:
         self._originals.setdefault((id(holder), name), (holder, getattr(holder, name), everywhere))
         self._set(holder, name, ours, everywhere)
 
+    def original(self, name: str) -> Any:
+        """What a replaced attribute of this name was before; None if nothing of the name was replaced."""
+        return next((value for (_, known), (_, value, _) in self._originals.items() if known == name), None)
+
     def restore(self) -> None:
         """Put the originals back. Idempotent."""
         for (_, name), (holder, original, everywhere) in self._originals.items():

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from offdrift.adapters.base import Adapter, environ, environ_metrics, environ_on_idle, environ_settings
+from offdrift.adapters.proof import Loss, prove
 from offdrift.adapters.selection import Choice, parse_choice
 from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.correction import Corrected
@@ -27,7 +28,7 @@ from offdrift.divergence.evidence import k3
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.judge import Context
 from offdrift.logprobs import LogProbs
-from offdrift.loss import PolicyLoss
+from offdrift.loss import PolicyLoss, policy_loss
 from offdrift.methods import Method, override
 from offdrift.methods import method as row
 from offdrift.methods.describe import evidence
@@ -270,6 +271,8 @@ class LossHook:
         """Those of the last step."""
         self.reached = False
         """Whether the framework called the hook at all, if only on masked tokens."""
+        self.proved = False
+        """Whether the framework's own loss was held against ours."""
         self._horizon = horizon
         self._pieces: list[dict[str, Tensor]] = []
         self._open = False
@@ -297,10 +300,7 @@ class LossHook:
             batch_info: as `policy_loss` takes it.
         """
         advantages = logprobs.like_caller(advantages)
-        aggregate = self.method.aggregate
-        count = tokens if aggregate == "token_mean" else sequences
-        count = count * self._horizon if aggregate == "fixed" and self._horizon else count
-        divisor = torch.as_tensor(count, dtype=torch.float32, device=advantages.device)
+        divisor = self._divisor(self.method.aggregate, tokens, sequences, advantages.device)
         result = self.adapter.loss(logprobs, advantages, batch_info, normalizer=divisor)
         self._open = True
         if self.adapter.recorder is not None:
@@ -313,6 +313,27 @@ class LossHook:
             fields |= {"advantages": advantages, **also, "lengths": logprobs.segments.lengths, "column": column}
             self._pieces.append({k: x.detach() for k, x in fields.items() if x is not None})
         return result
+
+    def plain(self, method: Method, logprobs: LogProbs, advantages: Float[Tensor, ...], **step: Any) -> PolicyLoss:
+        """Another method's loss on the same terms as `loss`: nothing is measured, recorded or counted.
+
+        Args: as `loss`; of the others `tokens` and `sequences` are read.
+        """
+        advantages = logprobs.like_caller(advantages)
+        counts = step.get("tokens", 1.0), step.get("sequences", 1.0)
+        divisor = self._divisor(method.aggregate, *counts, advantages.device)
+        return policy_loss(logprobs, method, advantages, normalizer=divisor)
+
+    def prove(self, name: str, *, own: Loss | None, ours: Loss, at: Tensor) -> None:
+        """Once: the framework's own loss and ours with every weight 1, as `proof.prove` compares them."""
+        if not self.proved:
+            self.proved = True
+            prove(self.adapter.log, self.adapter.framework, name, own=own, ours=ours, at=at)
+
+    def _divisor(self, aggregate: str, tokens: Any, sequences: Any, device: torch.device) -> Tensor:
+        count = tokens if aggregate == "token_mean" else sequences
+        count = count * self._horizon if aggregate == "fixed" and self._horizon else count
+        return torch.as_tensor(count, dtype=torch.float32, device=device)
 
     def correct(self, logprobs: LogProbs, *, applied: bool = True) -> Corrected:
         """Gates and weights of the method, as `Adapter.correct`, for a framework that keeps its own loss."""
