@@ -71,9 +71,7 @@ class TheirLoss(Plain):
 class EarlierLoss(Plain):
     """Until 0.11.1."""
 
-    def __init__(
-        self, policy_loss_type: str = "ppo", enable_vllm_is_correction: bool = False, **others: Any
-    ) -> None:
+    def __init__(self, policy_loss_type: str = "ppo", enable_vllm_is_correction: bool = False, **others: Any) -> None:
         self.keep(**others)
 
 

@@ -140,6 +140,8 @@ def _with_gradient(loss: Loss, at: Tensor) -> tuple[Tensor, Tensor]:
     leaf = at.detach().clone().requires_grad_()
     with torch.enable_grad():
         value = loss(leaf).double()
+        if not value.requires_grad:  # weights, which carry none
+            return value.detach(), torch.zeros_like(leaf)
         uneven = torch.linspace(1.0, 2.0, value.numel(), dtype=value.dtype, device=value.device).view_as(value)
         (gradient,) = torch.autograd.grad((value * uneven).sum(), leaf, allow_unused=True)
     return value.detach(), torch.zeros_like(leaf) if gradient is None else gradient
