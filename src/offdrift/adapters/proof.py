@@ -19,10 +19,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from offdrift.adapters.frameworks import FRAMEWORKS
+from offdrift.aggregate import AggregateName
 from offdrift.correction import Correction
 from offdrift.errors import FrameworkError, OffdriftError
 from offdrift.methods import Method
 from offdrift.objectives import Clipped
+from offdrift.ratios import RatioName
 
 TOLERANCE = 1e-5
 """Of the largest gradient, and of the sum of absolute ones for the loss. Computed in float64: rounding, the 1e-8 that
@@ -71,11 +73,18 @@ def sample_of(
     return Sample(base - moved[0], near(old, moved[1]), near(rollout, moved[2]), given)
 
 
-def clipped(low: float | None, high: float | None = None, dual: float | None = None, **fields: Any) -> Method:
+def clipped(
+    low: float | None,
+    high: float | None = None,
+    dual: float | None = None,
+    *,
+    on: RatioName = "staleness",
+    aggregate: AggregateName = "token_mean",
+) -> Method:
     """The framework's plain loss as a method: PPO's clip at its numbers, no gate, no weight."""
     low = 0.2 if low is None else float(low)
-    objective = Clipped(eps_low=low, eps_high=low if high is None else float(high), dual_clip=dual)
-    return Method(objective=objective, correction=Correction(), **{"aggregate": "token_mean", **fields})
+    objective = Clipped(on=on, eps_low=low, eps_high=low if high is None else float(high), dual_clip=dual)
+    return Method(objective=objective, correction=Correction(), aggregate=aggregate)
 
 
 def differences(own: Loss, ours: Loss, at: Tensor) -> tuple[float, float]:
