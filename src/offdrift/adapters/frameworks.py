@@ -50,6 +50,7 @@ FRAMEWORKS = {
     "roll": Framework("roll", "roll", "0.3.0", "0.3.0", "see docs/integrations/roll.md", ran=False),
     "areal": Framework("areal", "areal", "1.0.4", "2.0.0", "see docs/integrations/areal.md", ran=False),
     "openrlhf": Framework("openrlhf", "openrlhf", "0.10.0", "0.11.2", "see docs/integrations/openrlhf.md", ran=False),
+    "ms-swift": Framework("ms-swift", "swift", "4.6.0", "4.6.0", "see docs/integrations/ms-swift.md", ran=False),
 }  # fmt: skip
 
 

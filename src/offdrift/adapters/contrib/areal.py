@@ -21,6 +21,7 @@ Reference: AReaL 1.0.4 (4aef98d8d) and 2.0.0 (cbff54d64), `trainer/ppo/actor.py`
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import runpy
 from collections.abc import Callable, Mapping
@@ -256,10 +257,13 @@ def _prove_loss(
     given = {**data, "logprobs": sample.rollout, "prox_logp": sample.old, "advantages": sample.advantages}
     clips = [theirs.get(name) for name in ("eps_clip", "eps_clip_higher", "c_clip")]
 
+    accepted = {} if original is None else inspect.signature(original).parameters
+    settings = {name: x for name, x in theirs.items() if name in accepted and name not in LOGGED}
+
     def own(leaf: Tensor) -> Tensor:
         tracker, module.stats_tracker = module.stats_tracker, _Silent()
         try:
-            return original(leaf, entropy.detach(), dict(given), current_version=None, **theirs)
+            return original(leaf, entropy.detach(), dict(given), current_version=None, **settings)
         finally:
             module.stats_tracker = tracker
 
