@@ -71,6 +71,7 @@ def check_served(
     hints: Mapping[str, str] = {},
     folded: bool = False,
     only: Method | None = None,
+    whole: bool = False,
 ) -> None:
     """Raise unless a hook that sees one piece of a step, and `has` these inputs, can serve the method.
 
@@ -80,6 +81,7 @@ def check_served(
         hints: ways out, by what is missing.
         folded: whether the framework divides advantages, rather than losses, by its denominators.
         only: what of the method is used; None: all of it.
+        whole: whether the hook sees a step at once after all.
 
     Raises: `EvidenceError` naming what the framework does not hand over; `MethodError` if the method must
         see a whole step, scales the learning rate, or cannot have its denominators in the advantages.
@@ -102,7 +104,7 @@ def check_served(
         named = " and ".join(f"{INPUTS[name]} ({name})" for name in missing)
         hint = next((hints[name] for name in missing if name in hints), "choose another method")
         raise EvidenceError(f"{framework} hands its hook no {named}, which this method needs: {hint}")
-    if method.needs_whole_step or method.lr_scale is not None:
+    if (method.needs_whole_step and not whole) or method.lr_scale is not None:
         raise MethodError(
             f"this method acts on a whole step at once ({method.describe()}); {framework} calls its "
             "hook on one piece of a step at a time. Choose a method that decides by token or sequence"
