@@ -113,6 +113,7 @@ def prove(log: logging.Logger, framework: str, name: str, *, own: Loss | None, o
     if own is None:
         log.warning("%s is not in this process: the adapter could not prove itself against it", name)
         return
+    loss = gradient = float("inf")
     try:
         loss, gradient = differences(own, ours, at)
         problem = f"its loss differs by {loss:.1e} and its gradient by {gradient:.1e} of their sizes"

@@ -263,7 +263,7 @@ def _prove_loss(
     def own(leaf: Tensor) -> Tensor:
         tracker, module.stats_tracker = module.stats_tracker, _Silent()
         try:
-            return original(leaf, entropy.detach(), dict(given), current_version=None, **settings)
+            return original(leaf, entropy.detach(), dict(given), current_version=None, **settings)  # type: ignore[misc]
         finally:
             module.stats_tracker = tracker
 
