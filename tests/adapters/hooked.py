@@ -96,6 +96,15 @@ def choose(
         monkeypatch.setenv(f"OFFDRIFT_{name}", value)
 
 
+def ppo(
+    logp: Tensor, old: Tensor, advantages: Tensor, low: float = 0.2, high: float = 0.2, dual: float | None = None
+) -> Tensor:
+    """PPO's clipped token losses as every framework of the contracts has them: their own plain loss."""
+    ratio = (logp - old).exp()
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+    return loss if dual is None else torch.where(advantages < 0, loss.minimum(-advantages * dual), loss)
+
+
 def optimizer_step() -> None:
     """An optimizer of this process takes a step."""
     weight = torch.nn.Parameter(torch.ones(1))

@@ -42,6 +42,7 @@ from tests.adapters.hooked import (
     fake_site,
     install,
     outcome,
+    ppo,
     rows,
 )
 from tests.records.samples import one
@@ -81,8 +82,25 @@ class Tracker:
         self.kept.update({k: float(v) for k, v in values.items()})
 
 
-def theirs(*_: Any, **__: Any) -> Tensor:
-    raise AssertionError("AReaL's own function was called")
+PLANTED: dict[str, Any] = {"factor": 1.0}
+"""What the stand-in does beside the contract."""
+
+
+def theirs(
+    logprobs: Tensor, entropy: Tensor, data: dict[str, Any], *, eps_clip: float, c_clip: float | None, **_: Any
+) -> Tensor:
+    """AReaL's own plain loss: what the adapter holds itself against, and nothing else calls."""
+    sys.modules[areal.ACTOR].stats_tracker.stat(x=logprobs, denominator="never defined")  # must not be kept
+    mask = data["loss_mask"].bool()
+    losses = ppo(logprobs, data["prox_logp"], data["advantages"], eps_clip, eps_clip, c_clip)
+    return PLANTED["factor"] * losses.where(mask, 0.0).sum() / mask.count_nonzero()
+
+
+def their_weights(proximal: Tensor, old: Tensor, mask: Tensor, cuts: Any, config: Any) -> RejectionSamplingResult:
+    """AReaL's own weights of tokens, clamped."""
+    assert (config.action, config.level) == ("clamp", "token")
+    weights = (PLANTED["factor"] * (proximal - old)).exp().clamp(max=config.upper)
+    return RejectionSamplingResult(mask, weights, 0.0)
 
 
 def resolve(prox_logp_gt: Tensor | None, prox_logp_method: str, old_logp: Tensor, **_: Any) -> Any:
@@ -110,7 +128,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "1.0.4") -> Iterato
     modules: dict[str, dict[str, Any]] = {}
     if not REAL:
         modules = {
-            areal.FUNCTIONAL: {"apply_rejection_sampling": theirs, "RejectionSamplingResult": RejectionSamplingResult},
+            areal.FUNCTIONAL: {
+                "apply_rejection_sampling": their_weights,
+                "RejectionSamplingResult": RejectionSamplingResult,
+            },
             areal.ACTOR: {
                 "grpo_loss_fn": theirs,
                 "PPOActor": type("PPOActor", (), dict(vars(PPOActor))),
@@ -194,6 +215,47 @@ def correct(method: str, of: Batch, **options: Any) -> tuple[Tensor, Tensor]:
 
 FRAMEWORK = Framework("areal", stand_in, run, served=108)
 CORRECTING = Correcting("areal", stand_in, correct)
+
+
+def plant(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change AReaL's own loss and weights: those of the stand-in, or of the real modules."""
+    monkeypatch.setitem(PLANTED, "factor", factor)
+    if not REAL:
+        return
+    module, made = sys.modules[areal.ACTOR], functional().RejectionSamplingResult
+    own = module.ppo_actor_loss_fn
+
+    def loss(*given: Any, **named: Any) -> Any:
+        value, stat = own(*given, **named)
+        return factor * value, stat
+
+    monkeypatch.setattr(module, "ppo_actor_loss_fn", loss)
+    monkeypatch.setattr(functional(), "RejectionSamplingResult", lambda mask, weight, f: made(mask, factor * weight, f))
+
+
+@pytest.mark.parametrize("keep", ["nothing", "loss"])
+def test_a_loss_that_is_not_known_is_refused_at_the_first_batch(
+    actor: Any, keep: Any, monkeypatch: Any, process: Any
+) -> None:
+    of = batch()
+    bounds = SimpleNamespace(action="mask", level="sequence", upper=2.0, lower=None, metric="ratio", agg="mean")
+
+    def step() -> None:
+        if keep == "nothing":
+            pushed(of, counts(of)[0], c_clip=3.0)
+        else:
+            functional().apply_rejection_sampling(of.old, of.rollout, of.mask, None, bounds)
+
+    areal.install("icepop", keep=keep, on_idle="warn")
+    step()
+    (hook,) = process
+    assert hook.proved
+    assert bounds.action == "mask"
+    plant(1.01, monkeypatch)
+    step()  # once per process
+    hook.proved = False
+    with pytest.raises(FrameworkError, match=r"areal: areal\..* is a loss that this adapter does not know"):
+        step()
 
 
 def test_padded_rows_are_the_packed_ones(actor: Any) -> None:

@@ -21,10 +21,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from offdrift.adapters.contrib import openrlhf
 from offdrift.adapters.frameworks import WAITING
-from offdrift.errors import EvidenceError, LivenessError, MethodError
+from offdrift.errors import EvidenceError, FrameworkError, LivenessError, MethodError
 from offdrift.methods import METHODS
 from tests.adapters.hooked import (
     HORIZON,
@@ -37,20 +38,41 @@ from tests.adapters.hooked import (
     fake_site,
     install,
     outcome,
+    ppo,
     rows,
 )
 
 
-class TheirLoss:
+class Plain:
+    """OpenRLHF's PPO loss without a correction, which the adapter holds itself against."""
+
+    planted: Any = staticmethod(lambda loss: loss)
+    """What a version that is not known would do to its token losses."""
+
+    def keep(self, clip_eps_low: float = 0.2, clip_eps_high: float = 0.2, token_level_loss: bool = True) -> None:
+        self.clips, self.by_token = (clip_eps_low, clip_eps_high), token_level_loss
+
+    def __call__(self, logp: Tensor, old: Tensor, advantages: Tensor, **info: Any) -> tuple[Tensor]:
+        mask = info["action_mask"].double()
+        losses = self.planted(ppo(logp, old, advantages, *self.clips)) * mask
+        kind, lengths = "batch_num_tokens" if self.by_token else "global_batch_size", mask.sum(1)
+        count = info[kind] if info[kind] is not None else mask.sum() if self.by_token else (lengths > 0).sum()
+        sums = losses.sum(1) if self.by_token else losses.sum(1) / lengths.clamp(min=1)
+        return (sums.sum() / count * info["dp_size"],)
+
+
+class TheirLoss(Plain):
     """What tells OpenRLHF 0.11.2 from earlier versions: its switch of the correction."""
 
-    def __init__(self, policy_loss_type: str = "ppo", is_correction_level: str = "off", **_: Any) -> None: ...
+    def __init__(self, policy_loss_type: str = "ppo", is_correction_level: str = "off", **others: Any) -> None:
+        self.keep(**others)
 
 
-class EarlierLoss:
+class EarlierLoss(Plain):
     """Until 0.11.1."""
 
-    def __init__(self, policy_loss_type: str = "ppo", enable_vllm_is_correction: bool = False, **_: Any) -> None: ...
+    def __init__(self, policy_loss_type: str = "ppo", enable_vllm_is_correction: bool = False, **others: Any) -> None:
+        self.keep(**others)
 
 
 ACTOR = """
@@ -165,6 +187,27 @@ def test_reported_values_by_hand(actor: Any) -> None:
     assert float(out[2]) == pytest.approx(0.0, abs=1e-6)  # -(0.5 + 0 - 0.5) / 3
     assert float(out[3]) == pytest.approx(-0.25)
     assert actor is not TheirLoss or float(out[4]) == 0.0
+
+
+PLANTED = {
+    "with another factor": lambda loss: 1.001 * loss,
+    "with a term of its own": lambda loss: loss + 0.01 * loss.square(),
+    "that fails": lambda loss: loss.no_such_thing,
+}
+
+
+@pytest.mark.parametrize("change", PLANTED)
+def test_a_loss_that_is_not_known_is_refused_at_the_first_batch(actor: Any, change: str, monkeypatch: Any) -> None:
+    openrlhf.install("icepop", on_idle="warn")
+    values, of = 5 if actor is TheirLoss else 4, batch()
+    same = imported().ActorPPOTrainer().actor_loss_fn
+    pushed(same, of, *counts(of), values=values, dp_size=3)
+    assert same.hook.proved
+    monkeypatch.setattr(actor, "planted", staticmethod(PLANTED[change]))
+    pushed(same, of, *counts(of), values=values)  # once per process
+    same.hook.proved = False
+    with pytest.raises(FrameworkError, match=r"openrlhf: openrlhf\.models\.loss\.PolicyLoss is a loss that"):
+        pushed(same, of, *counts(of), values=values)
 
 
 def test_installed_before_or_after_the_import_and_undone(actor: Any) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from offdrift.adapters.contrib import prime_rl
-from offdrift.errors import EvidenceError, MethodError
+from offdrift.errors import EvidenceError, FrameworkError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS
@@ -46,9 +46,23 @@ class LossOutputs:
     metrics: dict[str, Tensor]
 
 
+PLANTED = {"factor": 1.0}
+"""What the stand-in does beside the contract."""
+
+
+def ipo_loss_fn(inputs: LossInputs, config: Any) -> LossOutputs:
+    """prime-rl's loss of 0.8.0 as its thread and its source have it: a gate, the ratio, a squared log-ratio."""
+    log_ratio = inputs.trainer_logprobs - inputs.inference_logprobs
+    moved = (inputs.trainer_logprobs.exp() - inputs.inference_logprobs.exp()).abs()
+    keep = inputs.loss_mask & (moved <= config.ipo_threshold)
+    losses = config.kl_tau * log_ratio.square() * inputs.loss_mask
+    losses = losses - PLANTED["factor"] * config.adv_tau * keep * inputs.advantages * log_ratio.exp()
+    return LossOutputs((losses if inputs.loss_weights is None else losses * inputs.loss_weights).sum(), {})
+
+
 @contextmanager
 def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "0.8.0") -> Iterator[None]:
-    names = {"LossInputs": LossInputs, "LossOutputs": LossOutputs}
+    names = {"LossInputs": LossInputs, "LossOutputs": LossOutputs, "ipo_loss_fn": ipo_loss_fn}
     install(monkeypatch, version, {"prime_rl.trainer.rl.loss": names})
     prime_rl._hook.cache_clear()
     yield
@@ -102,6 +116,30 @@ def test_prime_rls_own_losses_are_rows_of_the_table(name: str, drop: Any) -> Non
     result = step(of, name)
     assert 0 < result.metrics["offdrift/rejected"].sum() < of.mask.sum()
     torch.testing.assert_close(result[:2], wanted[:2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_loss_that_is_not_known_is_refused_at_the_first_sequence(
+    weighted: bool, process: Any, monkeypatch: Any, caplog: Any
+) -> None:
+    of = batch(spread=0.5)
+    weights = torch.linspace(0.5, 1.5, 66).view(6, 11) if weighted else None
+    with caplog.at_level("INFO", "offdrift.prime-rl"):
+        step(of, "token_tis", weights=weights)
+    assert "ipo_loss_fn: loss and gradient equal to" in caplog.text
+    (hook,) = process
+    assert hook.proved
+    monkeypatch.setitem(PLANTED, "factor", 1.001)
+    hook.proved = False
+    with pytest.raises(FrameworkError, match=r"prime-rl: prime_rl\.trainer\.rl\.loss\.ipo_loss_fn is a loss that"):
+        step(of, "token_tis", weights=weights)
+
+
+def test_a_prime_rl_without_its_ipo_loss_is_named_once(caplog: Any, monkeypatch: Any) -> None:
+    monkeypatch.delattr("prime_rl.trainer.rl.loss.ipo_loss_fn")
+    step(batch(), "token_tis")
+    step(batch(), "token_tis")
+    assert caplog.text.count("ipo_loss_fn is not in this process") == 1
 
 
 def test_the_current_policy_may_stand_for_the_old_one() -> None:

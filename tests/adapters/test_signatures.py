@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from offdrift.adapters.arguments import refuse_set, refuse_unknown
-from offdrift.adapters.contrib import areal, nemo_rl, openrlhf, prime_rl, roll, skyrl, slime
+from offdrift.adapters.contrib import areal, ms_swift, nemo_rl, openrlhf, prime_rl, roll, skyrl, slime
 from offdrift.adapters.frameworks import FRAMEWORKS
 from offdrift.adapters.trl import OffdriftMixin
 from offdrift.adapters.verl import losses
@@ -44,6 +44,8 @@ HANDLED: dict[tuple[str, str], Iterable[str] | None] = {
     ("areal", "PPOActor._ppo_update"): EVERYTHING,
     ("openrlhf", "PolicyLoss.__init__"): openrlhf.STOOD_IN_FOR,
     ("openrlhf", "PolicyLoss.forward"): named(openrlhf.PolicyLoss.forward),
+    ("ms-swift", "GRPOTrainer._get_rollout_is_correction"): named(ms_swift.correction) - {"trainer"},
+    ("ms-swift", "GRPOTrainer._apply_rollout_importance_sampling"): EVERYTHING,
     ("skyrl", "ppo_policy_loss"): named(skyrl.RegisteredLoss.__call__),
     ("slime", "tis_kwargs"): named(slime.tis),
     ("miles", "tis_kwargs"): named(slime.tis),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from offdrift.adapters.contrib import slime
-from offdrift.errors import BadValueError, EvidenceError, MethodError
+from offdrift.errors import BadValueError, EvidenceError, FrameworkError, MethodError
 from tests.adapters.hooked import (
     Batch,
     Correcting,
@@ -35,6 +35,7 @@ from tests.adapters.hooked import (
     optimizer_step,
     outcome,
 )
+from tests.adapters.hooked import ppo as plain
 from tests.records.samples import one
 
 LENGTHS = [11, 7, 9, 4, 11, 5]
@@ -45,6 +46,7 @@ def options(**changed: Any) -> Any:
     """slime's arguments, as far as the hooks see them."""
     defaults = {"use_tis": True, "calculate_per_token_loss": False, "entropy_coef": 0.0, "context_parallel_size": 1}
     defaults |= {"use_kl_loss": False, "kl_loss_coef": 0.0, "n_samples_per_prompt": 2}
+    defaults |= {"eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": None}
     return SimpleNamespace(**(defaults | changed))
 
 
@@ -104,6 +106,25 @@ def model(logits: Tensor, **kwargs: Any) -> tuple[Tensor, dict[str, list[Tensor]
     return torch.empty(0), {"log_probs": list(flat), "entropy": [torch.ones_like(x) for x in flat]}
 
 
+PLANTED = {"factor": 1.0}
+"""What the stand-in does beside the contract."""
+
+
+def vanilla(args: Any, *, pg_loss: Tensor, **lists: Any) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """slime's own TIS function: weights of tokens between two bounds."""
+    ratio = PLANTED["factor"] * (torch.cat(lists["train_log_probs"]) - torch.cat(lists["rollout_log_probs"]))
+    return pg_loss * ratio.exp().clamp(args.tis_clip_low, args.tis_clip), lists["loss_masks"], {}
+
+
+def policy_loss(args: Any, data: Mapping[str, Any], logits: Tensor, mean: Any) -> tuple[Tensor, dict[str, Any]]:
+    """slime's own policy loss without corrections, over the log-probs of its forward pass."""
+    assert not any((args.use_tis, args.get_mismatch_metrics, args.use_kl_loss, args.use_opsm))
+    _, found = import_module(slime.LOSSES["slime"]).get_log_probs_and_entropy(logits)
+    columns = (torch.cat(list(x)) for x in (found["log_probs"], data["log_probs"], data["advantages"]))
+    losses = plain(*columns, args.eps_clip, args.eps_clip_high, args.eps_clip_c)
+    return PLANTED["factor"] * mean(losses), {}
+
+
 @contextmanager
 def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "0.3.1") -> Iterator[Shares]:
     shares = Shares(1)
@@ -113,6 +134,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "0.3.1") -> Iterato
     }
     one_process = SimpleNamespace(get_tensor_model_parallel_rank=lambda: 0, is_pipeline_last_stage=lambda: True)
     theirs = {"get_log_probs_and_entropy": model, "get_rollout_top_p_logprob_kwargs": lambda args, batch: {}}
+    theirs |= {"vanilla_tis_function": vanilla, "policy_loss_function": policy_loss}
     modules = {
         "slime.backends.megatron_utils.cp_utils": gather,
         "slime.backends.megatron_utils.loss": theirs,
@@ -189,6 +211,33 @@ def framework(monkeypatch: pytest.MonkeyPatch, process: Any) -> Iterator[Shares]
     chosen(monkeypatch, "decoupled_ppo")
     with stand_in(monkeypatch) as shares:
         yield shares
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("per_token", [True, False])
+def test_a_loss_that_is_not_known_is_refused_at_the_first_batch(
+    whole: bool, per_token: bool, monkeypatch: Any, process: Any, caplog: Any
+) -> None:
+    chosen(monkeypatch, "icepop")
+    name = "policy_loss_function" if whole else "vanilla_tis_function"
+
+    def step() -> None:
+        if whole:
+            loss_step(batch(), calculate_per_token_loss=per_token)
+        else:
+            tis_step(batch(), calculate_per_token_loss=per_token)
+
+    with caplog.at_level("INFO", "offdrift.slime"):
+        step()
+    assert f"{name}: loss and gradient equal to" in caplog.text
+    hook = process[-1]
+    assert hook.proved
+    assert import_module(slime.LOSSES["slime"]).get_log_probs_and_entropy is model
+    monkeypatch.setitem(PLANTED, "factor", 1.001)
+    step()  # once per process
+    hook.proved = False
+    with pytest.raises(FrameworkError, match=f"slime: slime.backends.megatron_utils.loss.{name} is a loss that"):
+        step()
 
 
 def masks_of(of: Batch) -> list[Tensor]:

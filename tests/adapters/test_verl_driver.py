@@ -14,9 +14,10 @@ import torch
 
 from offdrift.adapters import verl as plugin
 from offdrift.adapters.verl import losses as verl_losses
+from offdrift.adapters.verl import proof as verl_proof
 from offdrift.adapters.verl.driver import SKIPPED, Driver, advantage_named, estimator_names, logged
 from offdrift.adapters.verl.losses import driver_share
-from offdrift.errors import BadValueError, EvidenceError, LivenessError, MethodError, RecipeError
+from offdrift.errors import BadValueError, EvidenceError, FrameworkError, LivenessError, MethodError, RecipeError
 from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS
 from tests.adapters.verl_run import GARBAGE, proto, pushed, real_verl
@@ -236,6 +237,21 @@ def test_which_of_verls_losses_a_weight_of_zero_rejects_in():
         tried.add(name)
     assert {"vanilla", "gspo", "sapo", "gpg", "cispo", "geo_mean"} <= tried
     assert version("verl") < "0.9" or (len(tried) == 11 and "dro" in tried)
+
+
+def test_the_driver_proves_itself_and_refuses_weights_that_it_does_not_know(helper, monkeypatch, caplog):
+    monkeypatch.setattr(verl_proof, "PROVED", set())
+    plugin.install("icepop")
+    with caplog.at_level(logging.INFO, "offdrift.verl"):
+        corrected(helper, random_batch(0), OFF)
+    assert "compute_rollout_correction_and_add_to_batch: loss and gradient equal to" in caplog.text
+    plugin.uninstall()
+    inverse = helper.compute_rollout_correction_weights
+    monkeypatch.setattr(helper, "compute_rollout_correction_weights", lambda log_ratio, **x: inverse(-log_ratio, **x))
+    verl_proof.PROVED.clear()
+    plugin.install("icepop")
+    with pytest.raises(FrameworkError, match="compute_rollout_correction_and_add_to_batch is a loss that"):
+        corrected(helper, random_batch(0), OFF)
 
 
 def test_a_log_prob_that_no_policy_produces_is_named(helper):

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from offdrift.adapters.verl import losses as verl_losses
+from offdrift.adapters.verl import proof as verl_proof
 from offdrift.adapters.verl.losses import driver_share, loss_share, missing, modes, runnable
-from offdrift.errors import EvidenceError, LivenessError, MethodError
+from offdrift.errors import EvidenceError, FrameworkError, LivenessError, MethodError
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS
 from tests.adapters.verl_run import BYPASS, GARBAGE, config, pushed, real_verl
@@ -32,6 +33,7 @@ def fresh(monkeypatch):
     for name in ("METHOD", "SETTINGS", "ON_IDLE", "RECORD"):
         monkeypatch.delenv(f"OFFDRIFT_{name}", raising=False)
     monkeypatch.setattr(verl_losses, "_REPORTED", set())
+    monkeypatch.setattr(verl_proof, "PROVED", set())
     verl_losses.configured.cache_clear()
     yield
     verl_losses.configured.cache_clear()
@@ -358,3 +360,38 @@ def test_what_to_do_when_idle_is_spelled_right(monkeypatch):
     monkeypatch.setenv("OFFDRIFT_ON_IDLE", "warning")
     with pytest.raises(MethodError, match=r"OFFDRIFT_ON_IDLE='warning'.*'error', 'warn'"):
         run("token_is", "token-mean", batch_for("token_is"))
+
+
+@pytest.mark.parametrize("how", AGGREGATES)
+@pytest.mark.parametrize("name", ["ppo_clip", "icepop", "token_tis"])
+def test_verls_own_loss_is_ours_with_every_weight_1(name, how, caplog):
+    batch = batch_for(name, 3)
+    with caplog.at_level(logging.INFO, "offdrift.verl"):
+        run(name, how, batch, counts=(batch.tokens + 7, batch.sequences + 2), ranks=2)
+    assert f"compute_policy_loss_vanilla with loss_agg_mode={how!r}: loss and gradient equal to" in caplog.text
+    assert how in verl_proof.PROVED
+
+
+def far(agg):
+    """A mean over the sequences' own tokens, whatever was asked for."""
+    return lambda **given: agg(**{**given, "loss_agg_mode": "seq-mean-token-mean"})
+
+
+def doubled(agg):
+    """Ranks counted twice."""
+    return lambda **given: agg(**{**given, "dp_size": 2 * given.get("dp_size", 1)})
+
+
+def without_mask(agg):
+    """Padding that counts."""
+    return lambda **given: agg(**{**given, "loss_mask": torch.ones_like(given["loss_mask"])})
+
+
+@pytest.mark.parametrize("change", [far, doubled, without_mask], ids=lambda f: f.__name__)
+def test_a_verl_that_aggregates_otherwise_is_refused_at_the_first_batch(change, monkeypatch):
+    core = real_verl().core_algos
+    monkeypatch.setattr(core, "agg_loss", change(core.agg_loss))
+    with pytest.raises(
+        FrameworkError, match=r"core_algos.compute_policy_loss_vanilla with loss_agg_mode='token-mean' is"
+    ):
+        run("ppo_clip", "token-mean", batch_for("ppo_clip"))

@@ -18,11 +18,14 @@ import typing_extensions
 from tests.adapters.hooked import Batch, batch
 
 ROOT = Path(__file__).parents[2]
+VERSIONS = ROOT / "docs" / "integrations" / "versions.toml"
 REQUIRED = "OFFDRIFT_FOREIGN"
 """Set to "required", a framework that is missing is a failure."""
 
 PINNED = dict(
-    re.findall(r"^(openrlhf|areal|skyrl)==(\S+)$", (ROOT / "requirements-foreign.txt").read_text(), re.MULTILINE)
+    re.findall(
+        r"^(openrlhf|areal|skyrl|ms-swift)==(\S+)$", (ROOT / "requirements-foreign.txt").read_text(), re.MULTILINE
+    )
 )
 
 

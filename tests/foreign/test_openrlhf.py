@@ -22,6 +22,7 @@ from torch import Tensor
 
 from offdrift.adapters.contrib import openrlhf
 from offdrift.adapters.frameworks import WAITING
+from offdrift.errors import FrameworkError
 from offdrift.methods import METHODS
 from tests.adapters.hooked import Batch, code
 from tests.foreign import real
@@ -95,7 +96,10 @@ def test_losses_gradients_and_reports_are_openrlhfs(
     more = {"dp_size": 2, "batch_num_tokens": 2.0 * tokens, "global_batch_size": 3.0 * samples}
     counts = more if counted else {}
     openrlhf.install(name, settings=settings)
-    ours, gradient = run(openrlhf.PolicyLoss(values=5), one, **counts)
+    openrlhf._rebind(module_of(theirs))
+    loss = openrlhf.PolicyLoss(values=5, **{k: x for k, x in arguments.items() if k in openrlhf.PLAIN})
+    ours, gradient = run(loss, one, **counts)
+    assert loss.hook.proved
     expected, its = run(theirs.PolicyLoss(**arguments), one, **counts)
     assert len(ours) == len(expected) == 5
     assert int((its != 0).sum()) > 5
@@ -109,6 +113,35 @@ def test_losses_gradients_and_reports_are_openrlhfs(
         assert 0 < float(expected[4]) < 1
 
 
+def module_of(theirs: Any, **changed: Any) -> Any:
+    """What stands in for the actor's module: its trainer, and OpenRLHF's real loss (or a subclass of it)."""
+    trainer = type("ActorPPOTrainer", (), {"ppo_train": lambda self: {}})
+    loss = type("PolicyLoss", (theirs.PolicyLoss,), changed) if changed else theirs.PolicyLoss
+    return SimpleNamespace(PolicyLoss=loss, ActorPPOTrainer=trainer)
+
+
+def test_the_adapter_proves_itself_and_refuses_a_loss_that_was_changed(theirs: Any, caplog: Any) -> None:
+    one = real.doubles()
+    own = theirs.PolicyLoss.forward
+
+    def off(self: Any, log_probs: Tensor, *rest: Any, **named: Any) -> Any:
+        return own(self, log_probs.clamp(min=-3.0), *rest, **named)
+
+    for forward, known in ((own, True), (off, False)):
+        openrlhf.uninstall()
+        openrlhf.install("flash_reinforce", on_idle="warn")
+        openrlhf._rebind(module_of(theirs, forward=forward))
+        loss = openrlhf.PolicyLoss(values=5, dual_clip=3.0, clip_eps_high=0.28)
+        loss.hook.proved = False
+        if known:
+            with caplog.at_level("INFO", "offdrift.openrlhf"):
+                run(loss, one, dp_size=2, batch_num_tokens=77.0)
+            assert "loss and gradient equal to" in caplog.text
+        else:
+            with pytest.raises(FrameworkError, match=r"openrlhf.*PolicyLoss is a loss that this adapter does not know"):
+                run(loss, one)
+
+
 def test_the_trainer_calls_and_unpacks_what_the_adapter_takes_and_gives(theirs: Any, package: Path) -> None:
     found = list(calls(package / "trainer" / "ray" / "ppo_actor.py"))
     (arguments,) = ({k.arg for k in call.keywords} for name, call, _ in found if name == "PolicyLoss")
@@ -119,8 +152,7 @@ def test_the_trainer_calls_and_unpacks_what_the_adapter_takes_and_gives(theirs: 
     )
     assert arguments <= set(inspect.signature(theirs.PolicyLoss.__init__).parameters)
     assert keywords < set(inspect.signature(openrlhf.PolicyLoss.forward).parameters)
-    trainer = type("ActorPPOTrainer", (), {"ppo_train": lambda self: {}})
-    module = SimpleNamespace(PolicyLoss=theirs.PolicyLoss, ActorPPOTrainer=trainer)
+    module = module_of(theirs)
     openrlhf.install("icepop")
     openrlhf._rebind(module)
     assert module.PolicyLoss.keywords == {"values": len(names)}

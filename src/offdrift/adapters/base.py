@@ -118,6 +118,7 @@ class Adapter(Reported):
     ) -> None:
         check_choice("on_idle", on_idle, get_args(OnIdle))
         self.method = override(row(method) if isinstance(method, str) else method, settings)
+        self.framework = framework
         self.log = logging.getLogger(f"offdrift.{framework}")
         self._on_idle = on_idle
         self._gather = gather

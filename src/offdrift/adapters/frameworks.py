@@ -50,6 +50,7 @@ FRAMEWORKS = {
     "roll": Framework("roll", "roll", "0.3.0", "0.3.0", "see docs/integrations/roll.md", ran=False),
     "areal": Framework("areal", "areal", "1.0.4", "2.0.0", "see docs/integrations/areal.md", ran=False),
     "openrlhf": Framework("openrlhf", "openrlhf", "0.10.0", "0.11.2", "see docs/integrations/openrlhf.md", ran=False),
+    "ms-swift": Framework("ms-swift", "swift", "4.6.0", "4.6.0", "see docs/integrations/ms-swift.md", ran=False),
 }  # fmt: skip
 
 
@@ -167,6 +168,10 @@ class Replacements:
         """
         self._originals.setdefault((id(holder), name), (holder, getattr(holder, name), everywhere))
         self._set(holder, name, ours, everywhere)
+
+    def original(self, name: str) -> Any:
+        """What a replaced attribute of this name was before; None if nothing of the name was replaced."""
+        return next((value for (_, known), (_, value, _) in self._originals.items() if known == name), None)
 
     def restore(self) -> None:
         """Put the originals back. Idempotent."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from offdrift.adapters.base import Adapter, environ, environ_metrics, environ_on_idle, environ_settings
+from offdrift.adapters.proof import Loss, prove
 from offdrift.adapters.selection import Choice, parse_choice
 from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.correction import Corrected
@@ -27,7 +28,7 @@ from offdrift.divergence.evidence import k3
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.judge import Context
 from offdrift.logprobs import LogProbs
-from offdrift.loss import PolicyLoss
+from offdrift.loss import PolicyLoss, policy_loss
 from offdrift.methods import Method, override
 from offdrift.methods import method as row
 from offdrift.methods.describe import evidence
@@ -70,6 +71,7 @@ def check_served(
     hints: Mapping[str, str] = {},
     folded: bool = False,
     only: Method | None = None,
+    whole: bool = False,
 ) -> None:
     """Raise unless a hook that sees one piece of a step, and `has` these inputs, can serve the method.
 
@@ -79,6 +81,7 @@ def check_served(
         hints: ways out, by what is missing.
         folded: whether the framework divides advantages, rather than losses, by its denominators.
         only: what of the method is used; None: all of it.
+        whole: whether the hook sees a step at once after all.
 
     Raises: `EvidenceError` naming what the framework does not hand over; `MethodError` if the method must
         see a whole step, scales the learning rate, or cannot have its denominators in the advantages.
@@ -101,7 +104,7 @@ def check_served(
         named = " and ".join(f"{INPUTS[name]} ({name})" for name in missing)
         hint = next((hints[name] for name in missing if name in hints), "choose another method")
         raise EvidenceError(f"{framework} hands its hook no {named}, which this method needs: {hint}")
-    if method.needs_whole_step or method.lr_scale is not None:
+    if (method.needs_whole_step and not whole) or method.lr_scale is not None:
         raise MethodError(
             f"this method acts on a whole step at once ({method.describe()}); {framework} calls its "
             "hook on one piece of a step at a time. Choose a method that decides by token or sequence"
@@ -270,6 +273,8 @@ class LossHook:
         """Those of the last step."""
         self.reached = False
         """Whether the framework called the hook at all, if only on masked tokens."""
+        self.proved = False
+        """Whether the framework's own loss was held against ours."""
         self._horizon = horizon
         self._pieces: list[dict[str, Tensor]] = []
         self._open = False
@@ -297,10 +302,7 @@ class LossHook:
             batch_info: as `policy_loss` takes it.
         """
         advantages = logprobs.like_caller(advantages)
-        aggregate = self.method.aggregate
-        count = tokens if aggregate == "token_mean" else sequences
-        count = count * self._horizon if aggregate == "fixed" and self._horizon else count
-        divisor = torch.as_tensor(count, dtype=torch.float32, device=advantages.device)
+        divisor = self._divisor(self.method.aggregate, tokens, sequences, advantages.device)
         result = self.adapter.loss(logprobs, advantages, batch_info, normalizer=divisor)
         self._open = True
         if self.adapter.recorder is not None:
@@ -313,6 +315,27 @@ class LossHook:
             fields |= {"advantages": advantages, **also, "lengths": logprobs.segments.lengths, "column": column}
             self._pieces.append({k: x.detach() for k, x in fields.items() if x is not None})
         return result
+
+    def plain(self, method: Method, logprobs: LogProbs, advantages: Float[Tensor, ...], **step: Any) -> PolicyLoss:
+        """Another method's loss on the same terms as `loss`: nothing is measured, recorded or counted.
+
+        Args: as `loss`; of the others `tokens` and `sequences` are read.
+        """
+        advantages = logprobs.like_caller(advantages)
+        counts = step.get("tokens", 1.0), step.get("sequences", 1.0)
+        divisor = self._divisor(method.aggregate, *counts, advantages.device)
+        return policy_loss(logprobs, method, advantages, normalizer=divisor)
+
+    def prove(self, name: str, *, own: Loss | None, ours: Loss, at: Tensor) -> None:
+        """Once: the framework's own loss and ours with every weight 1, as `proof.prove` compares them."""
+        if not self.proved:
+            self.proved = True
+            prove(self.adapter.log, self.adapter.framework, name, own=own, ours=ours, at=at)
+
+    def _divisor(self, aggregate: str, tokens: Any, sequences: Any, device: torch.device) -> Tensor:
+        count = tokens if aggregate == "token_mean" else sequences
+        count = count * self._horizon if aggregate == "fixed" and self._horizon else count
+        return torch.as_tensor(count, dtype=torch.float32, device=device)
 
     def correct(self, logprobs: LogProbs, *, applied: bool = True) -> Corrected:
         """Gates and weights of the method, as `Adapter.correct`, for a framework that keeps its own loss."""

@@ -21,9 +21,11 @@ Reference: AReaL 1.0.4 (4aef98d8d) and 2.0.0 (cbff54d64), `trainer/ppo/actor.py`
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import runpy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -31,6 +33,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from offdrift.adapters import proof
 from offdrift.adapters.arguments import refuse_set, refuse_unknown
 from offdrift.adapters.frameworks import Replacements, after_import, require
 from offdrift.adapters.hooks import (
@@ -43,6 +46,7 @@ from offdrift.adapters.hooks import (
     zero_loss,
 )
 from offdrift.batch_info import BatchInfo
+from offdrift.correction import Correction, Weight
 from offdrift.errors import MethodError, ShapeError, check_choice
 from offdrift.logprobs import LogProbs
 from offdrift.methods import Method
@@ -166,7 +170,8 @@ def grpo_loss_fn(
 ) -> Float[Tensor, ""]:
     """AReaL's `grpo_loss_fn`: the mean over the micro-batch's tokens, which AReaL weighs by their number.
 
-    Raises: `MethodError` for a setting that chooses AReaL's own loss; `FrameworkError` for one that is unknown.
+    Raises: `MethodError` for a setting that chooses AReaL's own loss; `FrameworkError` for one that is unknown,
+        and once if AReaL's own loss is not the one that is known.
     """
     way_out = 'turn it off (sapo, cispo, gspo and m2po are methods here), or install(keep="loss")'
     refuse_set(theirs, NEUTRAL, whose="AReaL's own loss", way_out=way_out)
@@ -213,6 +218,7 @@ def grpo_loss_fn(
         also={ours: of_tokens[name] for ours, name in recorded.items() if name in of_tokens},
         batch_info=BatchInfo(version_lag=version_lag),
     )
+    _prove_loss(module, hook, packed, logprobs, entropy, {**input_data, "prox_logp": old}, theirs)
     tracker = module.stats_tracker
     tracker.denominator(n_valid_tokens=mask)
     tracker.stat(
@@ -225,6 +231,72 @@ def grpo_loss_fn(
         denominator="n_valid_tokens",
     )
     return result.loss
+
+
+class _Silent:
+    """Statistics that nobody keeps; some are scopes."""
+
+    def __getattr__(self, _: str) -> Callable[..., Any]:
+        return lambda *_, **__: nullcontext()
+
+
+def _prove_loss(
+    module: Any,
+    hook: LossHook,
+    packed: LogProbs,
+    logprobs: Tensor,
+    entropy: Tensor,
+    data: Mapping[str, Any],
+    theirs: Mapping[str, Any],
+) -> None:
+    """Once: AReaL's own PPO loss is ours with its clips, on its shapes and masks."""
+    if hook.proved:
+        return
+    original, mask = _REPLACED.original("grpo_loss_fn"), data["loss_mask"].bool()
+    sample = proof.sample_of(logprobs, data["prox_logp"], data["logprobs"], advantages=data["advantages"], mask=mask)
+    given = {**data, "logprobs": sample.rollout, "prox_logp": sample.old, "advantages": sample.advantages}
+    clips = [theirs.get(name) for name in ("eps_clip", "eps_clip_higher", "c_clip")]
+
+    accepted = {} if original is None else inspect.signature(original).parameters
+    settings = {name: x for name, x in theirs.items() if name in accepted and name not in LOGGED}
+
+    def own(leaf: Tensor) -> Tensor:
+        tracker, module.stats_tracker = module.stats_tracker, _Silent()
+        try:
+            return original(leaf, entropy.detach(), dict(given), current_version=None, **settings)  # type: ignore[misc]
+        finally:
+            module.stats_tracker = tracker
+
+    def ours(leaf: Tensor) -> Tensor:
+        again = _packed(sample.rollout, leaf, sample.old, mask, data.get("cu_seqlens"))
+        return hook.plain(proof.clipped(*clips), again, sample.advantages, tokens=packed.segments.num_tokens).loss
+
+    hook.prove(f"{ACTOR}.grpo_loss_fn", own=None if original is None else own, ours=ours, at=sample.logp)
+
+
+OPEN: dict[str, Any] = {"level": "token", "metric": "ratio", "action": "clamp", "upper": 1e6, "lower": None}
+"""AReaL's rejection sampling with every gate open: what is left is the weight."""
+
+
+def _prove_correction(hook: LossHook, packed: LogProbs, proximal: Tensor, old: Tensor, cuts: Any, config: Any) -> None:
+    """Once: AReaL's own weights and mask are ours, where no bound binds."""
+    if hook.proved:
+        return
+    original = _REPLACED.original("apply_rejection_sampling")
+    mask = packed.unpack(torch.ones_like(packed.logp_rollout, dtype=torch.bool))
+    sample = proof.sample_of(proximal, proximal, old, advantages=old, mask=mask)
+    plain = Correction() & Weight(on="mismatch", cap=OPEN["upper"])
+
+    def own(leaf: Tensor) -> Tensor:
+        found = original(leaf.detach(), sample.rollout, mask, cuts, proof.changed(config, OPEN))
+        return (found.behave_imp_weight * found.loss_mask).where(mask, 0.0)
+
+    def ours(leaf: Tensor) -> Tensor:
+        again = _packed(sample.rollout, None, leaf.detach(), mask, cuts)
+        return again.unpack(plain(again).weight)
+
+    name = f"{FUNCTIONAL}.apply_rejection_sampling"
+    hook.prove(name, own=None if original is None or config is None else own, ours=ours, at=sample.logp)
 
 
 def apply_rejection_sampling(
@@ -242,6 +314,7 @@ def apply_rejection_sampling(
         return module.RejectionSamplingResult(loss_mask, torch.zeros_like(old_logprobs), 0.0)
     packed = _packed(old_logprobs, None, proximal_logprobs, loss_mask, cu_seqlens)
     corrected = hook.correct(packed)
+    _prove_correction(hook, packed, proximal_logprobs, old_logprobs, cu_seqlens, config)
     keep = packed.unpack(corrected.keep.to(loss_mask.dtype))
     weight = packed.unpack(corrected.weight.where(corrected.keep, 0.0))
     filtered = float((~corrected.keep | corrected.limited).float().mean())

@@ -19,17 +19,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from offdrift.adapters import proof
 from offdrift.adapters.arguments import refuse_unknown
 from offdrift.adapters.frameworks import Replacements, after_import, require
 from offdrift.adapters.hooks import HookConfig, LossHook, check_served, hook_of, require_logprobs, zero_loss
 from offdrift.errors import MethodError
 from offdrift.logprobs import LogProbs
+from offdrift.loss import PolicyLoss as PolicyResult
 
 ACTOR = "openrlhf.trainer.ray.ppo_actor"
 RECORD = (
@@ -91,6 +94,10 @@ STOOD_IN_FOR = (
 until 0.11.1)."""
 
 
+PLAIN: dict[str, Any] = {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "dual_clip": None, "token_level_loss": True}
+"""Settings of OpenRLHF's plain PPO loss, and their defaults."""
+
+
 class PolicyLoss(torch.nn.Module):
     """The method in the place of OpenRLHF's `PolicyLoss`.
 
@@ -112,6 +119,7 @@ class PolicyLoss(torch.nn.Module):
             raise MethodError("no method is installed in this process; call install() in it first")
         self.hook: LossHook = hook_of(_INSTALLED[0])
         self._values = values
+        self._plain = {name: theirs[name] for name in PLAIN if name in theirs}
 
     def forward(
         self,
@@ -137,7 +145,7 @@ class PolicyLoss(torch.nn.Module):
             global_batch_size: its sequences with a trainable token.
 
         Raises: `EvidenceError` without the engine's log-probs; `BadValueError` for NaN or a positive
-            log-prob on a trainable token.
+            log-prob on a trainable token; once, `FrameworkError` if OpenRLHF's own loss is not the one known.
         """
         mask = torch.ones_like(log_probs) if action_mask is None else action_mask
         if not bool((mask != 0).any()):
@@ -145,14 +153,9 @@ class PolicyLoss(torch.nn.Module):
             return (zero, *[zero.detach()] * (self._values - 1))
         fields = {"rollout_log_probs": rollout_log_probs, "old_log_probs": old_log_probs}
         rollout, old = (require_logprobs(x, mask, name, WAYS_OUT[name], beside=log_probs) for name, x in fields.items())
-        logprobs = LogProbs.pack(rollout, log_probs, old, mask=mask)
-        lengths = logprobs.segments.lengths
-        result = self.hook.loss(
-            logprobs,
-            advantages,
-            tokens=lengths.sum() if batch_num_tokens is None else batch_num_tokens,
-            sequences=(lengths > 0).sum() if global_batch_size is None else global_batch_size,
-        )
+        counts = {"dp_size": dp_size, "batch_num_tokens": batch_num_tokens, "global_batch_size": global_batch_size}
+        logprobs, result = self._result(self.hook.loss, log_probs, old, rollout, advantages, mask, counts)
+        self._prove(proof.sample_of(log_probs, old, rollout, advantages=advantages, mask=mask != 0), mask, counts)
         sums = dict(zip(result.stats.sum_names, result.stats.sums, strict=True))
         clipped = sums.get("objective/clipped", torch.zeros_like(sums["n"])) / sums["n"]
         moved = (logprobs.old - logprobs.current.detach()).mean()
@@ -160,3 +163,45 @@ class PolicyLoss(torch.nn.Module):
         beyond = (~result.corrected.keep | result.corrected.limited).float().mean()
         values = (result.loss * dp_size, clipped.float(), moved, mismatch, beyond)
         return values[: self._values]
+
+    @staticmethod
+    def _result(
+        loss: Callable[..., PolicyResult],
+        log_probs: Tensor,
+        old: Tensor,
+        rollout: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        counts: Mapping[str, Any],
+    ) -> tuple[LogProbs, PolicyResult]:
+        """The log-probs packed, and a loss of them over OpenRLHF's counts."""
+        logprobs = LogProbs.pack(rollout, log_probs, old, mask=mask)
+        lengths, tokens, sequences = logprobs.segments.lengths, counts["batch_num_tokens"], counts["global_batch_size"]
+        result = loss(
+            logprobs,
+            advantages,
+            tokens=lengths.sum() if tokens is None else tokens,
+            sequences=(lengths > 0).sum() if sequences is None else sequences,
+        )
+        return logprobs, result
+
+    def _prove(self, sample: proof.Sample, mask: Tensor, counts: Mapping[str, Any]) -> None:
+        """Once: OpenRLHF's own PPO loss is ours with its clips and its aggregate."""
+        if self.hook.proved:
+            return
+        theirs = _REPLACED.original("PolicyLoss")
+        low, high, dual, by_token = (self._plain.get(name, x) for name, x in PLAIN.items())
+        aggregate = "token_mean" if by_token else "seq_mean_token_mean"
+        plain = functools.partial(self.hook.plain, proof.clipped(low, high, dual, aggregate=aggregate))
+        s = sample
+
+        def ours(leaf: Tensor) -> Tensor:
+            _, result = self._result(plain, leaf, s.old, s.rollout, s.advantages, mask, counts)
+            return result.loss * counts["dp_size"]
+
+        def own(leaf: Tensor) -> Tensor:
+            loss = theirs(**self._plain)
+            return loss(leaf, s.old, s.advantages, action_mask=mask, rollout_log_probs=s.rollout, **counts)[0]
+
+        name = "openrlhf.models.loss.PolicyLoss"
+        self.hook.prove(name, own=None if theirs is None else own, ours=ours, at=s.logp)

@@ -17,10 +17,12 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
+from offdrift.adapters import proof
 from offdrift.adapters.arguments import refuse_unknown
 from offdrift.adapters.frameworks import require
 from offdrift.adapters.hooks import HookConfig, LossHook, check_served, decision_names, decisions, hook_of
@@ -59,7 +61,7 @@ def loss(
 
     Raises: `EvidenceError`, `MethodError`: prime-rl does not hand over what the method needs.
         `BadValueError`: a loss token's log-prob is NaN or positive.
-        `FrameworkError`: prime-rl hands over a field that this hook does not know.
+        `FrameworkError`: prime-rl hands over a field that this hook does not know, or once, has another loss.
     """
     # prime-rl has loaded this module by now; nobody else needs it to import ours.
     from prime_rl.trainer.rl.loss import LossOutputs
@@ -90,7 +92,38 @@ def loss(
         mask=mask[None],
     )
     result = hook.loss(logprobs, advantages[None])
+    _prove(hook, inputs)
     return LossOutputs(loss=result.loss, metrics=decisions(logprobs, result.corrected, on="full"))
+
+
+OPEN = {"ipo_threshold": 2.0, "eps": 1e6, "adv_tau": 1.0, "kl_tau": 0.0}
+"""prime-rl's IPO loss with its gate open and without its KL: the importance ratio times the advantage."""
+
+
+def _prove(hook: LossHook, inputs: Any) -> None:
+    """Once: prime-rl's own loss of a sequence is ours without a gate, weights of its tokens included."""
+    if hook.proved:
+        return
+    # Not earlier, as above.
+    from prime_rl.trainer.rl import loss as theirs
+
+    mask, rollout, weights = inputs.loss_mask, inputs.inference_logprobs, inputs.loss_weights
+    sample = proof.sample_of(inputs.trainer_logprobs, rollout, rollout, advantages=inputs.advantages, mask=mask)
+    weights = None if weights is None else weights.detach().double().where(mask, 0.0)
+    plain = proof.clipped(1.0, 1e6, on="full")
+
+    def own(leaf: Tensor) -> Tensor:
+        columns = {"trainer_logprobs": leaf, "inference_logprobs": sample.rollout, "advantages": sample.advantages}
+        columns |= {"ref_logprobs": None, "loss_mask": mask, "loss_weights": weights}
+        return theirs.ipo_loss_fn(theirs.LossInputs(**columns), SimpleNamespace(**OPEN)).loss
+
+    def ours(leaf: Tensor) -> Tensor:
+        packed = LogProbs.pack(sample.rollout[None], leaf[None], None, mask=mask[None])
+        advantages = sample.advantages if weights is None else sample.advantages * weights
+        return hook.plain(plain, packed, advantages[None]).loss
+
+    here = hasattr(theirs, "ipo_loss_fn")
+    hook.prove("prime_rl.trainer.rl.loss.ipo_loss_fn", own=own if here else None, ours=ours, at=sample.logp)
 
 
 @functools.cache

@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from offdrift.adapters import proof
 from offdrift.adapters.arguments import refuse_unknown
 from offdrift.adapters.base import environ, recorder_of
 from offdrift.adapters.frameworks import FRAMEWORKS, require
@@ -47,6 +49,7 @@ from offdrift.adapters.hooks import (
     decisions,
     hook_of,
 )
+from offdrift.correction import Correction, Weight
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
@@ -96,7 +99,7 @@ def tis(
 
     Raises: `EvidenceError`, `MethodError`: this hook cannot serve the method.
         `BadValueError`: a trainable token's log-prob is NaN or positive.
-        `FrameworkError`: slime passes what this hook does not know.
+        `FrameworkError`: slime passes what this hook does not know, or once, its own weights are others.
     """
     refuse_unknown(_framework(), "its custom TIS function", unknown)
     hook = _hook(_framework())
@@ -115,6 +118,8 @@ def tis(
         segments=_segments(response_lengths, mask),
     )
     corrected = hook.correct(logprobs, applied=bool(args.use_tis))
+    if not hook.proved:
+        _prove_tis(hook, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
 
     def by_sample(x: Tensor) -> list[Tensor]:
         return list(logprobs.unpack(x).split(list(response_lengths)))
@@ -183,10 +188,10 @@ def loss(
         old = torch.cat(list(old)) if old else None
         logprobs = LogProbs.pack(rollout, logp, old, mask=mask, segments=segments)
         advantages = torch.cat(list(batch["advantages"]))
-        if not args.calculate_per_token_loss:  # slime's denominators are in the advantages
-            tokens = torch.stack([torch.as_tensor(n) for n in batch["rollout_mask_sums"]]).to(logp)
-            advantages = advantages / segments.spread(tokens.clamp(min=1))
+        advantages = _over_denominators(args, batch, advantages, segments)
         result = hook.loss(logprobs, advantages, column=segments.position)
+        if not hook.proved:
+            _prove_loss(hook, args, batch, theirs, scored, sum_of_sample_mean)
         by_token = decisions(logprobs, result.corrected, on="full")
         total, metrics = result.loss, {name: logprobs.unpack(x) for name, x in by_token.items()}
     else:
@@ -196,6 +201,103 @@ def loss(
     total = total - args.entropy_coef * entropy
     reported = {"loss": total.detach(), "entropy_loss": entropy.detach()}
     return total, reported | {name: sum_of_sample_mean(x) for name, x in metrics.items()}
+
+
+LOSSES = {
+    "slime": "slime.backends.megatron_utils.loss",
+    "miles": "miles.backends.training_utils.loss_hub.losses",
+}
+"""Where the frameworks have their losses and their own TIS function."""
+OPEN = {"tis_clip": 1e6, "tis_clip_low": 0.0}
+PLAIN = {
+    **{"use_tis": False, "get_mismatch_metrics": False, "use_opsm": False, "use_kl_loss": False},
+    **{"advantage_estimator": "grpo", "use_rollout_logprobs": False, "custom_pg_loss_reducer_function_path": None},
+    **{"entropy_coef": 0.0},
+}
+"""slime's arguments under which its policy loss is PPO's clip and nothing else."""
+CAPTURE = "_maybe_capture_log_probs"
+"""slime's note of a step's log-probs for its dump: not of the proof's."""
+
+
+def _prove_tis(
+    hook: LossHook, args: Any, pg_loss: Tensor, train: Tensors, rollout: Tensors, loss_masks: Tensors
+) -> None:
+    """Once: slime's own truncated weights, with a cap that does not bind, are ours, token by token."""
+    framework = _framework()
+    theirs = getattr(sys.modules.get(LOSSES[framework]), "vanilla_tis_function", None)
+    name = f"{LOSSES[framework]}.vanilla_tis_function"
+    if theirs is None or cp_size(args) > 1:  # a share of a sequence has no loss of its own to compare
+        return hook.prove(name, own=None, ours=torch.zeros_like, at=pg_loss.detach().double())
+    lengths = [len(x) for x in train]
+    mask = torch.cat([m.reshape(-1) for m in loss_masks]) != 0
+    old, mu = torch.cat(list(train)), torch.cat(list(rollout))
+    s = proof.sample_of(old, old, mu, advantages=pg_loss, mask=mask)
+
+    def own(leaf: Tensor) -> Tensor:
+        lists = {"train_log_probs": s.old.split(lengths), "rollout_log_probs": s.rollout.split(lengths)}
+        made = theirs(proof.changed(args, OPEN), pg_loss=leaf, **lists, loss_masks=list(loss_masks))
+        return made[0].where(mask, 0.0)
+
+    def ours(leaf: Tensor) -> Tensor:
+        packed = LogProbs.pack(s.rollout, logp_old=s.old, mask=mask, segments=_segments(lengths, mask))
+        corrected = (Correction() & Weight(on="mismatch", cap=OPEN["tis_clip"]))(packed)
+        return _only(leaf, packed.unpack(corrected.weight.where(corrected.keep, 0.0)))
+
+    return hook.prove(name, own=own, ours=ours, at=s.advantages)
+
+
+def _prove_loss(
+    hook: LossHook, args: Any, batch: Mapping[str, Any], theirs: Any, scored: Mapping[str, Any], reducer: Any
+) -> None:
+    """Once: slime's own policy loss of the micro-batch is ours with its clips, on its denominators.
+
+    The log-probs stand in for its forward pass: logits are not read again.
+    """
+    mask = torch.cat(list(batch["loss_masks"])) != 0
+    lengths = list(batch["response_lengths"])
+    columns = [torch.cat(list(x)) for x in (scored["log_probs"], batch["rollout_log_probs"], batch["advantages"])]
+    logp, mu, advantages = columns
+    old = torch.cat(list(batch["log_probs"])) if batch.get("log_probs") else logp
+    s = proof.sample_of(logp, old, mu, advantages=advantages, mask=mask)
+    lists = {"log_probs": s.old.split(lengths), "rollout_log_probs": s.rollout.split(lengths)}
+    seen = {**batch, **lists, "advantages": s.advantages.split(lengths)}
+
+    def own(leaf: Tensor) -> Tensor:
+        entropy = [x.detach() for x in scored["entropy"]]
+        found = None, {"log_probs": list(leaf.split(lengths)), "entropy": entropy}
+        with _standing_in(theirs, {"get_log_probs_and_entropy": lambda *_, **__: found, CAPTURE: lambda *_: None}):
+            return theirs.policy_loss_function(proof.changed(args, PLAIN), seen, leaf, reducer)[0]
+
+    def ours(leaf: Tensor) -> Tensor:
+        segments = _segments(lengths, mask)
+        packed = LogProbs.pack(s.rollout, leaf, s.old, mask=mask, segments=segments)
+        shares = _over_denominators(args, batch, s.advantages, segments)
+        plain = proof.clipped(args.eps_clip, args.eps_clip_high, getattr(args, "eps_clip_c", None))
+        return hook.plain(plain, packed, shares).loss
+
+    here = hasattr(theirs, "policy_loss_function")
+    hook.prove(f"{LOSSES['slime']}.policy_loss_function", own=own if here else None, ours=ours, at=s.logp)
+
+
+@contextmanager
+def _standing_in(module: Any, names: Mapping[str, Any]) -> Iterator[None]:
+    """For a while, other functions under names that a module has."""
+    own = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    for name in own:
+        setattr(module, name, names[name])
+    try:
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(module, name, value)
+
+
+def _over_denominators(args: Any, batch: Mapping[str, Any], advantages: Tensor, segments: Segments) -> Tensor:
+    """The advantages divided by slime's denominators, unless those are of the whole step."""
+    if args.calculate_per_token_loss:
+        return advantages
+    tokens = torch.stack([torch.as_tensor(n) for n in batch["rollout_mask_sums"]]).to(advantages)
+    return advantages / segments.spread(tokens.clamp(min=1))
 
 
 @functools.cache

@@ -145,7 +145,7 @@ def _take_over(module: ModuleType) -> None:
     original = getattr(holder, name)
 
     def correct(batch: Any, rollout_corr_config: Any) -> Any:
-        return driver.correct(batch, rollout_corr_config)
+        return driver.correct(batch, rollout_corr_config, theirs=original)
 
     def advantages(*positional: Any, **named: Any) -> Any:
         call = inspect.signature(original).bind(*positional, **named)

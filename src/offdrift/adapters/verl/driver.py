@@ -22,6 +22,7 @@ from offdrift.adapters.arguments import refuse_set
 from offdrift.adapters.base import PREFIX, Adapter, OnIdle, recorder_of
 from offdrift.adapters.verl.config import RolloutCorrection, read_rollout_correction
 from offdrift.adapters.verl.losses import configured, driver_share, loss_share, signed
+from offdrift.adapters.verl.proof import prove_driver
 from offdrift.advantages import advantages
 from offdrift.advantages.table import ADVANTAGES
 from offdrift.errors import BadValueError, EvidenceError, LivenessError, MethodError, check_choice
@@ -86,8 +87,10 @@ class Driver:
         corrects = "algorithm.rollout_correction as it stands" if self.row is None else row
         return f"{corrects}; records {'nothing' if self._record is None else self._record}"
 
-    def correct(self, batch: Any, config: Any) -> tuple[Any, dict[str, float]]:
-        """In the place of verl's `compute_rollout_correction_and_add_to_batch`.
+    def correct(
+        self, batch: Any, config: Any, *, theirs: Callable[..., Any] | None = None
+    ) -> tuple[Any, dict[str, float]]:
+        """In the place of verl's `compute_rollout_correction_and_add_to_batch`, `theirs`.
 
         Writes `rollout_is_weights`, 0 where a gate rejected; leaves `response_mask` as it is.
 
@@ -108,6 +111,7 @@ class Driver:
             packed = LogProbs.pack(tensors["rollout_log_probs"], None, old, mask=mask)
             corrected = adapter.correct(packed)
             weights = packed.unpack(corrected.weight.where(corrected.keep, 0.0))
+            prove_driver(theirs, batch)
             metrics = adapter.end_step(self._steps)
         if adapter.method.correction.gates or adapter.method.correction.weights:
             tensors["rollout_is_weights"] = weights

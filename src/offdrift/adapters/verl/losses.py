@@ -18,13 +18,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.adapters.base import environ, environ_on_idle, environ_settings, liveness, log_states, undecided
+from offdrift.adapters.verl.proof import prove_loss
 from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.correction import Correction
 from offdrift.correction.compose import WeightLike, factors
 from offdrift.correction.weight import Weighted
 from offdrift.errors import EvidenceError, LivenessError, MethodError, check_choice
 from offdrift.logprobs import LogProbs
-from offdrift.loss import policy_loss
+from offdrift.loss import PolicyLoss, policy_loss
 from offdrift.methods import METHODS, Method, method, override
 from offdrift.methods.load import absolute, in_code
 from offdrift.ratios import RatioName
@@ -74,7 +75,8 @@ def policy_loss_named(name: str) -> PolicyLossFn:
 
     Raises, when called: `EvidenceError` naming what the method needs and verl does not pass;
         `MethodError` if a ratio would be counted twice, or counts are missing; `LivenessError` if,
-        the first time, a part that was configured cannot act.
+        the first time, a part that was configured cannot act; `FrameworkError` if, then, verl's own plain
+        loss is not ours (see `verl.proof`).
     """
 
     def loss(
@@ -92,28 +94,11 @@ def policy_loss_named(name: str) -> PolicyLossFn:
         if not bool(response_mask.any()):  # a product with zero would keep NaN of the padding
             nothing = torch.zeros_like(log_prob, dtype=torch.bool)
             return log_prob.where(nothing, 0.0).sum(), dict.fromkeys(_metric_names(share), 0.0)
-        old = None if reads_rollout(share) else old_log_prob
-        packed = LogProbs.pack(old_log_prob, log_prob, old, mask=response_mask)
-        correction = share.correction
-        if rollout_is_weights is not None:
-            weight: WeightLike = DriverWeight(packed.like_caller(rollout_is_weights))
-            correction = correction & weight
-        counts = getattr(config, "global_batch_info", None) or {}
-        tokens, all_tokens = packed.segments.num_tokens, counts.get("batch_num_tokens")
-        ranks = counts.get("dp_size") or 1
-        if share.needs_whole_step and (ranks > 1 or (all_tokens is not None and int(all_tokens) != tokens)):
-            raise EvidenceError(
-                f"offdrift/{name} looks at a whole mini-batch before it acts, and verl hands its loss "
-                f"{tokens} of {all_tokens} tokens on one of {ranks} ranks; make the micro-batch the "
-                "mini-batch on one rank, or choose another row"
-            )
-        result = policy_loss(
-            packed,
-            replace(share, correction=correction, aggregate=AGGREGATES[loss_agg_mode]),
-            packed.like_caller(advantages),
-            BatchInfo(observed="this_batch"),  # it is the whole mini-batch, where that matters
-            normalizer=_normalizer(loss_agg_mode, counts, packed),
-        )
+        call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)
+        if share.needs_whole_step:
+            _check_whole(name, call)
+        result = loss_of(share, call)
+        prove_loss(call, loss_of)
         _check_alive(name, share, result.stats)
         # verl averages metrics over micro-batches and ranks, whatever their sizes. One host transfer.
         metrics = summarize(result.stats)
@@ -121,6 +106,55 @@ def policy_loss_named(name: str) -> PolicyLossFn:
 
     loss.__name__ = loss.__qualname__ = f"offdrift_{name}"
     return loss
+
+
+@dataclass(frozen=True)
+class Call:
+    """What verl hands a policy loss."""
+
+    old: Float[Tensor, "b t"]
+    logp: Float[Tensor, "b t"]
+    advantages: Float[Tensor, "b t"]
+    mask: Tensor
+    how: str
+    """`loss_agg_mode`."""
+    config: Any
+    weights: Float[Tensor, "b t"] | None
+    """`rollout_is_weights`."""
+
+    @property
+    def counts(self) -> Mapping[str, Any]:
+        """Of the whole mini-batch."""
+        return getattr(self.config, "global_batch_info", None) or {}
+
+
+def _check_whole(name: str, call: Call) -> None:
+    """Refuse a micro-batch that is a part of what the method must see at once."""
+    tokens, all_tokens = int(call.mask.count_nonzero()), call.counts.get("batch_num_tokens")
+    ranks = call.counts.get("dp_size") or 1
+    if ranks > 1 or (all_tokens is not None and int(all_tokens) != tokens):
+        raise EvidenceError(
+            f"offdrift/{name} looks at a whole mini-batch before it acts, and verl hands its loss "
+            f"{tokens} of {all_tokens} tokens on one of {ranks} ranks; make the micro-batch the "
+            "mini-batch on one rank, or choose another row"
+        )
+
+
+def loss_of(share: Method, call: Call) -> PolicyLoss:
+    """The loss of a method on what verl hands over, by verl's aggregate and counts."""
+    old = None if reads_rollout(share) else call.old
+    packed = LogProbs.pack(call.old, call.logp, old, mask=call.mask)
+    correction = share.correction
+    if call.weights is not None:
+        weight: WeightLike = DriverWeight(packed.like_caller(call.weights))
+        correction = correction & weight
+    return policy_loss(
+        packed,
+        replace(share, correction=correction, aggregate=AGGREGATES[call.how]),
+        packed.like_caller(call.advantages),
+        BatchInfo(observed="this_batch"),  # it is the whole mini-batch, where that matters
+        normalizer=_normalizer(call.how, call.counts, packed),
+    )
 
 
 def with_code(find: Callable[..., PolicyLossFn]) -> Callable[..., PolicyLossFn]:

@@ -1,0 +1,39 @@
+"""Sources of frameworks that publish no wheel, at the commits that were read: `make test-upstream`.
+
+    python packaging/upstream.py FOLDER
+
+Each goes into FOLDER/NAME, and nothing of it into the package or the repository. A folder that is there is left alone.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+COMMITS = {
+    "slime": ("https://github.com/THUDM/slime", "624b824a898ab0ec1fcb4d373004c7f3852bf515"),
+    "prime-rl": ("https://github.com/PrimeIntellect-ai/prime-rl", "559b44772e471d1538537b8805cc77f3824a5e64"),
+}
+"""Where each is, and the commit that docs/integrations/versions.toml names."""
+
+
+def fetch(folder: Path) -> None:
+    """Check out every framework that is not there yet.
+
+    Raises: `subprocess.CalledProcessError` where git does not get it.
+    """
+    for name, (url, commit) in COMMITS.items():
+        place = folder / name
+        if place.is_dir():
+            continue
+        unfinished = folder / f".{name}"
+        subprocess.run(["git", "init", "--quiet", unfinished], check=True)
+        got = ["git", "-C", str(unfinished), "fetch", "--quiet", "--depth", "1", url, commit]
+        subprocess.run(got, check=True)
+        subprocess.run(["git", "-C", str(unfinished), "checkout", "--quiet", "FETCH_HEAD"], check=True)
+        unfinished.rename(place)
+
+
+if __name__ == "__main__":
+    fetch(Path(sys.argv[1]))
