@@ -61,6 +61,7 @@ MethodName = Literal[
     "r2vpo_clip",
     "quatro",
     "clip_cov",
+    "mipu",
     "kl_cov",
     "kl_cov_exact",
     "qurl",
