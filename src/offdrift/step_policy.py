@@ -30,7 +30,7 @@ MOMENTA = {"exp_avg": "betas", "momentum_buffer": "momentum"}
 
 @dataclass(frozen=True)
 class StepPolicy:
-    """What an optimizer does at a step with no gradient, and with few accepted sequences.
+    """Policy of an optimizer at a step with no gradient, and with few accepted sequences.
 
         lr of the step = lr min(1, acceptance / min_acceptance)
 
@@ -157,9 +157,10 @@ def guard(
     """
     policy = policy or StepPolicy()
     while not isinstance(optimizer, Optimizer) or type(optimizer).__module__.startswith("accelerate."):
-        if not hasattr(optimizer, "optimizer"):
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None:
             raise BadValueError(f"{type(optimizer).__name__} is not an optimizer of torch and wraps none")
-        optimizer = optimizer.optimizer
+        optimizer = inner
     if policy.min_acceptance > 0 and acceptance is None:
         raise BadValueError("min_acceptance needs acceptance=, a function that gives the step's share of sequences")
     steps, rates = StepGuard(policy), []
@@ -192,9 +193,9 @@ def _has_gradient(optimizer: Any, group: Any) -> bool:
     local = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     local = [x.to_local() if hasattr(x, "to_local") else x for x in local]
     device = local[0].device if local else torch.device("cpu")
-    found = torch.zeros((), device=device)
+    present = torch.zeros((), device=device)
     for gradient in local:
-        found = torch.maximum(found, gradient.ne(0).any().to(found))
+        present = torch.maximum(present, gradient.ne(0).any().to(present))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=group)
-    return bool(found)
+        torch.distributed.all_reduce(present, torch.distributed.ReduceOp.MAX, group=group)
+    return bool(present)

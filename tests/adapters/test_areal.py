@@ -213,7 +213,7 @@ def correct(method: str, of: Batch, **options: Any) -> tuple[Tensor, Tensor]:
     return decided.behave_imp_weight, decided.loss_mask
 
 
-FRAMEWORK = Framework("areal", stand_in, run, served=108)
+FRAMEWORK = Framework("areal", stand_in, run, served=109)
 CORRECTING = Correcting("areal", stand_in, correct)
 
 

@@ -113,7 +113,7 @@ def test_weights_that_are_not_known_are_refused_at_the_first_batch(
     ms_swift.install("icepop", on_idle="warn")
     with caplog.at_level("INFO", "offdrift.ms-swift"):
         weights(trainer, of)
-    assert "_apply_rollout_importance_sampling: loss and gradient equal to" in caplog.text
+    assert "_apply_rollout_importance_sampling: loss" in caplog.text
     own = trainer._apply_rollout_importance_sampling
     monkeypatch.setattr(trainer, OWN[1], lambda self, ratio, mask: own(self, -ratio, mask))
     weights(trainer, of)  # once per process

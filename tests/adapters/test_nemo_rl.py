@@ -102,7 +102,7 @@ def run(method: str | None, of: Batch, tokens: float, sequences: float, **option
     return outcome(loss, current, metrics)
 
 
-FRAMEWORK = Framework("nemo-rl", stand_in, run, served=106, own_aggregate=True)
+FRAMEWORK = Framework("nemo-rl", stand_in, run, served=107, own_aggregate=True)
 
 
 def test_metrics_add_up_to_those_of_the_step(process: list[LossHook]) -> None:

@@ -147,7 +147,7 @@ def run(values: int, method: str | None, of: Batch, tokens: float, sequences: fl
 
 
 FRAMEWORKS = [
-    Framework(f"openrlhf {version}", partial(stand_in, theirs=theirs), partial(run, values), 105, own_aggregate=True)
+    Framework(f"openrlhf {version}", partial(stand_in, theirs=theirs), partial(run, values), 106, own_aggregate=True)
     for version, theirs, values in (("0.11.2", TheirLoss, 5), ("earlier", EarlierLoss, 4))
 ]
 

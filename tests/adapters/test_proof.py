@@ -35,24 +35,24 @@ def test_value_and_gradient_decide(case: str) -> None:
     for x, expected in zip(found, (loss, gradient), strict=True):
         assert x == expected or (0.1 * expected < x < 10 * expected)
     if case == "itself":
-        proof.prove(LOG, "verl", "their_loss", own=own, ours=ours, at=AT)
+        proof.prove(LOG, "verl", "their_loss", native=own, ours=ours, at=AT)
         return
     with pytest.raises(FrameworkError, match="verl: their_loss is a loss that this adapter does not know"):
-        proof.prove(LOG, "verl", "their_loss", own=own, ours=ours, at=AT)
+        proof.prove(LOG, "verl", "their_loss", native=own, ours=ours, at=AT)
 
 
 def test_what_cannot_be_called_is_said_and_errors_of_ours_stay(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "offdrift.verl"):
-        proof.prove(LOG, "verl", "their_loss", own=None, ours=own, at=AT)
-    assert "their_loss is not in this process" in caplog.text
+        proof.prove(LOG, "verl", "their_loss", native=None, ours=own, at=AT)
+    assert "their_loss is not" in caplog.text
 
     def fails(x: Tensor) -> Tensor:
         raise MethodError("ours")
 
     with pytest.raises(MethodError, match="ours"):
-        proof.prove(LOG, "verl", "their_loss", own=own, ours=fails, at=AT)
+        proof.prove(LOG, "verl", "their_loss", native=own, ours=fails, at=AT)
     with pytest.raises(FrameworkError, match="it ends with KeyError"):
-        proof.prove(LOG, "verl", "their_loss", own=lambda x: {}["x"], ours=own, at=AT)
+        proof.prove(LOG, "verl", "their_loss", native=lambda x: {}["x"], ours=own, at=AT)
 
 
 def test_the_sample_tells_the_policies_of_an_on_policy_batch_apart() -> None:

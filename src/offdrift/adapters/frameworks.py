@@ -170,7 +170,7 @@ class Replacements:
         self._set(holder, name, ours, everywhere)
 
     def original(self, name: str) -> Any:
-        """What a replaced attribute of this name was before; None if nothing of the name was replaced."""
+        """The replaced attribute of this name as it was before; None if nothing of the name was replaced."""
         return next((value for (_, known), (_, value, _) in self._originals.items() if known == name), None)
 
     def restore(self) -> None:

@@ -326,11 +326,11 @@ class LossHook:
         divisor = self._divisor(method.aggregate, *counts, advantages.device)
         return policy_loss(logprobs, method, advantages, normalizer=divisor)
 
-    def prove(self, name: str, *, own: Loss | None, ours: Loss, at: Tensor) -> None:
+    def prove(self, name: str, *, native: Loss | None, ours: Loss, at: Tensor) -> None:
         """Once: the framework's own loss and ours with every weight 1, as `proof.prove` compares them."""
         if not self.proved:
             self.proved = True
-            prove(self.adapter.log, self.adapter.framework, name, own=own, ours=ours, at=at)
+            prove(self.adapter.log, self.adapter.framework, name, native=native, ours=ours, at=at)
 
     def _divisor(self, aggregate: str, tokens: Any, sequences: Any, device: torch.device) -> Tensor:
         count = tokens if aggregate == "token_mean" else sequences

@@ -1,6 +1,6 @@
 """A framework's own loss and ours on the tokens of one micro-batch: equal, or the run stops.
 
-What an adapter does around a method (which log-probs are which policy's, masks, denominators, ranks, signs) is right
+What an adapter does around a method (which log-probs are which policy's, masks, denominators, ranks, nonzero) is right
 if and only if the plain loss of the framework comes out of it: with every weight 1 and every gate open, its own clip
 and its own aggregate, loss and gradient are those of its own function. Once per process, at the first micro-batch,
 on log-probs near it whose three policies differ, so that a first step that is on policy proves something, too.
@@ -68,9 +68,9 @@ def sample_of(
         x = x.detach().double()
         return x.where(mask & ((x - base).abs() < FARTHEST), base).clamp(max=0.0) - by
 
-    given = advantages.detach().double()
-    given = given.where(mask & given.isfinite() & (given != 0), 1.0 - 2.0 * (places % 2))
-    return Sample(base - moved[0], near(old, moved[1]), near(rollout, moved[2]), given)
+    nonzero = advantages.detach().double()
+    nonzero = nonzero.where(mask & nonzero.isfinite() & (nonzero != 0), 1.0 - 2.0 * (places % 2))
+    return Sample(base - moved[0], near(old, moved[1]), near(rollout, moved[2]), nonzero)
 
 
 def clipped(
@@ -87,12 +87,12 @@ def clipped(
     return Method(objective=objective, correction=Correction(), aggregate=aggregate)
 
 
-def differences(own: Loss, ours: Loss, at: Tensor) -> tuple[float, float]:
+def differences(native: Loss, ours: Loss, at: Tensor) -> tuple[float, float]:
     """By how much two losses differ at a point: of loss and gradient, each over its size (see `TOLERANCE`).
 
     A result that is not finite, or of another shape, is infinitely far.
     """
-    (theirs, slope), (mine, my_slope) = _with_gradient(own, at), _with_gradient(ours, at)
+    (theirs, slope), (mine, my_slope) = _with_gradient(native, at), _with_gradient(ours, at)
     if theirs.shape != mine.shape:
         return float("inf"), float("inf")
     sizes = slope.abs()
@@ -101,21 +101,21 @@ def differences(own: Loss, ours: Loss, at: Tensor) -> tuple[float, float]:
     return tuple(x if x == x else float("inf") for x in (loss, gradient))  # type: ignore[return-value]
 
 
-def prove(log: logging.Logger, framework: str, name: str, *, own: Loss | None, ours: Loss, at: Tensor) -> None:
+def prove(log: logging.Logger, framework: str, name: str, *, native: Loss | None, ours: Loss, at: Tensor) -> None:
     """Say that two losses are equal, or stop.
 
     Args:
         name: the framework's class or function, as its source has it.
-        own: None where it cannot be called in this process, which is said once.
+        native: None where it cannot be called in this process, which is said once.
 
     Raises: `FrameworkError` naming it, and what differs.
     """
-    if own is None:
+    if native is None:
         log.warning("%s is not in this process: the adapter could not prove itself against it", name)
         return
     loss = gradient = float("inf")
     try:
-        loss, gradient = differences(own, ours, at)
+        loss, gradient = differences(native, ours, at)
         problem = f"its loss differs by {loss:.1e} and its gradient by {gradient:.1e} of their sizes"
         known = loss <= TOLERANCE and gradient <= TOLERANCE
     except OffdriftError:

@@ -53,8 +53,8 @@ def compare_prompts(
             return None
         if there != here:
             at = _first(here, there)
-            shown = {"trainer": here[at : at + MARGIN], "server": there[at : at + MARGIN]}
-            words = {side: bench.tokenizer.decode(ids) for side, ids in shown.items()}
+            parts = {"trainer": here[at : at + MARGIN], "server": there[at : at + MARGIN]}
+            words = {side: bench.tokenizer.decode(ids) for side, ids in parts.items()}
             return {"same": False, "chat": chat, "text": text, "at": at, **words}
     return {"same": True, "chat": chat}
 
@@ -65,13 +65,13 @@ def compare_defaults(bench: Bench, engine: OpenAIEngine) -> dict[str, Any]:
     repeats = True
     for index, prompt in enumerate(bench.prompts[:TEXTS]):
         length = min(TOKENS, bench.sampling.max_tokens)
-        given, again, left_open = (
+        stated, again, left_open = (
             engine.answered(prompt, tokens=length, seed=bench.seed + index, settings=settings)
             for settings in (True, True, False)
         )
-        repeats &= given == again
-        at = _first(given, left_open)
-        early = at == len(left_open) < len(given)
+        repeats &= stated == again
+        at = _first(stated, left_open)
+        early = at == len(left_open) < len(stated)
         if repeats and (at < len(left_open) or (early and left_open[-1] not in ends)):
             return {"repeats": True, "neutral": False, "prompt": index, "at": at, "early": early}
     return {"repeats": repeats, "neutral": repeats or None}

@@ -42,16 +42,16 @@ def stacks(context: Context, overall: Row) -> dict[str, str]:
     lag, inside = number(overall, "version_lag/mean"), number(overall, "batch/updates_before") or 0.0
     lag = 0.0 if lag is None and context.same_weights else lag
     experts = context.mixture_of_experts or any(number(overall, name) is not None for name in ROUTED)
-    found = {}
+    kinds = {}
     if lag is not None and lag > inside:
-        found["async"] = f"tokens are {lag:.3g} updates old on average"
+        kinds["async"] = f"tokens are {lag:.3g} updates old on average"
     if experts:
-        found["moe"] = "a mixture of experts"
+        kinds["moe"] = "a mixture of experts"
     if context.quantized:
-        found["quantized"] = "the engine is quantized"
-    if not found and lag is not None and context.quantized is False:
-        found["dense"] = "no lag, no quantized engine"
-    return found
+        kinds["quantized"] = "the engine is quantized"
+    if not kinds and lag is not None and context.quantized is False:
+        kinds["dense"] = "no lag, no quantized engine"
+    return kinds
 
 
 def by_stack(context: Context, overall: Row, decided: Mapping[str, Any]) -> list[dict[str, Any]]:

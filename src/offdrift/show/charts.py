@@ -140,12 +140,12 @@ class Chart:
             for value, label in references:
                 if not math.isfinite(value) or (log and value <= 0):
                     raise BadValueError(f"chart {self.title!r}: {label!r} has no place at {value}")
+        below = (v is not None and -math.inf < v <= 0 for s in self.series for v in s.y)
+        object.__setattr__(self, "unplaced", sum(below) * self.log)
         with_points = [(s, points(self, s)) for s in self.series]
         visible_ones = [(s, p) for s, p in with_points if any(v is not None for v in p["y"] or p["low"])]
         object.__setattr__(self, "series", tuple(s for s, _ in visible_ones))
         object.__setattr__(self, "drawn", tuple(p for _, p in visible_ones))
-        values = [float(v) for s, _ in with_points for v in s.y if v is not None] if self.log else []
-        object.__setattr__(self, "unplaced", sum(v <= 0 and math.isfinite(v) for v in values))
 
     @property
     def if_empty(self) -> str:

@@ -89,8 +89,8 @@ def k3_expectation(rollout: Sequence[float], policy: Sequence[float]) -> float:
         >>> round(k3_expectation(mu, pi), 6), round(kl(mu, pi), 6)
         (0.011572, 0.111572)
     """
-    drawn = [(m, p / m) for m, p in zip(rollout, policy, strict=True) if m > 0]
-    return math.fsum(m * (w - 1 - math.log(w)) for m, w in drawn)
+    possible = [(m, p / m) for m, p in zip(rollout, policy, strict=True) if m > 0]
+    return math.fsum(m * (w - 1 - math.log(w)) for m, w in possible)
 
 
 def kl(rollout: Sequence[float], policy: Sequence[float]) -> float:

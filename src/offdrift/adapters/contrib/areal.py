@@ -218,7 +218,7 @@ def grpo_loss_fn(
         also={ours: of_tokens[name] for ours, name in recorded.items() if name in of_tokens},
         batch_info=BatchInfo(version_lag=version_lag),
     )
-    _prove_loss(module, hook, packed, logprobs, entropy, {**input_data, "prox_logp": old}, theirs)
+    _prove_loss(module, hook, packed, logprobs, entropy, data={**input_data, "prox_logp": old}, theirs=theirs)
     tracker = module.stats_tracker
     tracker.denominator(n_valid_tokens=mask)
     tracker.stat(
@@ -254,16 +254,18 @@ def _prove_loss(
         return
     original, mask = _REPLACED.original("grpo_loss_fn"), data["loss_mask"].bool()
     sample = proof.sample_of(logprobs, data["prox_logp"], data["logprobs"], advantages=data["advantages"], mask=mask)
-    given = {**data, "logprobs": sample.rollout, "prox_logp": sample.old, "advantages": sample.advantages}
+    inputs = {**data, "logprobs": sample.rollout, "prox_logp": sample.old, "advantages": sample.advantages}
     clips = [theirs.get(name) for name in ("eps_clip", "eps_clip_higher", "c_clip")]
 
     accepted = {} if original is None else inspect.signature(original).parameters
     settings = {name: x for name, x in theirs.items() if name in accepted and name not in LOGGED}
 
-    def own(leaf: Tensor) -> Tensor:
+    def native(leaf: Tensor) -> Tensor:
         tracker, module.stats_tracker = module.stats_tracker, _Silent()
         try:
-            return original(leaf, entropy.detach(), dict(given), current_version=None, **settings)  # type: ignore[misc]
+            return original(  # type: ignore[misc]
+                leaf, entropy.detach(), dict(inputs), current_version=None, **settings
+            )
         finally:
             module.stats_tracker = tracker
 
@@ -271,14 +273,16 @@ def _prove_loss(
         again = _packed(sample.rollout, leaf, sample.old, mask, data.get("cu_seqlens"))
         return hook.plain(proof.clipped(*clips), again, sample.advantages, tokens=packed.segments.num_tokens).loss
 
-    hook.prove(f"{ACTOR}.grpo_loss_fn", own=None if original is None else own, ours=ours, at=sample.logp)
+    hook.prove(f"{ACTOR}.grpo_loss_fn", native=None if original is None else native, ours=ours, at=sample.logp)
 
 
 OPEN: dict[str, Any] = {"level": "token", "metric": "ratio", "action": "clamp", "upper": 1e6, "lower": None}
 """AReaL's rejection sampling with every gate open: what is left is the weight."""
 
 
-def _prove_correction(hook: LossHook, packed: LogProbs, proximal: Tensor, old: Tensor, cuts: Any, config: Any) -> None:
+def _prove_correction(
+    hook: LossHook, packed: LogProbs, proximal: Tensor, old: Tensor, *, cuts: Any, config: Any
+) -> None:
     """Once: AReaL's own weights and mask are ours, where no bound binds."""
     if hook.proved:
         return
@@ -287,16 +291,16 @@ def _prove_correction(hook: LossHook, packed: LogProbs, proximal: Tensor, old: T
     sample = proof.sample_of(proximal, proximal, old, advantages=old, mask=mask)
     plain = Correction() & Weight(on="mismatch", cap=OPEN["upper"])
 
-    def own(leaf: Tensor) -> Tensor:
-        found = original(leaf.detach(), sample.rollout, mask, cuts, proof.changed(config, OPEN))
-        return (found.behave_imp_weight * found.loss_mask).where(mask, 0.0)
+    def native(leaf: Tensor) -> Tensor:
+        corrected = original(leaf.detach(), sample.rollout, mask, cuts, proof.changed(config, OPEN))
+        return (corrected.behave_imp_weight * corrected.loss_mask).where(mask, 0.0)
 
     def ours(leaf: Tensor) -> Tensor:
         again = _packed(sample.rollout, None, leaf.detach(), mask, cuts)
         return again.unpack(plain(again).weight)
 
     name = f"{FUNCTIONAL}.apply_rejection_sampling"
-    hook.prove(name, own=None if original is None or config is None else own, ours=ours, at=sample.logp)
+    hook.prove(name, native=None if original is None or config is None else native, ours=ours, at=sample.logp)
 
 
 def apply_rejection_sampling(
@@ -314,7 +318,7 @@ def apply_rejection_sampling(
         return module.RejectionSamplingResult(loss_mask, torch.zeros_like(old_logprobs), 0.0)
     packed = _packed(old_logprobs, None, proximal_logprobs, loss_mask, cu_seqlens)
     corrected = hook.correct(packed)
-    _prove_correction(hook, packed, proximal_logprobs, old_logprobs, cu_seqlens, config)
+    _prove_correction(hook, packed, proximal_logprobs, old_logprobs, cuts=cu_seqlens, config=config)
     keep = packed.unpack(corrected.keep.to(loss_mask.dtype))
     weight = packed.unpack(corrected.weight.where(corrected.keep, 0.0))
     filtered = float((~corrected.keep | corrected.limited).float().mean())

@@ -127,7 +127,7 @@ def _prove(hook: LossHook, trainer: Any, old: Tensor, rollout: Tensor, mask: Ten
     sample = proof.sample_of(old, old, rollout, advantages=old, mask=mask)
     threshold = {"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_threshold": OPEN}
 
-    def own(leaf: Tensor) -> Tensor:
+    def native(leaf: Tensor) -> Tensor:
         weights = theirs(SimpleNamespace(**threshold), leaf.detach() - sample.rollout, mask)  # type: ignore[misc]
         return weights.where(mask, 0.0)
 
@@ -136,4 +136,4 @@ def _prove(hook: LossHook, trainer: Any, old: Tensor, rollout: Tensor, mask: Ten
         return packed.unpack((Correction() & Weight(on="mismatch", cap=OPEN))(packed).weight)
 
     name = f"{TRAINER}.GRPOTrainer.{WEIGHTS}"
-    hook.prove(name, own=None if theirs is None else own, ours=ours, at=sample.logp)
+    hook.prove(name, native=None if theirs is None else native, ours=ours, at=sample.logp)

@@ -154,7 +154,7 @@ class PolicyLoss(torch.nn.Module):
         fields = {"rollout_log_probs": rollout_log_probs, "old_log_probs": old_log_probs}
         rollout, old = (require_logprobs(x, mask, name, WAYS_OUT[name], beside=log_probs) for name, x in fields.items())
         counts = {"dp_size": dp_size, "batch_num_tokens": batch_num_tokens, "global_batch_size": global_batch_size}
-        logprobs, result = self._result(self.hook.loss, log_probs, old, rollout, advantages, mask, counts)
+        logprobs, result = self._result(self.hook.loss, log_probs, old, rollout, advantages, mask=mask, counts=counts)
         self._prove(proof.sample_of(log_probs, old, rollout, advantages=advantages, mask=mask != 0), mask, counts)
         sums = dict(zip(result.stats.sum_names, result.stats.sums, strict=True))
         clipped = sums.get("objective/clipped", torch.zeros_like(sums["n"])) / sums["n"]
@@ -196,12 +196,12 @@ class PolicyLoss(torch.nn.Module):
         s = sample
 
         def ours(leaf: Tensor) -> Tensor:
-            _, result = self._result(plain, leaf, s.old, s.rollout, s.advantages, mask, counts)
+            _, result = self._result(plain, leaf, s.old, s.rollout, s.advantages, mask=mask, counts=counts)
             return result.loss * counts["dp_size"]
 
-        def own(leaf: Tensor) -> Tensor:
+        def native(leaf: Tensor) -> Tensor:
             loss = theirs(**self._plain)
             return loss(leaf, s.old, s.advantages, action_mask=mask, rollout_log_probs=s.rollout, **counts)[0]
 
         name = "openrlhf.models.loss.PolicyLoss"
-        self.hook.prove(name, own=None if theirs is None else own, ours=ours, at=s.logp)
+        self.hook.prove(name, native=None if theirs is None else native, ours=ours, at=s.logp)

@@ -112,7 +112,7 @@ def _prove(hook: LossHook, inputs: Any) -> None:
     weights = None if weights is None else weights.detach().double().where(mask, 0.0)
     plain = proof.clipped(1.0, 1e6, on="full")
 
-    def own(leaf: Tensor) -> Tensor:
+    def native(leaf: Tensor) -> Tensor:
         columns = {"trainer_logprobs": leaf, "inference_logprobs": sample.rollout, "advantages": sample.advantages}
         columns |= {"ref_logprobs": None, "loss_mask": mask, "loss_weights": weights}
         return theirs.ipo_loss_fn(theirs.LossInputs(**columns), SimpleNamespace(**OPEN)).loss
@@ -123,7 +123,7 @@ def _prove(hook: LossHook, inputs: Any) -> None:
         return hook.plain(plain, packed, advantages[None]).loss
 
     here = hasattr(theirs, "ipo_loss_fn")
-    hook.prove("prime_rl.trainer.rl.loss.ipo_loss_fn", own=own if here else None, ours=ours, at=sample.logp)
+    hook.prove("prime_rl.trainer.rl.loss.ipo_loss_fn", native=native if here else None, ours=ours, at=sample.logp)
 
 
 @functools.cache

@@ -119,7 +119,7 @@ def tis(
     )
     corrected = hook.correct(logprobs, applied=bool(args.use_tis))
     if not hook.proved:
-        _prove_tis(hook, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
+        _prove_tis(hook, args, pg_loss, train=train_log_probs, rollout=rollout_log_probs, loss_masks=loss_masks)
 
     def by_sample(x: Tensor) -> list[Tensor]:
         return list(logprobs.unpack(x).split(list(response_lengths)))
@@ -191,7 +191,7 @@ def loss(
         advantages = _over_denominators(args, batch, advantages, segments)
         result = hook.loss(logprobs, advantages, column=segments.position)
         if not hook.proved:
-            _prove_loss(hook, args, batch, theirs, scored, sum_of_sample_mean)
+            _prove_loss(hook, args, batch, theirs=theirs, scored=scored, reducer=sum_of_sample_mean)
         by_token = decisions(logprobs, result.corrected, on="full")
         total, metrics = result.loss, {name: logprobs.unpack(x) for name, x in by_token.items()}
     else:
@@ -220,20 +220,20 @@ CAPTURE = "_maybe_capture_log_probs"
 
 
 def _prove_tis(
-    hook: LossHook, args: Any, pg_loss: Tensor, train: Tensors, rollout: Tensors, loss_masks: Tensors
+    hook: LossHook, args: Any, pg_loss: Tensor, *, train: Tensors, rollout: Tensors, loss_masks: Tensors
 ) -> None:
     """Once: slime's own truncated weights, with a cap that does not bind, are ours, token by token."""
     framework = _framework()
     theirs = getattr(sys.modules.get(LOSSES[framework]), "vanilla_tis_function", None)
     name = f"{LOSSES[framework]}.vanilla_tis_function"
     if theirs is None or cp_size(args) > 1:  # a share of a sequence has no loss of its own to compare
-        return hook.prove(name, own=None, ours=torch.zeros_like, at=pg_loss.detach().double())
+        return hook.prove(name, native=None, ours=torch.zeros_like, at=pg_loss.detach().double())
     lengths = [len(x) for x in train]
     mask = torch.cat([m.reshape(-1) for m in loss_masks]) != 0
     old, mu = torch.cat(list(train)), torch.cat(list(rollout))
     s = proof.sample_of(old, old, mu, advantages=pg_loss, mask=mask)
 
-    def own(leaf: Tensor) -> Tensor:
+    def native(leaf: Tensor) -> Tensor:
         lists = {"train_log_probs": s.old.split(lengths), "rollout_log_probs": s.rollout.split(lengths)}
         made = theirs(proof.changed(args, OPEN), pg_loss=leaf, **lists, loss_masks=list(loss_masks))
         return made[0].where(mask, 0.0)
@@ -243,11 +243,11 @@ def _prove_tis(
         corrected = (Correction() & Weight(on="mismatch", cap=OPEN["tis_clip"]))(packed)
         return _only(leaf, packed.unpack(corrected.weight.where(corrected.keep, 0.0)))
 
-    return hook.prove(name, own=own, ours=ours, at=s.advantages)
+    return hook.prove(name, native=native, ours=ours, at=s.advantages)
 
 
 def _prove_loss(
-    hook: LossHook, args: Any, batch: Mapping[str, Any], theirs: Any, scored: Mapping[str, Any], reducer: Any
+    hook: LossHook, args: Any, batch: Mapping[str, Any], *, theirs: Any, scored: Mapping[str, Any], reducer: Any
 ) -> None:
     """Once: slime's own policy loss of the micro-batch is ours with its clips, on its denominators.
 
@@ -262,10 +262,10 @@ def _prove_loss(
     lists = {"log_probs": s.old.split(lengths), "rollout_log_probs": s.rollout.split(lengths)}
     seen = {**batch, **lists, "advantages": s.advantages.split(lengths)}
 
-    def own(leaf: Tensor) -> Tensor:
+    def native(leaf: Tensor) -> Tensor:
         entropy = [x.detach() for x in scored["entropy"]]
-        found = None, {"log_probs": list(leaf.split(lengths)), "entropy": entropy}
-        with _standing_in(theirs, {"get_log_probs_and_entropy": lambda *_, **__: found, CAPTURE: lambda *_: None}):
+        scores = None, {"log_probs": list(leaf.split(lengths)), "entropy": entropy}
+        with _standing_in(theirs, {"get_log_probs_and_entropy": lambda *_, **__: scores, CAPTURE: lambda *_: None}):
             return theirs.policy_loss_function(proof.changed(args, PLAIN), seen, leaf, reducer)[0]
 
     def ours(leaf: Tensor) -> Tensor:
@@ -276,19 +276,19 @@ def _prove_loss(
         return hook.plain(plain, packed, shares).loss
 
     here = hasattr(theirs, "policy_loss_function")
-    hook.prove(f"{LOSSES['slime']}.policy_loss_function", own=own if here else None, ours=ours, at=s.logp)
+    hook.prove(f"{LOSSES['slime']}.policy_loss_function", native=native if here else None, ours=ours, at=s.logp)
 
 
 @contextmanager
 def _standing_in(module: Any, names: Mapping[str, Any]) -> Iterator[None]:
     """For a while, other functions under names that a module has."""
-    own = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    for name in own:
+    originals = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    for name in originals:
         setattr(module, name, names[name])
     try:
         yield
     finally:
-        for name, value in own.items():
+        for name, value in originals.items():
             setattr(module, name, value)
 
 

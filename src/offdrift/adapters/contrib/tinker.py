@@ -82,8 +82,8 @@ def loss_of(
         segments = Segments.from_lengths(torch.tensor(lengths))
         anchor = logp.detach() if old == "current" else None
         packed = LogProbs.pack(rollout, logp, anchor, mask=mask, segments=segments)
-        given = packed.like_caller(advantages)
-        result = policy_loss(packed, row, given, BatchInfo(observed="this_batch"), horizon=horizon)
+        token_advantages = packed.like_caller(advantages)
+        result = policy_loss(packed, row, token_advantages, BatchInfo(observed="this_batch"), horizon=horizon)
         numbers = select(summarize(result.stats), choice)
         return result.loss, {f"{PREFIX}{name}": float(x) for name, x in numbers.items()}
 
@@ -94,8 +94,8 @@ def _column(data: Sequence[Any], lengths: Sequence[int], name: str) -> Tensor:
     """A field of all data, end to end."""
     missing = [i for i, datum in enumerate(data) if name not in datum.loss_fn_inputs]
     if missing:
-        held = ", ".join(data[missing[0]].loss_fn_inputs)
-        raise EvidenceError(f"datum {missing[0]} holds {held}, but no {name}; build it as tinker-cookbook's rl does")
+        names = ", ".join(data[missing[0]].loss_fn_inputs)
+        raise EvidenceError(f"datum {missing[0]} holds {names}, but no {name}; build it as tinker-cookbook's rl does")
     parts = [datum.loss_fn_inputs[name].to_torch() for datum in data]
     if [len(x) for x in parts] != list(lengths):
         raise ShapeError(f"{name} of the data have lengths {[len(x) for x in parts][:8]}, log-probs {lengths[:8]}")

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.adapters.base import environ, environ_on_idle, environ_settings, liveness, log_states, undecided
+from offdrift.adapters.verl.call import Call
 from offdrift.adapters.verl.proof import prove_loss
 from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.correction import Correction
@@ -94,7 +95,15 @@ def policy_loss_named(name: str) -> PolicyLossFn:
         if not bool(response_mask.any()):  # a product with zero would keep NaN of the padding
             nothing = torch.zeros_like(log_prob, dtype=torch.bool)
             return log_prob.where(nothing, 0.0).sum(), dict.fromkeys(_metric_names(share), 0.0)
-        call = Call(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)
+        call = Call(
+            old_log_prob,
+            log_prob,
+            advantages,
+            response_mask,
+            how=loss_agg_mode,
+            config=config,
+            weights=rollout_is_weights,
+        )
         if share.needs_whole_step:
             _check_whole(name, call)
         result = loss_of(share, call)
@@ -106,26 +115,6 @@ def policy_loss_named(name: str) -> PolicyLossFn:
 
     loss.__name__ = loss.__qualname__ = f"offdrift_{name}"
     return loss
-
-
-@dataclass(frozen=True)
-class Call:
-    """What verl hands a policy loss."""
-
-    old: Float[Tensor, "b t"]
-    logp: Float[Tensor, "b t"]
-    advantages: Float[Tensor, "b t"]
-    mask: Tensor
-    how: str
-    """`loss_agg_mode`."""
-    config: Any
-    weights: Float[Tensor, "b t"] | None
-    """`rollout_is_weights`."""
-
-    @property
-    def counts(self) -> Mapping[str, Any]:
-        """Of the whole mini-batch."""
-        return getattr(self.config, "global_batch_info", None) or {}
 
 
 def _check_whole(name: str, call: Call) -> None:

@@ -10,18 +10,16 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from offdrift.adapters import proof
+from offdrift.adapters.verl.call import Call
 from offdrift.correction import Correction, Weight
 from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss
 from offdrift.methods import Method
-
-if TYPE_CHECKING:
-    from offdrift.adapters.verl.losses import Call
 
 LOG = logging.getLogger("offdrift.verl")
 CORE = "verl.trainer.ppo.core_algos"
@@ -50,9 +48,9 @@ def prove_loss(call: Call, loss_of: Callable[[Method, Call], PolicyLoss]) -> Non
     if call.weights is not None:
         seen = replace(seen, weights=call.weights.detach().double().where(call.mask != 0, 0.0))
 
-    def own(leaf: Tensor) -> Tensor:
-        given = (seen.old, leaf, seen.advantages, seen.mask, seen.how, config, seen.weights)
-        return theirs(*given)[0]  # type: ignore[misc]
+    def native(leaf: Tensor) -> Tensor:
+        inputs = (seen.old, leaf, seen.advantages, seen.mask, seen.how, config, seen.weights)
+        return theirs(*inputs)[0]  # type: ignore[misc]
 
     def ours(leaf: Tensor) -> Tensor:
         low, high = (getattr(config, f"clip_ratio_{end}", None) for end in ("low", "high"))
@@ -62,7 +60,7 @@ def prove_loss(call: Call, loss_of: Callable[[Method, Call], PolicyLoss]) -> Non
 
     name = f"{CORE}.{VANILLA} with loss_agg_mode={call.how!r}"
     here = theirs is not None and config is not None
-    proof.prove(LOG, "verl", name, own=own if here else None, ours=ours, at=sample.logp)
+    proof.prove(LOG, "verl", name, native=native if here else None, ours=ours, at=sample.logp)
 
 
 def _rows(call: Call, index: Tensor) -> Call:
@@ -88,7 +86,7 @@ def prove_driver(theirs: Callable[..., Any] | None, batch: Any) -> None:
     mask, old = tensors["response_mask"], tensors["old_log_probs"]
     sample = proof.sample_of(old, old, tensors["rollout_log_probs"], advantages=old, mask=mask != 0)
 
-    def own(leaf: Tensor) -> Tensor:
+    def native(leaf: Tensor) -> Tensor:
         fields = {"old_log_probs": leaf.detach(), "rollout_log_probs": sample.rollout, "response_mask": mask.clone()}
         block = {"rollout_is": "token", "rollout_is_threshold": OPEN}
         made, _ = theirs(type(batch).from_dict(tensors=fields), block)  # type: ignore[misc]
@@ -100,4 +98,4 @@ def prove_driver(theirs: Callable[..., Any] | None, batch: Any) -> None:
         return packed.unpack(corrected.weight.where(corrected.keep, 0.0))
 
     name = "verl.trainer.ppo.rollout_corr_helper.compute_rollout_correction_and_add_to_batch"
-    proof.prove(LOG, "verl", name, own=own if theirs is not None else None, ours=ours, at=sample.logp)
+    proof.prove(LOG, "verl", name, native=native if theirs is not None else None, ours=ours, at=sample.logp)

@@ -148,9 +148,9 @@ OPEN = {
 
 def left_open(body: Mapping[str, Any]) -> dict[str, Any]:
     """The request without its sampling settings: the server's own are taken; length and seed stay."""
-    kept = {key: value for key, value in body.items() if key not in OPEN}
-    inner = kept.get("sampling_params")
-    return kept if inner is None else {**kept, "sampling_params": left_open(inner)}
+    rest = {key: value for key, value in body.items() if key not in OPEN}
+    inner = rest.get("sampling_params")
+    return rest if inner is None else {**rest, "sampling_params": left_open(inner)}
 
 
 def response_tokens(api: API, content: Any, prompt: Sequence[int]) -> list[int]:

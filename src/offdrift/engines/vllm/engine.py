@@ -551,12 +551,13 @@ def onednn_int8(*, quantized: bool) -> Iterator[None]:
         return
     from vllm.model_executor.kernels.linear.scaled_mm import cpu
 
-    inner = cpu.check_cpu_sgl_kernel
-    cpu.check_cpu_sgl_kernel = lambda n, k, dtype: False
+    kernels: Any = cpu  # the name is imported there, not exported
+    inner = kernels.check_cpu_sgl_kernel
+    kernels.check_cpu_sgl_kernel = lambda n, k, dtype: False
     try:
         yield
     finally:
-        cpu.check_cpu_sgl_kernel = inner
+        kernels.check_cpu_sgl_kernel = inner
 
 
 @contextmanager

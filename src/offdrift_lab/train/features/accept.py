@@ -94,9 +94,9 @@ class Undo:
             if p not in state:
                 self.state.pop(p, None)
                 continue
-            kept = self.state.setdefault(p, {})
+            saved = self.state.setdefault(p, {})
             for name, x in state[p].items():
-                _copy(kept, name, x)
+                _copy(saved, name, x)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -117,14 +117,14 @@ class Undo:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
-def _copy(kept: dict[Any, Any], key: Any, x: Any) -> None:
+def _copy(saved: dict[Any, Any], key: Any, x: Any) -> None:
     """Keep a copy of a tensor, or a number as it is."""
     if not torch.is_tensor(x):
-        kept[key] = x
-    elif key in kept:
-        kept[key].copy_(x)
+        saved[key] = x
+    elif key in saved:
+        saved[key].copy_(x)
     else:
-        kept[key] = x.detach().clone()
+        saved[key] = x.detach().clone()
 
 
 class Acceptance(Feature):
@@ -199,7 +199,7 @@ class Acceptance(Feature):
                 published.enter_context(feature.publishing(arm, arm.inner))
             run.engine.load_weights(arm.weights(), version=arm.version + 1)
         seed = batch_seed(run.recipe.seed + 1, arm.version)
-        drawn = rollout(
+        rollouts = rollout(
             run.engine,
             run.task.sample(s.prompts, seed=seed),
             run.task,
@@ -209,9 +209,11 @@ class Acceptance(Feature):
             seed=seed,
             max_turns=run.recipe.max_turns,
         )
-        assert drawn.rewards is not None
-        logp, _ = _scored(arm, drawn)
-        gap = inference_gap(drawn.logp_rollout, logp, drawn.rewards, segments=drawn.segments, samples=s.samples)
+        assert rollouts.rewards is not None
+        logp, _ = _scored(arm, rollouts)
+        gap = inference_gap(
+            rollouts.logp_rollout, logp, rollouts.rewards, segments=rollouts.segments, samples=s.samples
+        )
         return float(gap)
 
     def divergence(self, arm: Any, batch: Any) -> float:

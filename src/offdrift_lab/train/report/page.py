@@ -116,8 +116,8 @@ def render(run: Run, *, limit: float | int = PAGE_BYTES) -> str:
 
 def findings_of(arms: Sequence[StoredArm], place: Anchors) -> list[tuple[StoredArm, Shown]]:
     """Findings of all arms, the most severe first, each with its arm; `place` gives them their names on the page."""
-    found = [(arm, f) for arm in arms for f in in_order(arm.findings, kind=f"finding-{arm.name}", names=place)]
-    return sorted(found, key=lambda pair: severity(pair[1]))
+    findings = [(arm, f) for arm in arms for f in in_order(arm.findings, kind=f"finding-{arm.name}", names=place)]
+    return sorted(findings, key=lambda pair: severity(pair[1]))
 
 
 def matrix(findings: Sequence[tuple[StoredArm, Shown]]) -> list[tuple[Shown, dict[str, Shown]]]:

@@ -277,7 +277,7 @@ def run_summary(run: Run, *, width: int = 140) -> Group:
 
 
 def _spread_lines(run: Run) -> list[Text]:
-    """What other seeds of a shipped recipe ended at, a line an arm."""
+    """Ends of other seeds of a shipped recipe, a line an arm."""
     lines = [Text(f"  {arm} {words}") for arm, words in spread(run).items()]
     return [Text(ONE_SEED), *lines] if lines else []
 

@@ -162,7 +162,7 @@ class OptimSettings(Section):
 
     @property
     def step_policy(self) -> StepPolicy:
-        """What the optimizer does at steps without a gradient, and with few accepted sequences."""
+        """Policy of the optimizer at steps without a gradient, and with few accepted sequences."""
         empty: dict[bool | str, EmptyStep] = {False: "step", True: "skip", "decay": "decay", "clear": "clear"}
         return StepPolicy(empty[self.skip_empty], self.min_acceptance)
 
