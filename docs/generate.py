@@ -564,15 +564,16 @@ def _verdict_counts(claims: list[dict[str, Any]]) -> str:
 
 
 def _claim_table(claims: list[dict[str, Any]], *, with_verdict: bool = False) -> list[str]:
-    lines = ["| claim | source | testbed | regime | numbers | command |", "|---|---|---|---|---|---|"]
+    heads = ["verdict"] * with_verdict + ["claim", "source", "testbed", "regime", "numbers", "command"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in claims:
         numbers = cell(row["numbers"]) + (f"<br>*Why*: {cell(row['why'])}" if "why" in row else "")
-        numbers = f"**{upper(row['verdict'])}.** {numbers}" if with_verdict else numbers
         page, _, heading = row["notes"].partition("#")
         where = f"[{cell(heading)}]({page}#{anchor(heading)})"
         commands = "<br>".join([*map(code, row["command"]), where])
         columns = [cell(row["claim"]), cell(row["source"]), cell(row["testbed"]), _regime(row), numbers, commands]
-        lines.append(f"| {' | '.join(columns)} |")
+        verdict = [upper(row["verdict"])] * with_verdict
+        lines.append(f"| {' | '.join([*verdict, *columns])} |")
     return lines
 
 

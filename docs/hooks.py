@@ -257,8 +257,10 @@ def _claims(html: str) -> str:
         if match["verdict"]:
             verdict = re.sub(r"<[^>]+>|¶|&para;", "", match["verdict"])
             return match[0]
+        heads = re.findall(r"<th(?: [^>]*)?>(.*?)</th>", match[0], re.DOTALL)
         rows = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in match[0].split("</tr>")]
-        return f'<div class="claims">{"".join(_claim(verdict, row) for row in rows if len(row) == 5)}</div>'
+        cards = [_claim(verdict, dict(zip(heads, row, strict=True))) for row in rows if row]
+        return f'<div class="claims">{"".join(cards)}</div>'
 
     body = re.sub(r"<h2[^>]*>(?P<verdict>.*?)</h2>|<table>.*?</table>", change, html, flags=re.DOTALL)
     search = (
@@ -269,12 +271,14 @@ def _claims(html: str) -> str:
     return f'{first}{search}{heading}{rest}<script src="assets/claims.js" defer></script>'
 
 
-def _claim(verdict: str, row: list[str]) -> str:
-    claim, source, testbed, numbers, command = row
+def _claim(heading: str, row: dict[str, str]) -> str:
+    """A card: verdict (the heading's, unless the row has its own), claim, numbers, command, and what was tested."""
+    verdict = row.get("verdict", heading)
     kind = verdict.split()[0].lower()
+    tested = " · ".join(filter(None, (row["source"], row["testbed"], row["regime"].replace("<br>", "; "))))
     return (
-        f'<article class="claim"><p><span class="chip chip-{kind}">{verdict}</span> <b>{claim}</b></p>'
-        f'<p>{numbers}</p><p class="claim-run">{command}</p><p class="claim-soft">{source} · {testbed}</p></article>'
+        f'<article class="claim"><p><span class="chip chip-{kind}">{verdict}</span> <b>{row["claim"]}</b></p>'
+        f'<p>{row["numbers"]}</p><p class="claim-run">{row["command"]}</p><p class="claim-soft">{tested}</p></article>'
     )
 
 

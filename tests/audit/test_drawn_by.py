@@ -132,7 +132,7 @@ def test_the_log_informs_the_diagnosis_where_the_context_does_not_know():
     assert informed(Context(), rows(PLAIN)) == Context(
         temperature=1.0, filtered=False, raw_stated=False, quantized=False
     )
-    assert informed(Context(), rows(PLAIN, hot)) == Context(filtered=False, raw_stated=False)
+    assert informed(Context(), rows(PLAIN, hot)) == Context(filtered=False, raw_stated=False, quantized=False)
     assert informed(Context(), rows(PLAIN, FULL)).filtered is True
     assert informed(Context(), rows(hot)).temperature == 0.7
     assert informed(Context(temperature=0.5), rows(hot)).temperature == 0.5

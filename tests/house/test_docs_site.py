@@ -225,14 +225,15 @@ def test_the_claims_are_searched_in_a_browser(site, words, found, tmp_path):
 
 
 def test_a_claim_is_a_card_with_its_verdict_numbers_and_command():
-    head = "<thead><tr><th>claim</th></tr></thead>"
-    row = "".join(f"<td>{cell}</td>" for cell in ("It holds.", "a paper", "a model", "KL 0.1", "<code>run</code>"))
+    cells = {"claim": "It holds.", "source": "a paper", "testbed": "a model", "regime": "8 seeds", "numbers": "KL 0.1", "command": "<code>run</code>"}  # fmt: skip
+    head = f"<thead><tr>{''.join(f'<th>{name}</th>' for name in cells)}</tr></thead>"
+    row = "".join(f"<td>{cell}</td>" for cell in cells.values())
     make = runpy.run_path(str(ROOT / "docs" / "hooks.py"))["_claims"]
     page = make(f'<p>All</p><h2 id="r">Falsified here</h2><table>{head}<tr>{row}</tr></table>')
     assert "<table" not in page
     assert page.count('<article class="claim">') == 1
     card = re.sub(r"<[^>]+>", "", page[page.index("<article") : page.index("</article")])
-    assert card == "Falsified here It holds.KL 0.1runa paper · a model"
+    assert card.split(" · ") == ["Falsified here It holds.KL 0.1runa paper", "a model", "8 seeds"]
     assert page.index("claim-search") < page.index("<h2")
 
 
