@@ -84,6 +84,7 @@ def test_a_value_of_the_wrong_type_is_one_message(folder, tmp_path):
         ("train no[/x]where[b].toml", ExitCode.ERROR, "cannot read recipe no[/x]where[b].toml"),
         ("train TINY --set foo=1", ExitCode.ERROR, "unknown key 'foo'"),
         ("train TINY --set method=gpso", ExitCode.ERROR, "did you mean gspo"),
+        ("train TINY --set task=summs", ExitCode.ERROR, "task = 'summs' is not known"),
         ("train TINY --set override.gate.high=1", ExitCode.ERROR, "override changes the values of method"),
         ("train TINY --arms nope", ExitCode.USAGE, "tiny has the arms none, trm_max"),
         ("report nowhere", ExitCode.ERROR, "RecordError"),

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import pytest
 import typing_extensions
 
+from offdrift.adapters.frameworks import FRAMEWORKS
 from tests.adapters.hooked import Batch, batch
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +40,7 @@ def missing(name: str, why: str) -> NoReturn:
 
 def folder(name: str) -> Path:
     """Where the framework's package lies, without importing it."""
-    spec = importlib.util.find_spec(name)
+    spec = importlib.util.find_spec(FRAMEWORKS[name].module)
     if spec is None or not spec.submodule_search_locations:
         missing(name, "not importable")
     if version(name) != PINNED[name]:

@@ -53,6 +53,7 @@ def folder(tmp_path) -> Path:
         ("nowhere.toml", 1, "cannot read sweep nowhere.toml"),
         ("s.toml --set batchez=3", 1, "unknown key 'batchez'"),
         ("s.toml --jobs 0", 2, "--jobs"),
+        ("s.toml --set task=summs --dry-run", 1, "task = 'summs' is not known"),
         ("s.toml --chart a.pdf", 2, "a chart is a .html, .svg or .png"),
         ("s.toml --dry-run --json", 0, "2 settings, 1 seed, 2 runs (2 waiting)"),
     ],
