@@ -40,7 +40,7 @@ def test_no_command_writes_or_prints_what_the_environment_keeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = BASE.replace("tokens = false", "tokens = true")
-    own = own.replace('task = "digits"', f'reward = "{ROOT}/recipes/digits.py:digits"')
+    own = own.replace('task = "arithmetic"', f'reward = "{ROOT}/recipes/digits.py:digits"')
     (tmp_path / "base.toml").write_text(own)
     (tmp_path / "s.toml").write_text('name = "s"\nrecipe = "base"\nseeds = 1\narms = ["none"]\n[set]\nbatches = 2\n')
     for name, secret in SECRETS.items():

@@ -11,7 +11,7 @@ from offdrift_lab.train.sweep.sweep import Grid, load_sweep
 BASE = """
 name = "base"
 model = "tiny-qwen3"
-task = "digits"
+task = "arithmetic"
 batches = 4
 rollout = { prompts = 2, samples = 2, max_tokens = 4 }
 lag = { sync_every = 1 }
