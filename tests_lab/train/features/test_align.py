@@ -77,14 +77,14 @@ def test_the_product_is_summed_in_float64_over_parts():
 def test_a_run_measures_and_projects_and_is_resumed(tmp_path, monkeypatch):
     always = {"align": {"threshold": -1.0}}
     short = {"changes": {"batches": 6}, **always}
-    whole, _ = run_of(tmp_path / "whole", monkeypatch, **short)
+    cut = tmp_path / "cut"
+    whole, _ = run_of(tmp_path / "whole", monkeypatch, cut=(5, cut), **short)
     assert "optim/gradient_cosine" not in whole[0]
     assert all(-1 < r["optim/gradient_cosine"] < 1 and r["optim/gradient_removed_frac"] > 0 for r in whole[1:])
     # |removed| / |g| = |cosine| where the parallel part is removed whole.
     for r in whole[1:]:
         assert r["optim/gradient_removed_frac"] == pytest.approx(abs(r["optim/gradient_cosine"]), rel=1e-5)
-    run_of(tmp_path / "cut", monkeypatch, stop_at=5, **short)
-    again, _ = run_of(tmp_path / "cut", monkeypatch, resume=True, **short)
+    again, _ = run_of(cut, monkeypatch, resume=True, **short)
     for name in ("optim/grad_norm", "optim/gradient_cosine"):
         assert [r.get(name) for r in again] == [r.get(name) for r in whole]
     folders = [tmp_path / name / "arms/none/model/model.safetensors" for name in ("whole", "cut")]

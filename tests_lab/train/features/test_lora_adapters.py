@@ -96,7 +96,8 @@ def test_a_run_trains_adapters_stores_them_alone_and_is_resumed(tmp_path, monkey
     bases = []
     start = loop.start_arm
     monkeypatch.setattr(loop, "start_arm", lambda run, *a, **k: (bases.append(run), start(run, *a, **k))[1])
-    whole, _ = run_of(tmp_path / "whole", monkeypatch, changes=changes)
+    cut = tmp_path / "cut"
+    whole, _ = run_of(tmp_path / "whole", monkeypatch, cut=(5, cut), changes=changes)
     base = load_model("tiny-qwen3", seed=0)[0]
     start_weights = {n: w.detach().clone() for n, w in base.named_parameters()}
     folder = tmp_path / "whole/arms/decoupled"
@@ -116,8 +117,7 @@ def test_a_run_trains_adapters_stores_them_alone_and_is_resumed(tmp_path, monkey
     # The second arm starts where the first did, on the same copy of the base.
     remove_adapters(bases[0].model)
     assert all(torch.equal(start_weights[n], w) for n, w in bases[0].model.named_parameters())
-    run_of(tmp_path / "cut", monkeypatch, stop_at=5, changes=changes)
-    again, _ = run_of(tmp_path / "cut", monkeypatch, resume=True, changes=changes)
+    again, _ = run_of(cut, monkeypatch, resume=True, changes=changes)
     assert [r["optim/grad_norm"] for r in again] == [r["optim/grad_norm"] for r in whole]
     for arm in arms:
         ours, theirs = (load_file(tmp_path / f"{run}/arms/{arm}/model/model.safetensors") for run in ("whole", "cut"))

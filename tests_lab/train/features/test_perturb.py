@@ -119,14 +119,14 @@ def test_the_loss_is_of_the_perturbed_policy_and_evidence_of_the_policy(world, n
 def test_a_run_learns_sizes_and_is_resumed(tmp_path, monkeypatch):
     changes = {"batches": 6, "lag": {"sync_every": 1}, "arms": {"ppo": {"method": "decoupled_ppo"}}}
     noise = {"changes": changes, "perturb": {"sigma": 1e-2, "lr": 0.1}}
-    whole, _ = run_of(tmp_path / "whole", monkeypatch, **noise)
+    cut = tmp_path / "cut"
+    whole, _ = run_of(tmp_path / "whole", monkeypatch, cut=(5, cut), **noise)
     sizes = [r["perturb/sigma_mean"] for r in whole]
     assert sizes[0] == pytest.approx(1e-2)
     assert len(set(sizes)) == 6
     # Without lag the old policy is the current one but for the noise, which only the current one has.
     assert all(r["staleness/k3"] > 1e-6 and r["version_lag/max"] == 0 for r in whole)
-    run_of(tmp_path / "cut", monkeypatch, stop_at=5, **noise)
-    again, _ = run_of(tmp_path / "cut", monkeypatch, resume=True, **noise)
+    again, _ = run_of(cut, monkeypatch, resume=True, **noise)
     for name in ("perturb/sigma_mean", "optim/grad_norm", "full/k3"):
         assert [r[name] for r in again] == [r[name] for r in whole]
 

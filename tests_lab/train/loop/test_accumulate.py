@@ -45,10 +45,10 @@ def test_the_step_is_that_of_one_draw_twice_as_large(tmp_path, monkeypatch, meth
 
 def test_draws_that_wait_are_resumed(tmp_path, monkeypatch):
     settings = {"changes": {"batches": 6, "lag": {"sync_every": 2, "queue": 1}}, "accumulate": 2}
-    whole, _ = run_of(tmp_path / "whole", monkeypatch, **settings)
+    cut = tmp_path / "cut"
+    whole, _ = run_of(tmp_path / "whole", monkeypatch, cut=(5, cut), **settings)
     assert whole[0]["batch/updates_before"] == 0
-    run_of(tmp_path / "cut", monkeypatch, stop_at=5, **settings)
-    again, _ = run_of(tmp_path / "cut", monkeypatch, resume=True, **settings)
+    again, _ = run_of(cut, monkeypatch, resume=True, **settings)
     assert [r["optim/grad_norm"] for r in again] == [r["optim/grad_norm"] for r in whole]
     files = [sorted(p.name for p in (tmp_path / run).rglob("rollouts/*.parquet")) for run in ("whole", "cut")]
     assert files[0] == files[1]
