@@ -1,9 +1,10 @@
 """What tests of function hooks share: a process without hooks, stand-ins for frameworks, a batch and its parts."""
 
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -215,3 +216,18 @@ def code(page: str, language: str) -> list[str]:
     """The code blocks of a page under docs/integrations in one language."""
     text = (ROOT / "docs" / "integrations" / page).read_text()
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@contextmanager
+def heard(log: logging.Logger, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Messages of a logger reach `caplog`, also after AReaL has given the process another tree of loggers."""
+    level, propagate = log.level, log.propagate
+    log.addHandler(caplog.handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(caplog.handler)
+        log.setLevel(level)
+        log.propagate = propagate

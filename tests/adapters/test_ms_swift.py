@@ -6,6 +6,7 @@ no correction touches.
 
 import ast
 import importlib.util
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,7 @@ from torch import Tensor
 from offdrift.adapters.contrib import ms_swift
 from offdrift.adapters.frameworks import WAITING
 from offdrift.errors import EvidenceError, FrameworkError, LivenessError, MethodError
-from tests.adapters.hooked import SOME, Batch, batch, code, install, optimizer_step, unscored
+from tests.adapters.hooked import SOME, Batch, batch, code, heard, install, optimizer_step, unscored
 
 SPEC = importlib.util.find_spec("swift")
 FILE = Path(next(iter(SPEC.submodule_search_locations or ()), "")) / "rlhf_trainers" if SPEC else Path()
@@ -111,7 +112,7 @@ def test_weights_that_are_not_known_are_refused_at_the_first_batch(
 ) -> None:
     of = batch()
     ms_swift.install("icepop", on_idle="warn")
-    with caplog.at_level("INFO", "offdrift.ms-swift"):
+    with heard(logging.getLogger("offdrift.ms-swift"), caplog):
         weights(trainer, of)
     assert "_apply_rollout_importance_sampling: loss" in caplog.text
     own = trainer._apply_rollout_importance_sampling

@@ -24,7 +24,7 @@ from offdrift.adapters.contrib import openrlhf
 from offdrift.adapters.frameworks import WAITING
 from offdrift.errors import FrameworkError
 from offdrift.methods import METHODS
-from tests.adapters.hooked import Batch, code
+from tests.adapters.hooked import Batch, code, heard
 from tests.foreign import real
 
 pytestmark = pytest.mark.foreign
@@ -134,7 +134,7 @@ def test_the_adapter_proves_itself_and_refuses_a_loss_that_was_changed(theirs: A
         loss = openrlhf.PolicyLoss(values=5, dual_clip=3.0, clip_eps_high=0.28)
         loss.hook.proved = False
         if known:
-            with caplog.at_level("INFO", "offdrift.openrlhf"):
+            with heard(loss.hook.adapter.log, caplog):
                 run(loss, one, dp_size=2, batch_num_tokens=77.0)
             assert ": loss and gradient" in caplog.text
         else:

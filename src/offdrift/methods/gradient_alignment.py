@@ -37,6 +37,7 @@ def gac_projection(
     Raises: `ShapeError` if the gradients have different sizes.
 
     Example:
+        >>> import torch
         >>> gac_projection(torch.tensor([0.8, 0.6, 0.0]), torch.tensor([1.0, 0.0, 0.0]))
         Projected(grad=tensor([0.0000, 0.6000, 0.0000]), cosine=tensor(0.8000))
 
@@ -62,6 +63,7 @@ def gac_coefficient(
     """Coefficient of the last gradient that `gac_projection` subtracts, and the cosine, from <g,p>, |g|^2, |p|^2.
 
     Example:
+        >>> import torch
         >>> gac_coefficient(torch.tensor(0.8), torch.tensor(1.0), torch.tensor(1.0))
         (tensor(0.8000), tensor(0.8000))
     """

@@ -53,7 +53,7 @@ def run_of(folder, monkeypatch, *, cut=None, lengths=None, resume=False, changes
     """Metrics of a short run, and the learning rate that the optimizer really had in each of its steps.
 
     Args:
-        cut: an update and a folder, which gets what a run killed after that update leaves.
+        cut: an update and a folder, which gets what a run killed after that update (of its first arm) leaves.
     """
     short_arms(monkeypatch)
     used = []
@@ -73,7 +73,7 @@ def run_of(folder, monkeypatch, *, cut=None, lengths=None, resume=False, changes
         monkeypatch.setattr(step, "_with_batch_stats", planted)
 
     def watch(event):
-        if cut is not None and event.kind == "update" and event.step == cut[0]:
+        if cut is not None and event.kind == "update" and event.step == cut[0] and not cut[1].exists():
             shutil.copytree(folder, cut[1])
 
     settings = {"batches": 8, "arms": ARMS, "log__checkpoint_every": 2, "optim": {"lr": 1e-3, **optim}}
