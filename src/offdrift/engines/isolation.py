@@ -101,18 +101,27 @@ def start_local_ray(**options: Any) -> None:
     os.environ[name], constants.ENABLE_RAY_CLUSTER = "0", False
     quiet(ray)
     try:
-        with sigterm_kept():
-            ray.init(
-                address="local", include_dashboard=False, log_to_driver=False, _node_ip_address=LOOPBACK, **options
-            )
-    except Exception as e:  # a start that times out is a bare Exception, other failures are of a dozen classes
-        ray.shutdown()
-        first = next(iter(str(e).strip().splitlines()), type(e).__name__)
-        raise EngineError(
-            f"Ray did not start on this machine ({first[:200]}); it gives up where the machine is busy or has little "
-            "memory or /dev/shm: try again, end other work, or do without Ray (--jobs in place of --ray, --workers in "
-            "place of audit --ray, a recipe without [pipeline])"
-        ) from e
+        for tries_left in (1, 0):
+            try:
+                with sigterm_kept():
+                    ray.init(
+                        address="local",
+                        include_dashboard=False,
+                        log_to_driver=False,
+                        _node_ip_address=LOOPBACK,
+                        **options,
+                    )
+                break
+            except Exception as e:  # a start that times out is a bare Exception, other failures are of a dozen classes
+                ray.shutdown()
+                if tries_left:  # a cluster that starts at the same moment may have taken the port that Ray chose
+                    continue
+                first = next(iter(str(e).strip().splitlines()), type(e).__name__)
+                raise EngineError(
+                    f"Ray did not start on this machine, twice ({first[:200]}); it gives up where the machine is "
+                    "busy or has little memory or /dev/shm: end other work, or do without Ray (--jobs in place of "
+                    "--ray, --workers in place of audit --ray, a recipe without [pipeline])"
+                ) from e
     finally:
         variable, constants.ENABLE_RAY_CLUSTER = before
         if variable is None:
