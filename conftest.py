@@ -9,6 +9,7 @@ import pytest
 from tests import shapes
 
 pytest.register_assert_rewrite("tests.engines.contract")
+shapes.leave_scalars()  # before the conftest of a folder imports the library
 MANY = 300
 """Modules: vLLM brings 2,500, and walking what it made takes a fifth of a second, once in every arm that is trained."""
 
@@ -17,7 +18,6 @@ def pytest_configure() -> None:
     """Commands that tests interrupt must hear it, also where a suite in the background was told to ignore Ctrl-C."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    shapes.leave_scalars()
 
 
 def pytest_collection() -> None:
