@@ -10,6 +10,7 @@ from tests import shapes
 
 pytest.register_assert_rewrite("tests.engines.contract")
 shapes.leave_scalars()  # before the conftest of a folder imports the library
+LONG = {"test_schedule_matrix.py", "test_pipeline.py"}
 MANY = 300
 """Modules: vLLM brings 2,500, and walking what it made takes a fifth of a second, once in every arm that is trained."""
 
@@ -38,6 +39,11 @@ def freeze() -> None:
     gc.collect()
     gc.freeze()
     Frozen.modules = len(sys.modules)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of several minutes begin: at the end, one worker would run them while the others wait."""
+    items.sort(key=lambda item: item.path.name not in LONG)
 
 
 def pytest_collection_finish() -> None:
