@@ -391,7 +391,7 @@ def without_mask(agg):
 def test_a_verl_that_aggregates_otherwise_is_refused_at_the_first_batch(change, monkeypatch):
     core = real_verl().core_algos
     monkeypatch.setattr(core, "agg_loss", change(core.agg_loss))
-    with pytest.raises(
-        FrameworkError, match=r"core_algos.compute_policy_loss_vanilla with loss_agg_mode='token-mean' is"
-    ):
-        run("ppo_clip", "token-mean", batch_for("ppo_clip"))
+    refusal = r"core_algos.compute_policy_loss_vanilla with loss_agg_mode='token-mean' is"
+    for _ in range(2):  # a loop that catches the first refusal meets another
+        with pytest.raises(FrameworkError, match=refusal):
+            run("ppo_clip", "token-mean", batch_for("ppo_clip"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offdrift.audit.charts import along, bars_of, explorable, histogram_chart, limits_of, over_time, place
+from offdrift.audit.charts import along, bars_of, choices, explorable, histogram_chart, limits_of, over_time, place
 from offdrift.audit.method_table import FAMILIAR, length_curves, tried, untried
 from offdrift.audit.page import NO_TOKEN, heats, render_audit
 from offdrift.audit.view import audit_view
@@ -300,3 +300,9 @@ def test_an_estimate_of_kl_below_0_is_not_judged_as_above_a_threshold(value: flo
     (kl,) = headlines({"overall": {"mismatch/k1": value}})
     assert words in kl.comparison
     assert "above 0.05" not in kl.comparison
+
+
+def test_every_method_of_the_table_with_limits_can_be_chosen():
+    drawn = [name for name in METHODS if limits_of(name)]
+    assert list(choices({"methods": [{"name": name} for name in METHODS]})) == drawn
+    assert len(drawn) > 60

@@ -328,9 +328,14 @@ class LossHook:
 
     def prove(self, name: str, *, native: Loss | None, ours: Loss, at: Tensor) -> None:
         """Once: the framework's own loss and ours with every weight 1, as `proof.prove` compares them."""
-        if not self.proved:
-            self.proved = True
+        if self.proved:
+            return
+        self.proved = True  # what is compared may come here again
+        try:
             prove(self.adapter.log, self.adapter.framework, name, native=native, ours=ours, at=at)
+        except BaseException:
+            self.proved = False  # a loop that goes on after an error is refused again
+            raise
 
     def _divisor(self, aggregate: str, tokens: Any, sequences: Any, device: torch.device) -> Tensor:
         count = tokens if aggregate == "token_mean" else sequences

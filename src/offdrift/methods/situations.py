@@ -20,7 +20,7 @@ class Suggestion:
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What an audit or a check says of a run, three suggestions, and names of others that were made for it.
+    """Finding of an audit or a check, three suggestions, and names of others that were made for it.
 
     Example:
         >>> [s.method for s in SITUATIONS["stale"].suggested]

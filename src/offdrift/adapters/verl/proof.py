@@ -38,7 +38,6 @@ def prove_loss(call: Call, loss_of: Callable[[Method, Call], PolicyLoss]) -> Non
     """
     if call.how in PROVED:
         return
-    PROVED.add(call.how)
     theirs, config = getattr(sys.modules.get(CORE), VANILLA, None), call.config
     if call.counts.get("global_batch_size") is None:
         # Without counts verl divides by the sequences that have a token, and we by all: the proof has none without.
@@ -61,6 +60,7 @@ def prove_loss(call: Call, loss_of: Callable[[Method, Call], PolicyLoss]) -> Non
     name = f"{CORE}.{VANILLA} with loss_agg_mode={call.how!r}"
     here = theirs is not None and config is not None
     proof.prove(LOG, "verl", name, native=native if here else None, ours=ours, at=sample.logp)
+    PROVED.add(call.how)
 
 
 def _rows(call: Call, index: Tensor) -> Call:
@@ -81,7 +81,6 @@ def prove_driver(theirs: Callable[..., Any] | None, batch: Any) -> None:
     """
     if "driver" in PROVED:
         return
-    PROVED.add("driver")
     tensors = batch.batch
     mask, old = tensors["response_mask"], tensors["old_log_probs"]
     sample = proof.sample_of(old, old, tensors["rollout_log_probs"], advantages=old, mask=mask != 0)
@@ -99,3 +98,4 @@ def prove_driver(theirs: Callable[..., Any] | None, batch: Any) -> None:
 
     name = "verl.trainer.ppo.rollout_corr_helper.compute_rollout_correction_and_add_to_batch"
     proof.prove(LOG, "verl", name, native=native if theirs is not None else None, ours=ours, at=sample.logp)
+    PROVED.add("driver")
