@@ -47,12 +47,13 @@ def compiled(arch: int, dtypes: list[str]) -> dict[str, dict[str, Any]]:
 
 def _facts(kernel: Any, constants: dict[str, Any], dtype: str, arch: int) -> dict[str, Any]:
     size = 4 if dtype == "fp32" else 2
-    shape = kernels.SWEEP[size]
+    shape = kernels.SWEEP
+    most = shape.registers if kernel is kernels_triton.one_sweep_rows else None
     r, warps, scores_of_a_load = kernels.VECTOR // size, kernels.WARPS[size], 1
     if kernel is kernels_triton.one_sweep_rows:
         packed = dtype == "bf16"
-        constants = {**constants, "PACKED": packed, "AHEAD": shape.ahead, "UNROLL": shape.unroll, "WIDE": shape.wide}
-        r, warps, scores_of_a_load = 4, shape.warps, 2 if packed else 1
+        constants = {**constants, "PACKED": packed, "UNROLL": shape.unroll, "WIDE": shape.wide}
+        r, warps, scores_of_a_load = shape.words, shape.warps, 2 if packed else 1
     elif kernel is kernels_triton.exact_rows:
         r, warps = kernels.AGAIN
     if kernel is kernels_triton.finish_rows:
@@ -67,7 +68,7 @@ def _facts(kernel: Any, constants: dict[str, Any], dtype: str, arch: int) -> dic
         if signature[name].startswith("*") or name in ALIGNED
     }
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": warps, **kernels.OPTIONS}
+    options = {"num_warps": warps, "maxnreg": most, **kernels.OPTIONS}
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["cubin"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)

@@ -33,8 +33,11 @@ from offdrift.divergence.exact import ExactDivergences, definition
 VOCABULARIES = (151_936, 32_000, 128_256, 262_144)
 DTYPES = (torch.bfloat16, torch.float32)
 SHAPES = [
-    kernels.Sweep(warps, ahead, unroll) for ahead in (True, False) for unroll in (1, 2) for warps in (4, 8, 16)
-] + [kernels.Sweep(4, False, unroll, wide=False) for unroll in (2, 4)]
+    kernels.Sweep(warps, unroll, wide, words, registers)
+    for wide in (True, False)
+    for warps, unroll, words in ((4, 4, 2), (4, 6, 2), (4, 8, 2), (8, 4, 2), (4, 2, 4))
+    for registers in (None, 64)
+] + [kernels.Sweep(4, 8, False, 2, 56), kernels.Sweep(4, 4, False, 2, 72)]
 KLS = (1e-8, 5e-7, 1e-4, 1e-2, 1.0, 10.0)
 ROW_BYTES = 2**31
 """Of logits of one policy, far beyond any cache."""
@@ -90,7 +93,7 @@ def with_shape(shape: kernels.Sweep | None, run: Callable[[], Any]) -> Callable[
     def arm() -> Any:
         kept = kernels.SWEEP
         if shape is not None:
-            kernels.SWEEP = dict.fromkeys(kept, shape)
+            kernels.SWEEP = shape
         try:
             return run()
         finally:
@@ -107,16 +110,19 @@ def two_sweeps(mu: Tensor, pi: Tensor, tokens: Tensor) -> ExactDivergences:
 
 
 def timed(args: argparse.Namespace, device: torch.device) -> Any:
-    """Eight, nine, a loss with its gradient, and two sweeps, by vocabulary and dtype."""
+    """Eight numbers of policies that are close and that are not, nine, a loss with its gradient, and two sweeps."""
     for vocab in (300,) if args.tiny else VOCABULARIES:
         for dtype in DTYPES:
             rows = 2 if args.tiny else ROW_BYTES // (vocab * dtype.itemsize) // 16 * 16
             mu, pi, tokens = gpu_kl.policies(rows, vocab, dtype, device)
             target = torch.empty_like(mu)
+            far = pi.clone()
+            far[:, ::1000] += 1  # beyond the polynomial's range in every row
             arms = {
                 "copy": lambda: target.copy_(mu),  # noqa: B023  (timed inside this turn of the loop)
                 "eight": lambda: kernels.with_normalizers(mu, pi, tokens, tv=False),  # noqa: B023
                 "nine": lambda: kernels.with_normalizers(mu, pi, tokens),  # noqa: B023
+                "eight, far": lambda: kernels.with_normalizers(mu, far, tokens, tv=False),  # noqa: B023
                 "two sweeps": lambda: two_sweeps(mu, pi, tokens),  # noqa: B023
                 "loss and gradient": lambda: gpu_kl.our_step(mu, pi),  # noqa: B023
             }

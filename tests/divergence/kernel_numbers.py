@@ -218,7 +218,7 @@ def swept_again(*policies: Any, **how: Any) -> tuple[ExactDivergences, list[bool
 @pytest.fixture(params=[True, False], ids=["exponentials", "polynomial first"])
 def wide(request, monkeypatch):
     """Both ways of the sweep."""
-    monkeypatch.setattr(kernels, "SWEEP", {k: x._replace(wide=request.param) for k, x in kernels.SWEEP.items()})
+    monkeypatch.setattr(kernels, "SWEEP", kernels.SWEEP._replace(wide=request.param))
 
 
 @pytest.mark.usefixtures("wide")

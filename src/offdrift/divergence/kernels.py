@@ -39,16 +39,19 @@ class Sweep(NamedTuple):
 
     warps: int
     """The most per program."""
-    ahead: bool
-    """Whether a tile is asked for before the one before it is summed."""
     unroll: int
+    """Tiles of a block."""
     wide: bool = True
-    """Whether the sweep is for any log-ratio, or one by a polynomial comes before it: 26 instructions in place of 30 if
-    all log-ratios of the row are below 3/4, two sweeps if not. Not timed yet."""
+    """Whether the sweep is for any log-ratio, or by a polynomial for those below 3/4: 26 instructions in place of 30.
+    The first eighth of a row tells whether that begins; a row that has larger ones later is swept again."""
+    words: int = 4
+    """That a thread loads at once: scores, or pairs of bfloat16 scores."""
+    registers: int | None = None
+    """The most per thread."""
 
 
-SWEEP = {2: Sweep(4, False, 2), 4: Sweep(8, False, 1)}
-"""By bytes of a score: see `kernels_triton`."""
+SWEEP = Sweep(warps=4, unroll=8, wide=False, words=2, registers=56)
+"""See `kernels_triton`."""
 
 FINISHED_TOGETHER = 128
 """Rows of one program of `finish_rows`."""
@@ -119,15 +122,14 @@ def with_normalizers(
     bits, has_tokens = _bits(temperature), tokens is not None
     sweep, finish = cast("Any", one_sweep_rows), cast("Any", finish_rows)
     if n > 0:
-        shape = SWEEP[min(x.element_size() for x in both)]
         packed = _packs(both)
-        r = 4  # words: with more, the sums of a thread would take so many registers that an SM had one program less
-        warps = _warps(v, 2 * r if packed else r, shape.warps)
+        warps = _warps(v, 2 * SWEEP.words if packed else SWEEP.words, SWEEP.warps)
         with torch.cuda.device_of(both[0]):
             sweep[(n,)](
                 *(*both, drawn, sums, *strides, n, v, -1 / temperature),
-                *(32 * warps, r, has_tokens, tv, packed, shape.ahead, shape.unroll, shape.wide),
+                *(32 * warps, SWEEP.words, has_tokens, tv, packed, SWEEP.unroll, SWEEP.wide),
                 num_warps=warps,
+                maxnreg=SWEEP.registers,
                 **OPTIONS,
             )
             finish[(math.ceil(n / FINISHED_TOGETHER),)](

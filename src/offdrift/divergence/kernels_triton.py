@@ -473,17 +473,25 @@ def exact_rows(
 #
 # No term is large where mu is, because the token is one that was drawn, so that x is small there: the sums may be
 # float32, and the corrections, a handful per row, are float64. TV alone has a kink at pi = mu, which moves with D: it
-# takes a second sweep, of 17 instructions.
+# takes a second sweep, of 15 instructions.
 #
-# Counted for sm_90 (`benchmarks/gpu_kl.py --count`): 30 instructions per pair of bfloat16 scores (31 of float32), 2 of
-# them exponentials, and 64 to 77 registers. Measured on an H200 at a vocabulary of 151,936, by `one_sweep.py`: eight
-# numbers at 76 % of a copy's bandwidth with bfloat16 scores, 99 % with float32; all nine at 48 % and 53 %. By `ncu` the
-# bfloat16 sweep is bound by instructions (issue slots 77 % busy, 30.7 executed per pair; memory 69 %), and half of the
-# cycles that a warp waits are for loads. Programs of 16 warps: 51 %. Loading ahead of the sums: no gain.
+# Where |x| < NEAR, a polynomial is all it takes for c: 26 instructions per pair of scores, one of them an
+# exponential. The first part of a row tells nearly always whether the rest is like that; if not, the row is swept by
+# 30 to 31, with two exponentials. The sweep is bound by instructions, so that what counts is how many there are and
+# how many warps wait for memory at a time: two words a thread and 56 registers let an SM have 36 warps (four words
+# 28), and tiles whose addresses differ by constants cost one addition of addresses less for each load. Measured on an
+# H200 by `one_sweep.py` at a vocabulary of 151,936: eight numbers at 87 % of a copy's bandwidth with bfloat16 scores,
+# 103 % with float32; all nine at 51 % and 53 %; rows that begin beyond NEAR at 72 % and 87 %. `ncu`, with 64
+# registers and blocks of four: issue slots 81 % busy, 27.1 instructions executed per pair, memory 80 %.
+#
+# Tried and not kept: tiles of four words (76 to 78 %); 16 warps (51 %); loading a tile ahead of the sums (no gain); the
+# largest x^2 as an integer, of which Hopper compares three at once (half an instruction less, and slower).
 
 
 # (e^-y - 1 + y - y^2 / 2) / y^3 on |y| <= NEAR: the interpolant at Chebyshev's five points.
 NEAR = tl.constexpr(0.75)
+# One block of so many is swept before the polynomial is relied on.
+PROBED = tl.constexpr(8)
 NEAR_0 = tl.constexpr(-0.16666666666666666)
 NEAR_1 = tl.constexpr(0.04166419512076682)
 NEAR_2 = tl.constexpr(-0.008333059106967104)
@@ -496,20 +504,21 @@ NEAR_4 = tl.constexpr(-0.0002003602643017344)
 def _sweep_tile(sums, a, b, inside, offsets, minus_over_t, MASKED: tl.constexpr, WIDE: tl.constexpr):
     """The sums with one tile, for |x| < NEAR or, WIDE, any.
 
-    With -x in place of x no score is negated, which would be an instruction each.
+    With -x in place of x no score is negated, which would be an instruction each. Beside the sums, |x|.
     """
-    total, moved_total, curved_total, moved_x, moved_rise, m_bits, p_bits, squared, furthest = sums
+    total, moved_total, curved_total, moved_x, moved_rise, m_bits, p_bits, squared = sums
     bits = tl.fma(a, LOG2E, offsets[0])
     minus_x = tl.fma(b, minus_over_t, a) + offsets[1]
     if MASKED:
         bits = tl.where(inside, bits, NO_MASS)
         minus_x = tl.where(inside, minus_x, 0.0)
     m = tl.exp2(bits)
+    square = minus_x * minus_x
     if WIDE:
         series = tl.fma(minus_x, SERIES_4, -SERIES_3)
         series = tl.fma(minus_x, series, SERIES_2)
         series = tl.fma(minus_x, series, -SERIES_1)
-        near = minus_x * minus_x * tl.fma(minus_x, series, 0.5)
+        near = square * tl.fma(minus_x, series, 0.5)
         far = tl.exp2(minus_x * -LOG2E) - 1 + minus_x
         curved = tl.where(tl.abs(minus_x) < SERIES_BELOW, near, far)
     else:
@@ -517,11 +526,11 @@ def _sweep_tile(sums, a, b, inside, offsets, minus_over_t, MASKED: tl.constexpr,
         series = tl.fma(minus_x, series, NEAR_2)
         series = tl.fma(minus_x, series, NEAR_1)
         series = tl.fma(minus_x, series, NEAR_0)
-        curved = minus_x * minus_x * tl.fma(minus_x, series, 0.5)
+        curved = square * tl.fma(minus_x, series, 0.5)
     rise = curved - minus_x
     moved = m * rise
     p = m + moved
-    return (
+    sums = (
         total + m,
         moved_total + moved,
         tl.fma(m, curved, curved_total),
@@ -530,8 +539,8 @@ def _sweep_tile(sums, a, b, inside, offsets, minus_over_t, MASKED: tl.constexpr,
         tl.fma(m, bits, m_bits),
         tl.fma(p, bits, p_bits),
         tl.fma(p, p, squared),
-        tl.maximum(furthest, tl.abs(minus_x)),
     )
+    return sums, tl.abs(minus_x)
 
 
 @triton.jit
@@ -561,92 +570,85 @@ def _halves(words):
 
 @triton.jit
 @no_type_check
-def _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED: tl.constexpr, WIDE: tl.constexpr):
+def _sweep_loaded(sums, furthest, a, b, offsets, minus_over_t, PACKED: tl.constexpr, WIDE: tl.constexpr):
     if PACKED:
         low_a, high_a = _halves(a)
         low_b, high_b = _halves(b)
-        sums = _sweep_tile(sums, low_a, low_b, True, offsets, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE)
-        return _sweep_tile(sums, high_a, high_b, True, offsets, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE)
+        sums, low = _sweep_tile(sums, low_a, low_b, True, offsets, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE)
+        sums, high = _sweep_tile(
+            sums, high_a, high_b, True, offsets, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE
+        )
+        x = tl.maximum(low, high)
     else:
-        return _sweep_tile(
+        sums, x = _sweep_tile(
             sums, a.to(tl.float32), b.to(tl.float32), True, offsets, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE
         )
+    return sums, tl.maximum(furthest, x)
 
 
 @triton.jit
 @no_type_check
 def _sweep(
+    sums,
+    furthest,
     row_mu,
     row_pi,
     width,
+    start,
+    stop,
     offsets,
     minus_over_t,
     LANES: tl.constexpr,
     R: tl.constexpr,
     PACKED: tl.constexpr,
-    AHEAD: tl.constexpr,
     UNROLL: tl.constexpr,
     LAST_USE: tl.constexpr,
     WIDE: tl.constexpr,
+    REST: tl.constexpr,
 ):
-    """The sums of one row."""
+    """The sums with the whole blocks from `start` to `stop` and, with REST, what the row has beyond whole blocks.
+
+    A block is UNROLL tiles, whose addresses differ by constants: an addition less for each load.
+    """
     step: tl.constexpr = LANES * R
-    entries: tl.constexpr = 2 * step if PACKED else step
-    tiles = width // entries
-    words_mu = _words(row_mu, PACKED)
-    words_pi = _words(row_pi, PACKED)
-    zero = tl.zeros([LANES, R], tl.float32)
-    sums = (zero, zero, zero, zero, zero, zero, zero, zero, zero)
-    for start in tl.range(tiles * entries, width, step):
-        rest = columns_of(start, LANES, R)
+    entries: tl.constexpr = 2 * step * UNROLL if PACKED else step * UNROLL
+    first_mu = _words(row_mu, PACKED) + columns_of(0, LANES, R)
+    first_pi = _words(row_pi, PACKED) + columns_of(0, LANES, R)
+    for k in tl.range(start, stop):
+        at_mu = first_mu + k * (step * UNROLL)
+        at_pi = first_pi + k * (step * UNROLL)
+        for j in tl.static_range(UNROLL):
+            a = _load(at_mu, j * step, LAST_USE)
+            b = _load(at_pi, j * step, LAST_USE)
+            sums, furthest = _sweep_loaded(sums, furthest, a, b, offsets, minus_over_t, PACKED=PACKED, WIDE=WIDE)
+    for first in tl.range(width // entries * entries, width if REST else 0, step):
+        rest = columns_of(first, LANES, R)
         rest_a = load_scores(row_mu, rest, width, True, True)
         rest_b = load_scores(row_pi, rest, width, True, True)
-        sums = _sweep_tile(
+        sums, x = _sweep_tile(
             sums, rest_a, rest_b, rest < width, offsets, minus_over_t=minus_over_t, MASKED=True, WIDE=WIDE
         )
-    if AHEAD:
-        columns = columns_of(0, LANES, R)
-        inside = columns < tiles * step
-        a = tl.load(words_mu + columns, mask=inside, other=0)
-        b = tl.load(words_pi + columns, mask=inside, other=0)
-        for k in tl.range(1, tiles + 1, loop_unroll_factor=UNROLL):
-            columns = columns_of(tl.minimum(k, tiles - 1) * step, LANES, R)
-            next_a = _load(words_mu, columns, LAST_USE)
-            next_b = _load(words_pi, columns, LAST_USE)
-            sums = _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED=PACKED, WIDE=WIDE)
-            a = next_a
-            b = next_b
-    else:
-        for k in tl.range(0, tiles, loop_unroll_factor=UNROLL):
-            columns = columns_of(k * step, LANES, R)
-            a = _load(words_mu, columns, LAST_USE)
-            b = _load(words_pi, columns, LAST_USE)
-            sums = _sweep_loaded(sums, a, b, offsets, minus_over_t, PACKED=PACKED, WIDE=WIDE)
-    return sums
+        furthest = tl.maximum(furthest, x)
+    return sums, furthest
 
 
 @triton.jit
 @no_type_check
-def _tv_loaded(tv, a, b, offsets, apart, minus_over_t, PACKED: tl.constexpr, WIDE: tl.constexpr):
+def _largest(furthest):
+    """The largest |x| of a row."""
+    return tl.max(tl.max(furthest, 1), 0)
+
+
+@triton.jit
+@no_type_check
+def _tv_loaded(tv, a, b, offsets, minus_over_t, PACKED: tl.constexpr, WIDE: tl.constexpr):
     if PACKED:
         low_a, high_a = _halves(a)
         low_b, high_b = _halves(b)
-        tv = _tv_tile(tv, low_a, low_b, True, offsets, apart=apart, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE)
-        return _tv_tile(
-            tv, high_a, high_b, True, offsets, apart=apart, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE
-        )
+        tv = _tv_tile(tv, low_a, low_b, True, offsets, minus_over_t, MASKED=False, WIDE=WIDE)
+        return _tv_tile(tv, high_a, high_b, True, offsets, minus_over_t, MASKED=False, WIDE=WIDE)
     else:
-        return _tv_tile(
-            tv,
-            a.to(tl.float32),
-            b.to(tl.float32),
-            True,
-            offsets,
-            apart=apart,
-            minus_over_t=minus_over_t,
-            MASKED=False,
-            WIDE=WIDE,
-        )
+        return _tv_tile(tv, a.to(tl.float32), b.to(tl.float32), True, offsets, minus_over_t, MASKED=False, WIDE=WIDE)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -666,7 +668,6 @@ def one_sweep_rows(
     HAS_TOKENS: tl.constexpr,
     TV: tl.constexpr,
     PACKED: tl.constexpr,
-    AHEAD: tl.constexpr,  # a tile is asked for before the one before it is summed
     UNROLL: tl.constexpr,
     WIDE: tl.constexpr,  # for any x
 ):
@@ -674,11 +675,9 @@ def one_sweep_rows(
     i = tl.program_id(0)
     row_mu = row_at(scores_rollout, i, stride_rollout)
     row_pi = row_at(scores, i, stride)
-    words_mu = _words(row_mu, PACKED)
-    words_pi = _words(row_pi, PACKED)
     step: tl.constexpr = LANES * R
-    entries: tl.constexpr = 2 * step if PACKED else step
-    tiles = width // entries
+    entries: tl.constexpr = 2 * step * UNROLL if PACKED else step * UNROLL
+    blocks = width // entries
     if HAS_TOKENS:
         token = tl.load(tokens + i)
         token = tl.where((token >= 0) & (token < width), token, 0)
@@ -690,90 +689,140 @@ def one_sweep_rows(
         ref_pi = tl.max(tl.max(load_scores(row_pi, first, width, True, False), 1), 0)
     offsets = (-(ref_mu * LOG2E), -tl.fma(ref_pi, minus_over_t, ref_mu))
 
-    sums = _sweep(
-        row_mu,
-        row_pi,
-        width,
-        offsets,
-        minus_over_t,
-        LANES=LANES,
-        R=R,
-        PACKED=PACKED,
-        AHEAD=AHEAD,
-        UNROLL=UNROLL,
-        LAST_USE=not TV,
-        WIDE=WIDE,
-    )
-    furthest = tl.max(tl.max(sums[8], 1), 0)
-    if not WIDE:
-        if (furthest >= NEAR) & (furthest < FAR):
-            sums = _sweep(
+    zero = tl.zeros([LANES, R], tl.float32)
+    none = (zero, zero, zero, zero, zero, zero, zero, zero)
+    nearest = zero
+    if WIDE:
+        sums, furthest = _sweep(
+            none,
+            nearest,
+            row_mu,
+            row_pi,
+            width,
+            0,
+            blocks,
+            offsets,
+            minus_over_t,
+            LANES=LANES,
+            R=R,
+            PACKED=PACKED,
+            UNROLL=UNROLL,
+            LAST_USE=not TV,
+            WIDE=True,
+            REST=True,
+        )
+        largest = _largest(furthest)
+    else:
+        # The first part of a row tells nearly always whether the whole is within the polynomial's range.
+        part = tl.cdiv(blocks, PROBED)
+        sums, furthest = _sweep(
+            none,
+            nearest,
+            row_mu,
+            row_pi,
+            width,
+            0,
+            part,
+            offsets,
+            minus_over_t,
+            LANES=LANES,
+            R=R,
+            PACKED=PACKED,
+            UNROLL=UNROLL,
+            LAST_USE=not TV,
+            WIDE=False,
+            REST=False,
+        )
+        largest = _largest(furthest)
+        if largest < NEAR:
+            sums, furthest = _sweep(
+                sums,
+                furthest,
                 row_mu,
                 row_pi,
                 width,
+                part,
+                blocks,
                 offsets,
                 minus_over_t,
                 LANES=LANES,
                 R=R,
                 PACKED=PACKED,
-                AHEAD=False,
-                UNROLL=1,
+                UNROLL=UNROLL,
+                LAST_USE=not TV,
+                WIDE=False,
+                REST=True,
+            )
+            largest = _largest(furthest)
+        else:
+            sums, largest = sums, largest
+        if (largest >= NEAR) & (largest < FAR):
+            sums, furthest = _sweep(
+                none,
+                nearest,
+                row_mu,
+                row_pi,
+                width,
+                0,
+                blocks,
+                offsets,
+                minus_over_t,
+                LANES=LANES,
+                R=R,
+                PACKED=PACKED,
+                UNROLL=UNROLL,
                 LAST_USE=not TV,
                 WIDE=True,
+                REST=True,
             )
+            largest = _largest(furthest)
         else:
-            sums = sums
+            sums, largest = sums, largest
     out += i
     for field in tl.static_range(8):
         tl.store(out + field * n, lane_sum(sums[field]))
-    tl.store(out + 8 * n, furthest)
+    tl.store(out + 8 * n, largest)
     tl.store(out + 9 * n, offsets[0])
     tl.store(out + 10 * n, offsets[1])
     tl.store(out + 11 * n, ref_mu)
     tl.store(out + 12 * n, ref_pi)
     if TV:
         u = lane_sum(sums[1]).to(tl.float64) / lane_sum(sums[0]).to(tl.float64)
-        apart = -tl.log(1 + u).to(tl.float32)
+        shifted = (offsets[0], offsets[1] + tl.log(1 + u).to(tl.float32))  # x with the right normalizers
         tv = tl.zeros([LANES, R], tl.float32)
-        for start in tl.range(tiles * entries, width, step):
+        for start in tl.range(blocks * entries, width, step):
             rest = columns_of(start, LANES, R)
             rest_a = load_scores(row_mu, rest, width, True, True)
             rest_b = load_scores(row_pi, rest, width, True, True)
-            tv = _tv_tile(
-                tv,
-                rest_a,
-                rest_b,
-                rest < width,
-                offsets,
-                apart=apart,
-                minus_over_t=minus_over_t,
-                MASKED=True,
-                WIDE=True,
-            )
+            tv = _tv_tile(tv, rest_a, rest_b, rest < width, shifted, minus_over_t, MASKED=True, WIDE=True)
         # Backward: what the first sweep read last is what the L2 still holds.
-        if furthest < 1:  # and |D| < 1 for a row that is not swept again
-            for k in tl.range(0, tiles, loop_unroll_factor=UNROLL):
-                columns = columns_of((tiles - 1 - k) * step, LANES, R)
-                a = _load(words_mu, columns, True)
-                b = _load(words_pi, columns, True)
-                tv = _tv_loaded(tv, a, b, offsets, apart, minus_over_t=minus_over_t, PACKED=PACKED, WIDE=False)
+        first_mu = _words(row_mu, PACKED) + columns_of(0, LANES, R)
+        first_pi = _words(row_pi, PACKED) + columns_of(0, LANES, R)
+        if largest < 1:  # and |D| < 1 for a row that is not swept again
+            for k in tl.range(0, blocks):
+                at = (blocks - 1 - k) * (step * UNROLL)
+                for j in tl.static_range(UNROLL):
+                    a = _load(first_mu + at, j * step, True)
+                    b = _load(first_pi + at, j * step, True)
+                    tv = _tv_loaded(tv, a, b, shifted, minus_over_t, PACKED=PACKED, WIDE=False)
         else:
-            for k in tl.range(0, tiles):
-                columns = columns_of((tiles - 1 - k) * step, LANES, R)
-                a = _load(words_mu, columns, True)
-                b = _load(words_pi, columns, True)
-                tv = _tv_loaded(tv, a, b, offsets, apart, minus_over_t=minus_over_t, PACKED=PACKED, WIDE=True)
+            for k in tl.range(0, blocks):
+                at = (blocks - 1 - k) * (step * UNROLL)
+                for j in tl.static_range(UNROLL):
+                    a = _load(first_mu + at, j * step, True)
+                    b = _load(first_pi + at, j * step, True)
+                    tv = _tv_loaded(tv, a, b, shifted, minus_over_t, PACKED=PACKED, WIDE=True)
         tl.store(out + 13 * n, lane_sum(tv))
 
 
 @triton.jit
 @no_type_check
-def _tv_tile(tv, a, b, inside, offsets, apart, minus_over_t, MASKED: tl.constexpr, WIDE: tl.constexpr):
+def _tv_tile(tv, a, b, inside, offsets, minus_over_t, MASKED: tl.constexpr, WIDE: tl.constexpr):
     """sum m |e^x - 1|, x with the right normalizers: m |e^x - 1| = 2 m e^(x / 2) |sinh(x / 2)|, one exponential.
 
     The series is for |x| < 2; WIDE takes the difference of two exponentials beyond it.
     """
-    minus_x = tl.fma(b, minus_over_t, a) + offsets[1] - apart
+    minus_x = tl.fma(b, minus_over_t, a) + offsets[1]
     bits = tl.fma(a, LOG2E, offsets[0])
     if MASKED:
         bits = tl.where(inside, bits, NO_MASS)
