@@ -2,7 +2,7 @@
 
     python benchmarks/foreseen.py [--json FILE]
 
-The 214 runs of `benchmarks/severity.py` (two tasks, 28 recipes, held-out reward every four updates, first update of every
+The 214 runs of `benchmarks/severity.py` (two tasks, 37 recipes, held-out reward every four updates, first update of every
 finding). A run is lost when its held-out reward is below 70 % of the best before. Written down before any number was seen:
 an alarm `AHEAD` updates or more before the loss has foreseen it, an alarm in a run that keeps its reward is false. Judged
 are losses that could be foreseen, at update `AHEAD` + 4 or later. Every predictor gives a score at each evaluation and
@@ -32,6 +32,9 @@ RULES = (
     "wrong_weights", "update_too_large", "low_acceptance", "probability_spike", "all_rejected", "ess_collapse",
 )  # fmt: skip
 """Findings of ten runs or more that do not look at the reward."""
+ESCALATION = ("weight_variance", "rejection_not_enough", "systems_fix", "token_drift")
+"""Findings at the survey's thresholds: ESS below .5 or chi-squared above 1; 10 to 25 % rejected; more than 25 % rejected,
+ESS below .3 after that, or correlation below .95; chi-squared above .3 at an ESS of .5 and more."""
 Run = Mapping[str, Any]
 
 
@@ -124,6 +127,14 @@ def judged(runs: Sequence[Run], make: Callable[[Sequence[Run]], Score]) -> dict[
     return {"foreseen": share(foreseen), "told late": late, "false": share(false)}
 
 
+def decisions(runs: Sequence[Run], rule: str) -> dict[str, list[float]]:
+    """A rule's finding as a decision to stop, taken at any time before the loss: told in runs that lose, and that keep."""
+    told_in = {True: [], False: []}
+    for run in runs:
+        told_in[lost_at(run) is not None].append(any(told(run, rule, at) for at in times(run)))
+    return {"told before a loss": share(told_in[True]), "told, nothing lost": share(told_in[False])}
+
+
 def share(events: Sequence[bool]) -> list[float]:
     """Count, number, and the exact interval of the share."""
     interval = clopper_pearson(sum(events), len(events))
@@ -144,6 +155,7 @@ def main() -> None:
         found[f"rule {rule}"] = judged(runs, lambda others, rule=rule: lambda run, at: told(run, rule, at))
     for name, features in FITTED.items():
         found[f"fit to {name}"] = judged(runs, lambda others, features=features: fitted(features, others))
+    found["decisions"] = {rule: decisions(runs, rule) for rule in ESCALATION}
     options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for name, row in found.items():
         print(name, row)

@@ -1,11 +1,12 @@
 """Regimes of the testbeds that docs/evidence.toml names: model size, length, drift and learning rate, of one run each.
 
-    python benchmarks/regimes.py [--only NAME ...] [--folder runs/regimes]
+    python benchmarks/regimes.py [--only NAME ...] [--folder runs/regimes] [--unrun]
 
 Of every testbed the run of its first seed and one arm: parameters, mean tokens of a response, mean KL per token between
 the policy that is trained and the one that drew (k3, nats, over all updates), learning rate and cause of drift: the
 engine, or the oldest weights that a response is drawn with, in updates. Long recipes are cut to `BATCHES`; what was run is stored beside the numbers. A
-testbed is stored as soon as it is measured, and the same command goes on where it ended.
+testbed is stored as soon as it is measured, and the same command goes on where it ended. `--unrun` stores what needs no run of
+those that are not measured yet: `updates` is 0 there.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offdrift.models import load_model
 from offdrift_lab.train.loop.loop import train
 from offdrift_lab.train.loop.run_folder import ArmFolder
 from offdrift_lab.train.settings.recipe import Recipe, load_recipe
@@ -23,8 +25,8 @@ from offdrift_lab.train.sweep.sweep import load_sweep
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "regimes.json"
-BATCHES = 32
-"""Batches at most, of a recipe that is no sweep."""
+BATCHES = 8
+"""Batches at most, of a recipe that is no sweep, unless its weights are older."""
 
 BITS = {"int8": "8 bits", "fp8": "FP8", "nvfp4": "4 bits"}
 
@@ -53,16 +55,18 @@ TESTBEDS = {
     "backwards, lag 31": Testbed("backwards-seeds.toml", "none"),
     "backwards, lag 15": Testbed("figures-lag.toml", "token_is"),
     "backwards, 4 bits": Testbed("figures-dtype.toml", "token_is"),
-    "backwards, experts": Testbed("figures-moe.toml", "token_is"),
-    "copies, lag 7": Testbed("figures-long-lag.toml", "token_is"),
+    "backwards, experts": Testbed("figures-moe.toml", "token_is", changes=("batches=8",)),
+    "copies, lag 7": Testbed("figures-long-lag.toml", "token_is", changes=("batches=8",)),
     "turns": Testbed("turns-seeds.toml", "none"),
     "factorial": Testbed("factorial.toml", "none", (("rollout.quantization", "int8"), ("rollout.dtype", "float32"))),
-    "experts": Testbed("replay.toml", "none"),
-    "sums": Testbed("tiny.toml", "none"),
-    "sums, stale": Testbed("stale.toml", "none"),
+    "experts": Testbed("replay.toml", "none", changes=("rollout.prompts=4",)),
+    "sums": Testbed("tiny.toml", "none", changes=("rollout.prompts=8",)),
+    "sums, stale": Testbed("stale.toml", "none", changes=("rollout.prompts=8",)),
     "sums, lag 63": Testbed("staleness-sums.toml", "none"),
     "sums, top-p": Testbed(
-        "tiny.toml", "none", changes=("lag.sync_every=1", "rollout.quantization=none", "rollout.top_p=0.9")
+        "tiny.toml",
+        "none",
+        changes=("rollout.prompts=8", "lag.sync_every=1", "rollout.quantization=none", "rollout.top_p=0.9"),
     ),
 }
 
@@ -76,8 +80,11 @@ def recipe_of(testbed: Testbed) -> Recipe:
     text = path.read_text(encoding="utf-8")
     if "sweep.schema.json" not in text.splitlines()[0]:
         changes = list(testbed.changes)
-        batches = load_recipe(path, changes=changes).batches
-        return load_recipe(path, changes=[*changes, f"batches={min(BATCHES, batches)}"], arm=testbed.arm)
+        full = load_recipe(path, changes=changes)
+        batches, sync_every = full.batches, full.lag.sync_every
+        return load_recipe(
+            path, changes=[*changes, f"batches={min(max(BATCHES, sync_every), batches)}"], arm=testbed.arm
+        )
     wanted = set(testbed.values)
     cells = load_sweep(path, changes=testbed.changes).cells
     return next(c.recipe for c in cells if c.setting.arm == testbed.arm and wanted <= set(c.setting.values))
@@ -97,6 +104,23 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
     return {"lr": recipe.optim.lr, "cause": "; ".join(causes)}
 
 
+def unrun(testbed: Testbed) -> dict[str, Any]:
+    """What can be said of a testbed without running it: nothing of its lengths and of its drift."""
+    recipe = recipe_of(testbed)
+    model, _ = load_model(recipe.model, seed=0)
+    parameters = sum(p.numel() for p in model.parameters())
+    return {**described(testbed), "updates": 0, "parameters": parameters, **settings_of(recipe)}
+
+
+def described(testbed: Testbed) -> dict[str, Any]:
+    return {
+        "file": testbed.file,
+        "arm": testbed.arm,
+        "values": dict(testbed.values),
+        "changes": list(testbed.changes),
+    }
+
+
 def measured(testbed: Testbed, folder: Path) -> dict[str, Any]:
     """Run a testbed and return its regime."""
     recipe = recipe_of(testbed)
@@ -105,10 +129,7 @@ def measured(testbed: Testbed, folder: Path) -> dict[str, Any]:
     rows = ArmFolder(folder / "arms" / testbed.arm).rows("metrics")
     head = json.loads((folder / "run.json").read_text("utf-8"))
     return {
-        "file": testbed.file,
-        "arm": testbed.arm,
-        "values": dict(testbed.values),
-        "changes": list(testbed.changes),
+        **described(testbed),
         "updates": len(rows),
         "parameters": head["model"]["parameters"],
         "tokens": fmean(r["response/length_mean"] for r in rows),
@@ -122,14 +143,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(TESTBEDS), default=list(TESTBEDS))
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "regimes")
     parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--unrun", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = json.loads(options.json.read_text("utf-8")) if options.json.exists() else {}
     for name in options.only:
-        if name not in found:
+        if options.unrun and name not in found:
+            found[name] = unrun(TESTBEDS[name])
+        elif not options.unrun and not found.get(name, {}).get("updates"):
             found[name] = measured(TESTBEDS[name], options.folder / name.replace(", ", "-").replace(" ", "-"))
-            options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             print(name, json.dumps(found[name]), flush=True)
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

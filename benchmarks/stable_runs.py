@@ -55,7 +55,11 @@ def main() -> None:
     options = parser.parse_args()
     runs = json.loads(STORED.read_text("utf-8"))["runs"]
     codes = [r for r in runs if r["family"] == "codes"]
-    found = {"all": judged(runs), "codes": judged(codes), "codes, uncorrected": judged([r for r in codes if r["arm"] == "none"])}
+    found = {
+        "all": judged(runs),
+        "codes": judged(codes),
+        "codes, uncorrected": judged([r for r in codes if r["arm"] == "none"]),
+    }
     options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.regimes import TESTBEDS, recipe_of, settings_of
 from typer.main import get_command
 
-from benchmarks.regimes import TESTBEDS, recipe_of, settings_of
 from offdrift.cli import application
 from offdrift_lab.evidence import claims
 from offdrift_lab.train.settings.recipe import load_recipe
@@ -30,7 +30,7 @@ OF_SOURCES = {"Trust Region Masking": "trm", "M2PO": "m2po", "VESPO": "vespo", "
 @pytest.mark.parametrize("row", DOCUMENT["claim"], ids=[row["claim"][:40] for row in CLAIMS])
 def test_a_claim_has_every_field_and_what_it_names_exists(row):
     assert set(row) - OPTIONAL == FIELDS
-    assert row["found"] in claims.VERDICTS and row["found"] != "other regime"
+    assert row["found"] in {*claims.VERDICTS} - {"other regime"}
     # What was not decided says why; what was, has a command and numbers.
     assert ("why" in row) == (row["found"] in ("undecided", "untestable here"))
     assert bool(row["command"]) == (row["found"] != "untestable here")
@@ -58,7 +58,8 @@ def test_no_verdict_is_forbidden(row):
         p = row["p_sign_flip"]
         assert row["kind"] != "runs" or row["seeds"] >= claims.SEEDS or (p is not None and p < claims.LEVEL)
     if row["verdict"] == "other regime":
-        assert row["far"] and row["found"] in claims.DECIDED
+        assert row["far"]
+        assert row["found"] in claims.DECIDED
 
 
 @pytest.mark.parametrize("row", [r for r in CLAIMS if r["kind"] == "runs"], ids=lambda row: row["claim"][:40])
@@ -67,7 +68,9 @@ def test_what_runs_came_to_has_a_regime_and_a_power(row):
     assert row["seeds"] == 1 or row["seen"] or "p" in row
     assert row["seen"] is None or row["seen"].pairs <= max(row["seeds"], 52)
     of_source = {regime for name, regime in OF_SOURCES.items() if row["source"].startswith(name)}
-    assert not of_source or row.get("about") == "library" or {row.get("there")} == of_source or "collapse" in row["claim"]
+    assert (
+        not of_source or row.get("about") == "library" or {row.get("there")} == of_source or "collapse" in row["claim"]
+    )
 
 
 @pytest.mark.parametrize("name", TESTBEDS)

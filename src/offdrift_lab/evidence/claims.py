@@ -1,8 +1,8 @@
 """Verdicts of docs/evidence.toml, made by rules from what was found, from regimes and from stored results.
 
-`found` is what the runs here say of a claim; `verdict` is what may be said of the claim. It is another one where too few
-seeds were run, and where model, length, drift or learning rate are ten times or more from the source's, or the cause of
-drift is another one. `seen` is the smallest difference that the runs would have shown, from their stored pairs.
+`found` is what the runs here say of a claim; `verdict` is what may be said of the claim. They differ where too few
+seeds were run, and where model, length, drift or learning rate are ten times or more from the source's, or the cause of drift
+is another one. `seen` is the smallest difference that the runs would have shown, from their stored pairs.
 """
 
 from __future__ import annotations
@@ -123,6 +123,12 @@ def _runs(document: Any, contrast: Row) -> Iterator[dict[str, Any]]:
         for sweep in document["sweeps"]:
             if sweep["name"] == contrast.get("sweep", sweep["name"]) and sweep["changes"] == changes:
                 yield from sweep["runs"]
+    elif "rows" in document:
+        for row in document["rows"]:
+            ends = [row[key] for key in ("after", "dense_after") if key in row]
+            if ends:
+                start = row.get("before", row.get("dense_before"))
+                yield {"arm": row["arm"], "values": {}, "seed": row["seed"], "end": ends[0], "start": start}
     elif "runs" in document:
         yield from ({**run, "end": run["value"]} for run in document["runs"] if run["value"] is not None)
     else:

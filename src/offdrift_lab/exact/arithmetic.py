@@ -120,7 +120,7 @@ class MaskedWorld(NamedTuple):
 def masked_world(accepted: float = 0.8, flip: float = 0.95, rewards: tuple[float, float] = (0.5, 1.0)) -> MaskedWorld:
     """Enumerate a world of two tokens under a mask on the largest token KL.
 
-    Both policies draw a with probability `accepted`, else b. After a all is equal, and the reward is rewards[0]. After b
+    Both policies draw a with probability `accepted`, else b. After a all is equal; the reward is rewards[0]. After b
     mu draws x with probability `flip` and pi with 1 - flip, else y; x has rewards[1], y has 0. The mask rejects b.
 
     Example:
