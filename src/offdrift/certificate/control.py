@@ -3,11 +3,11 @@
     D_t = min(w_<t, A) (min(w_t, C) - m_t),    m_t = E_mu[min(w_t, C) | c_t]
     S   = sum_t D_t over the tokens that cannot carry the sum so far above K
 
-w_t is the ratio of a token, w_<t the product of those before it. Whether a token counts is decided before it is drawn,
-by what can become of it at most, so that S has mean 0 and S <= K. R (w - 1) - S / 2 then has the mean of R (w - 1),
-which is J(pi) - J(mu) where pi draws nothing mu cannot, and is at least -1 - K / 2. Where responses are right half of the
-time, S / 2 takes away most of the scatter of w itself. m_t needs both policies' probabilities of every token that mu
-can draw: exact evidence.
+w_t is the ratio of a token, w_<t the product of those before it. Whether a token counts is decided before it is
+drawn, by what can become of it at most, so that S has mean 0 and S <= K. R (w - 1) - S / 2 then has the mean of R (w
+- 1), which is J(pi) - J(mu) where pi draws nothing mu cannot, and is at least -1 - K / 2. Where responses are right
+half of the time, S / 2 takes away most of the scatter of w itself. m_t needs both policies' probabilities of every
+token that mu can draw: exact evidence.
 
 The caps are fixed before any batch is seen. They were chosen on worlds that no test and no table of the docs uses.
 """

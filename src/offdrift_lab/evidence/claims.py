@@ -1,8 +1,8 @@
 """Verdicts of docs/evidence.toml, made by rules from what was found, from regimes and from stored results.
 
 `found` is what the runs here say of a claim; `verdict` is what may be said of the claim. They differ where too few
-seeds were run, and where model, length, drift or learning rate are ten times or more from the source's, or the cause of drift
-is another one. `seen` is the smallest difference that the runs would have shown, from their stored pairs.
+seeds were run, and where model, length, drift or learning rate are ten times or more from the source's, or the cause
+of drift is another one. `seen` is the smallest difference that the runs would have shown, from their stored pairs.
 """
 
 from __future__ import annotations
