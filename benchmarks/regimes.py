@@ -91,7 +91,7 @@ def recipe_of(testbed: Testbed) -> Recipe:
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
-    """What a recipe of one arm says of its regime without being run: learning rate, cause of drift."""
+    """Learning rate and cause of drift of a recipe of one arm, which need no run."""
     (arm,) = recipe.arms.values()
     of_batch = recipe.optim.epochs * recipe.optim.minibatches
     oldest = max(recipe.lag.sync_every, of_batch) - 1 + recipe.lag.queue
@@ -105,7 +105,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def unrun(testbed: Testbed) -> dict[str, Any]:
-    """What can be said of a testbed without running it: nothing of its lengths and of its drift."""
+    """Regime of a testbed that is not run: without lengths and drift."""
     recipe = recipe_of(testbed)
     model, _ = load_model(recipe.model, seed=0)
     parameters = sum(p.numel() for p in model.parameters())

@@ -137,7 +137,7 @@ def _runs(document: Any, contrast: Row) -> Iterator[dict[str, Any]]:
 
 
 class Seen(NamedTuple):
-    """What the pairs of a claim's runs can show."""
+    """Power of the pairs of a claim's runs."""
 
     smallest: float
     """Smallest difference shown with 80 % power, about."""
@@ -149,7 +149,7 @@ class Seen(NamedTuple):
 
 
 def seen(row: Row, results: Path) -> Seen | None:
-    """What a claim's runs would have shown; None without a contrast.
+    """Power of a claim's runs; None without a contrast.
 
     A contrast that is an interval of 95 %, `{ low, high, n }`, stands for the pairs it was made of, and has no p.
     Contrasts of several testbeds count together.
@@ -197,7 +197,7 @@ def causes_of(text: str) -> set[str]:
 
 
 def verdict(row: Row, far: Sequence[str], p: float | None = None) -> str:
-    """What may be said of a claim: what was found, unless a rule forbids it.
+    """Verdict on a claim: the finding, unless a rule forbids it.
 
     Args:
         far: parts of the regime that differ, of `differs`.

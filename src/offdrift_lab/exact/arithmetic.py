@@ -99,7 +99,7 @@ def kl(rollout: Sequence[float], policy: Sequence[float]) -> float:
 
 
 class MaskedWorld(NamedTuple):
-    """What a mask on sequences leaves of a pair of policies that differ after one first token alone."""
+    """A pair of policies that differ after one first token, under a mask on sequences."""
 
     acceptance: float
     """Share of rollouts that the mask accepts."""
