@@ -1,4 +1,4 @@
-"""What control variates take off the distance between a certificate and a gain that is known, and how often it is false.
+"""Distance of certificates with control variates from a gain that is known, and how often they are false.
 
     python benchmarks/certificate_control.py [--repetitions 40]
 

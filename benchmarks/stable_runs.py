@@ -1,4 +1,4 @@
-"""What the effective sample size adds to learning rate and lag, where a stale run's stability is to be told.
+"""Gain of the effective sample size over learning rate and lag, where a stale run's stability is to be told.
 
     python benchmarks/stable_runs.py [--json FILE]
 

@@ -23,7 +23,7 @@ from offdrift.segments import Segments
 PREFIX_CAP, RATIO_CAP, SUM_CAP, SHARE = 4.0, 2.0, 4.0, 0.5
 """A, C and K above, and the share of S that is taken off."""
 LOWEST = -1.0 - SHARE * SUM_CAP
-"""What R (w - 1) - S / 2 cannot fall below, for rewards in [0, 1]."""
+"""Least value of R (w - 1) - S / 2, for rewards in [0, 1]."""
 ROWS = 512
 """Tokens whose whole vocabulary is looked at together."""
 
