@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from offdrift.records import schema
 from offdrift.show import manual
 from offdrift.show.method_table import ABOUT, RATIOS, shown
 from offdrift.stats import METRICS
+from offdrift_lab.evidence import claims
 from offdrift_lab.plan.phases import Phases
 from offdrift_lab.schedules.table import SYMBOLS
 from offdrift_lab.schedules.table import catalog as schedule_catalog
@@ -511,12 +511,11 @@ FIELDS_END = "<!-- End of the table of fields. -->"
 # -- evidence ---------------------------------------------------------------------------------
 
 EVIDENCE = HERE / "evidence.toml"
-VERDICTS = ("reproduced", "falsified here", "other regime", "undecided", "untestable here")
-"""Everything that can have come of a claim."""
+RESULTS = HERE.parent / "benchmarks" / "results"
 UNITS = {
-    "parameters": "{:.1g} parameters",
-    "tokens": "{:g} tokens",
-    "kl": "KL {:g} nat",
+    "parameters": "{:.1e} parameters",
+    "tokens": "{:.3g} tokens",
+    "kl": "KL {:.2g} nat",
     "lr": "lr {:g}",
     "cause": "{}",
 }
@@ -524,21 +523,23 @@ UNITS = {
 EVIDENCE_ABOUT = """A verdict is about the testbed beside it, mostly models of a million parameters on two CPU cores, and not about the
 claim at every size. What training came to is called reproduced or falsified only with eight independent seeds or pairs,
 or an exact sign-flip p below .05; four pairs cannot come below .125. Less is **undecided**. **Other regime**: the claim
-was tried, and model, length, drift or learning rate are ten times or more from the source's, or the cause is another one. A test
-reads evidence.toml and refuses other verdicts.
+was tried, and in every testbed model, length, drift or learning rate are ten times or more from the source's, or the cause of
+drift is another one; what was found here stands before the regime. Both rules are code (`offdrift_lab.evidence.claims`). Claims
+about the rounding of engines, about simulations and about statistics have no regime.
 
 Brackets are 95 % intervals; those of rewards are of the held-out prompts alone, unless seeds are named, and leave out
-the scatter between seeds, which may be larger. "Shows" is the smallest difference that the runs would have shown with 80 %
-power. `offdrift sweep` ([sweeps.md](sweeps.md)) decides what is undecided, also on a task of your own. [A pretrained model](pretrained.md)
-at 124 tokens has a page of its own."""
+the scatter between seeds, which may be larger. "Shows" is the smallest true difference, in reward where no unit is named, that
+the runs would have shown with 80 % power, computed from their stored pairs; p is that of sign flips, and Student's beside it.
+Regimes are measured by `python benchmarks/regimes.py`, one run of each testbed. `offdrift sweep` ([sweeps.md](sweeps.md))
+decides what is undecided, also on a task of your own. [A pretrained model](pretrained.md) at 124 tokens has a page of its own."""
 
 
 def evidence_page() -> str:
     """Claims, and what was seen of each here."""
-    claims = tomllib.loads(EVIDENCE.read_text(encoding="utf-8"))["claim"]
-    library = [row for row in claims if row.get("about") == "library"]
-    of_sources = [row for row in claims if row not in library]
-    scatter = sum(row["kind"] != "exact" and row["verdict"] in VERDICTS[:2] for row in claims)
+    rows = claims.judged(EVIDENCE, RESULTS)
+    library = [row for row in rows if row.get("about") == "library"]
+    of_sources = [row for row in rows if row not in library]
+    scatter = sum(row["kind"] != "exact" and row["found"] in claims.DECIDED for row in rows)
     lines = [
         "# Evidence",
         "",
@@ -548,25 +549,25 @@ def evidence_page() -> str:
         "",
         EVIDENCE_ABOUT,
         "",
-        f"**Many verdicts on one page.** {scatter} verdicts rest on numbers that scatter. Intervals are corrected within a claim "
+        f"**Many verdicts on one page.** {scatter} findings rest on numbers that scatter. Intervals are corrected within a claim "
         f"where it compares several arms (Holm), and not over the page: were every effect absent, about {scatter / 20:.0f} of "
         f"{scatter} would still look decided at this level. A single row is a reason to measure, not a law.",
     ]
-    for verdict in VERDICTS:
+    for verdict in claims.VERDICTS:
         lines += ["", f"## {upper(verdict)}", "", *_claim_table([r for r in of_sources if r["verdict"] == verdict])]
     lines += ["", "## This library's own bars", "", *_claim_table(library, with_verdict=True)]
     return "\n".join(lines) + "\n"
 
 
-def _verdict_counts(claims: list[dict[str, Any]]) -> str:
-    counts = {verdict: sum(row["verdict"] == verdict for row in claims) for verdict in VERDICTS}
+def _verdict_counts(rows: list[dict[str, Any]]) -> str:
+    counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in claims.VERDICTS}
     return ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
 
 
-def _claim_table(claims: list[dict[str, Any]], *, with_verdict: bool = False) -> list[str]:
+def _claim_table(rows: list[dict[str, Any]], *, with_verdict: bool = False) -> list[str]:
     heads = ["verdict"] * with_verdict + ["claim", "source", "testbed", "regime", "numbers", "command"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for row in claims:
+    for row in rows:
         numbers = cell(row["numbers"]) + (f"<br>*Why*: {cell(row['why'])}" if "why" in row else "")
         page, _, heading = row["notes"].partition("#")
         where = f"[{cell(heading)}]({page}#{anchor(heading)})"
@@ -579,13 +580,22 @@ def _claim_table(claims: list[dict[str, Any]], *, with_verdict: bool = False) ->
 
 def _regime(row: dict[str, Any]) -> str:
     """What was tested beside what the source has, and the power of it."""
-    seeds, seen = row.get("seeds"), row.get("seen")
-    parts = [f"{'one seed' if seeds == 1 else f'{seeds} seeds or pairs'}"] if seeds else []
-    parts += [f"sign-flip p {row['p']:g}"] if "p" in row else []
-    parts += [f"shows {seen:g}"] if seen else []
-    for side, values in row.get("regime", {}).items():
-        parts.append(f"*{side}*: " + ", ".join(cell(UNITS[key].format(x)) for key, x in values.items()))
+    seeds, far = row.get("seeds"), row["far"]
+    parts = [f"*found here*: {row['found'].removesuffix(' here')}; *differs*: {', '.join(far)}"] * bool(far)
+    parts += [f"{'one seed: power unknown' if seeds == 1 else f'{seeds} seeds or pairs'}"] if seeds else []
+    if row["seen"]:
+        shows = f"shows {row['seen'].smallest:.2g} {row.get('unit', '')}".strip()
+        parts.append(shows + (f" ({row['seen'].pairs} pairs)" if row["seen"].pairs != seeds else ""))
+    p = row["p_sign_flip"]
+    student = f" (Student {row['seen'].student:.2g})" if row["seen"] and row["seen"].student is not None else ""
+    parts += [f"sign-flip p {p:.2g}{student}"] if p is not None else []
+    parts += [f"*here*, {cell(name)}: {_units(values)}" for name, values in row["testbeds"].items()]
+    parts += [f"*source*: {_units(row['of_source'])}"] if row["of_source"] else []
     return "<br>".join(parts) or ("exact" if row["kind"] == "exact" else "")
+
+
+def _units(values: dict[str, Any]) -> str:
+    return cell(", ".join(shown.format(values[key]) for key, shown in UNITS.items() if values.get(key)))
 
 
 def schema_text(schema: dict[str, Any]) -> str:

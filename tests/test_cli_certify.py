@@ -106,7 +106,7 @@ def test_power_says_how_many_prompts_would_certify_the_gain_that_was_seen(arm, t
     # Every interval of a looser certificate is narrower.
     plan = answer(certain, "--model", arm / "model", "--power", "--T", LONGEST)["plan"]
     assert plan["curves"]["direct"] == curve
-    assert set(plan["needed"]) == {"direct", "fresh"}
+    assert set(plan["needed"]) - {"control"} == {"direct", "fresh"}
     assert plan["words"].startswith(f"For KL of sequences {plan['kl_seq']:.3g} nat, {plan['length']:.4g} tokens")
     looser = answer(certain, "--model", arm / "model", "--power", "--T", LONGEST, "--alpha", 0.9)["power"]
     both = [(p["probability"], chances[sizes.index(p["prompts"])]) for p in looser if p["prompts"] in sizes]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from offdrift.cli.watch import NO_FORECAST
 from offdrift.records.recorder import write_log
 from tests.alarms.receivers import HOSTILE, answer, receiver
 from tests.audit.logs import drawn
@@ -183,3 +184,11 @@ def test_the_help_says_what_is_remembered_where():
     text = " ".join((command.__doc__ or "").split())
     assert ONCE in text
     assert "~/.local/state/offdrift" in text
+
+
+def test_a_watch_that_found_nothing_says_that_this_is_no_forecast(watch, tmp_path):
+    write_log(drawn(drift=0.0, sequences=40, steps=3), tmp_path / "healthy" / "batch-0.parquet")
+    healthy = watch(*QUICK, run="healthy").wait(60)
+    assert NO_FORECAST in " ".join(healthy.stderr.split())
+    drifts = watch(*QUICK).wait(60)
+    assert NO_FORECAST not in " ".join(drifts.stderr.split())

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from offdrift.certificate.control import control_sums
 from offdrift.certificate.regions import TrustRegion
 from offdrift.divergence.evidence import Divergence, Grade
 from offdrift.errors import MethodError, ShapeError
@@ -50,6 +51,7 @@ COLUMNS = (
     "refuted",  # 1 if a token contradicts what its capped interval assumes
     "shift",  # sum_t omega_t min(TV upper end, eps, sqrt(delta/2)): the adaptive sum
     "prefix_shift",  # the same of the tokens that prefix_kl counts
+    "control",  # S of `certificate.control`, whose mean is 0; NaN without exact means, or with an unscored token
 )
 """One number per sequence each."""
 
@@ -81,6 +83,7 @@ class BatchEvidence:
         region: TrustRegion,
         divergences: Mapping[str, Divergence] | None = None,
         keep: Bool[Tensor, " n"] | None = None,
+        ratio_means: Float[Tensor, " n"] | None = None,
     ) -> BatchEvidence:
         """The evidence of one batch. Gradient: none. No transfer to the host.
 
@@ -94,6 +97,8 @@ class BatchEvidence:
             keep: tokens that no gate rejected; a sequence with a rejected token is rejected. A gate that
                 decides by the whole batch (a quantile, a group) ties sequences together, and intervals
                 that count accepted ones then take for granted that it hardly does.
+            ratio_means: E_mu[min(w_t, C) | c_t] of each token, exact: `control.ratio_means`. With it the direct
+                guarantee takes control variates.
 
         Raises: `ShapeError` if there is not one reward per sequence.
 
@@ -138,7 +143,11 @@ class BatchEvidence:
                 kl, tv, limited * omega, k3=k3, region=region, segments=segments, unscored=logprobs.unscored
             ),
             "refuted": refuted,
+            "control": torch.full_like(lengths, torch.nan),
         }
+        if ratio_means is not None:
+            sums = control_sums(limited_above, ratio_means, segments)
+            columns["control"] = sums.masked_fill(unscored > 0, torch.nan)
         grades = {k: Grade.SAMPLED if d is None else d.grade for k in (KL, TV) for d in [(divergences or {}).get(k)]}
         return BatchEvidence(
             region,

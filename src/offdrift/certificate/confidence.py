@@ -125,6 +125,91 @@ def betting(
     return _estimate(x, ends, alpha, "betting, anytime" if anytime else "betting")
 
 
+def betting_any(
+    variables: Sequence[tuple[Float[np.ndarray, " n"], float]], *, alpha: float = 0.05, anytime: bool = False
+) -> Estimate:
+    """Lower end for a mean that several variables share, by one bettor for each.
+
+        K_t(m) = 1/k sum_j K_t^j(m),   reject m if max_t K_t >= 1/alpha
+
+    Each bettor's capital is a martingale under the true mean, and so is their mean: valid whichever of them wins,
+    without a choice. Beside the best variable alone it costs log k. The variables may depend on each other.
+
+    Args:
+        variables: (x, low) each: draws in the same order, and what the variable cannot fall below. Equal means.
+        alpha, anytime: as in `betting`.
+
+    Raises: `BadValueError` as `betting`.
+
+    Example:
+        >>> noisy, quiet = np.array([-0.9, 1.1] * 50), np.full(100, 0.1)
+        >>> alone, both = betting_any([(noisy, -1.0)]), betting_any([(noisy, -1.0), (quiet, -1.0)])
+        >>> alone.low < both.low
+        True
+    """
+    for x, low in variables:
+        _checked(x, low, math.inf, alpha, "low")
+    first = variables[0][0]
+    stops = STOPS if anytime else (len(first),)
+    name = "betting, anytime" if anytime else "betting"
+    ends = [max(low for _, low in variables), math.inf]
+    if len(first):
+        prepared = []
+        for x, low in variables:
+            scale = _scale(low, math.inf)
+            y = (x - low) / scale
+            prepared.append((y, _bets(y, alpha, stops), low, scale))
+        ends[0] = _shared_lower_end(prepared, ends[0], math.log(len(stops) * len(variables) / alpha))
+    return _estimate(first, ends, alpha, name)
+
+
+def _shared_lower_end(
+    prepared: Sequence[tuple[Float[np.ndarray, " n"], Float[np.ndarray, "rows n"], float, float]],
+    lowest: float,
+    goal: float,
+) -> float:
+    """The largest mean that the capitals together reject; `lowest` if they reject none above it."""
+    below, above = lowest, max(low + scale * float(y.max()) for y, _, low, scale in prepared)
+    for _ in range(BISECTIONS):
+        middle = (below + above) / 2
+        capitals = []
+        for y, bets, low, scale in prepared:
+            m = (middle - low) / scale
+            capitals.append(np.log1p(np.minimum(bets, LARGEST_BET / m) * (y - m)).cumsum(1))
+        if float(np.logaddexp.reduce(np.concatenate(capitals)).max()) >= goal:
+            below = middle
+        else:
+            above = middle
+    return below
+
+
+def power_any(
+    variables: Sequence[tuple[Float[np.ndarray, " n"], float]],
+    size: int,
+    *,
+    alpha: float = 0.05,
+    samples: int = 400,
+) -> float:
+    """Probability that `betting_any` puts the lower end of so many new draws above 0: an estimate, as `power`.
+
+    Example:
+        >>> x = np.array([-0.3, 0.4] * 50)
+        >>> power_any([(x, -1.0)], 50) < 0.5 < 0.9 < power_any([(x, -1.0)], 800)
+        True
+    """
+    reached, chunk, generator = 0, max(1, 2**20 // size), np.random.default_rng(0)
+    for start in range(0, samples, chunk):
+        drawn = generator.integers(0, len(variables[0][0]), (min(chunk, samples - start), size))
+        capitals = []
+        for x, low in variables:
+            scale = _scale(low, math.inf)
+            y, m = (x[drawn] - low) / scale, -low / scale
+            capitals.append(np.log1p(np.minimum(_bets(y, alpha, (size,)), LARGEST_BET / m) * (y - m)).cumsum(-1))
+        capital = np.logaddexp.reduce(np.stack(capitals))
+        reached += int((capital.max(-1) >= math.log(len(variables) / alpha)).sum())
+    return reached / samples
+
+
 def power(
     x: Float[np.ndarray, " n"],
     size: int,

@@ -11,7 +11,7 @@ import numpy as np
 from offdrift.certificate.batch import BatchEvidence
 from offdrift.certificate.certify import power
 from offdrift.certificate.confidence import Looks
-from offdrift.certificate.samples import ENOUGH, fresh_curve, unit_rewards
+from offdrift.certificate.samples import ENOUGH, fresh_curve, has_control, power_curve, unit_rewards
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Plan:
     """Prompts that each route to a certificate takes, for the policies, lengths and prompts of a batch."""
 
     curves: Mapping[str, Mapping[int, float]]
-    """By route ("direct", "fresh") the probability of a certificate, by number of prompts: estimates."""
+    """By route the probability of a certificate, by number of prompts: estimates. "direct" is rollouts by their ratios,
+    "control" the same with control variates, which exact evidence allows, "fresh" answers of both policies."""
     kl_seq: float | None
     """Mean KL of sequences, upper end, nats; None without evidence."""
     length: float
@@ -44,15 +45,19 @@ class Plan:
         kl = "KL of sequences not recorded" if self.kl_seq is None else f"KL of sequences {self.kl_seq:.3g} nat"
         about = f"{kl}, {self.length:.4g} tokens a response, {self.prompts:,} prompts"
         counts = {k: "no planned number of" if n is None else f"{n:,}" for k, n in self.needed.items()}
-        both = (
-            f"{counts['direct']} prompts by the direct guarantee, {counts['fresh']} by fresh answers of both policies"
-        )
+        routes = {
+            "direct": "by ratios alone",
+            "control": "with control variates",
+            "fresh": "by fresh answers of both policies",
+        }
+        each = ", ".join(f"{counts[k]} prompts {words}" for k, words in routes.items() if k in counts)
         advice = {
             "direct": "Use rollouts like these: nothing else has to be drawn",
+            "control": "Use rollouts like these, whole vocabulary recorded: `offdrift certify` takes control variates",
             "fresh": "Draw fresh answers of both policies to the same prompts, and `offdrift certify A B --fresh`",
-            None: "Neither is enough: the gain that was seen is too small, or none",
+            None: "None is enough: the gain that was seen is too small, or none",
         }[self.use]
-        return f"For {about}: certified with probability {ENOUGH:g} from {both}. {advice}."
+        return f"For {about}: certified with probability {ENOUGH:g} from {each}. {advice}."
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
@@ -69,8 +74,9 @@ def plan(
 ) -> Plan | None:
     """Compare the routes to a certificate of this gain: rollouts like the batch's, or fresh answers of both policies.
 
-    Both are estimates from the batch's own prompts, see `power` and `samples.fresh_curve`: what these prompts did not
-    show is in neither. The second is cautious. None without rewards.
+    Where the evidence is exact, rollouts are planned for without and with control variates, which `certify` then mixes.
+    All are estimates from the batch's own prompts, see `power` and `samples.fresh_curve`: what these prompts did not
+    show is in none. The last is cautious. None without rewards.
 
     Args: as in `certify`, of the planned batch.
 
@@ -82,8 +88,9 @@ def plan(
     host = batch.to_host()
     rewards, share = unit_rewards(host["reward"], reward_range), (looks or Looks()).share(alpha)
     kl = float(host["kl_total"].mean())
+    control = {"control": power_curve(host, rewards, alpha=share, control=True)} if has_control(host) else {}
     return Plan(
-        curves={"direct": curve, "fresh": fresh_curve(host, rewards, alpha=share)},
+        curves={"direct": curve, **control, "fresh": fresh_curve(host, rewards, alpha=share)},
         kl_seq=kl if np.isfinite(kl) else None,
         length=float(host["length"].mean()),
         prompts=len(batch) if host.group_ids is None else len(np.unique(host.group_ids)),

@@ -6,14 +6,25 @@ Each expectation spends its own share of alpha, so that all intervals hold toget
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from offdrift.certificate.batch import HostEvidence
-from offdrift.certificate.confidence import Estimate, asymptotic, betting, clopper_pearson, cluster_means, power
+from offdrift.certificate.confidence import (
+    Estimate,
+    asymptotic,
+    betting,
+    betting_any,
+    clopper_pearson,
+    cluster_means,
+    power,
+    power_any,
+)
+from offdrift.certificate.control import LOWEST, SHARE
 from offdrift.certificate.regions import TrustRegion
 from offdrift.errors import BadValueError
 from offdrift.numerics import LOG_RATIO_LIMIT
@@ -92,6 +103,22 @@ def _ratio(host: HostEvidence) -> Column:
     return np.exp(np.minimum(host["log_product"], LOG_RATIO_LIMIT))
 
 
+def has_control(host: HostEvidence) -> bool:
+    """Whether every sequence has its control variate."""
+    return bool(np.isfinite(host["control"]).all())
+
+
+def gains(host: HostEvidence, rewards: Column) -> list[tuple[Column, float]]:
+    """Variables whose mean is the gain, with what they cannot fall below.
+
+    R (w - 1), and where the evidence is exact also R (w - 1) - S / 2, with S of `certificate.control`.
+    """
+    direct = rewards * (_ratio(host) - 1)
+    if not has_control(host):
+        return [(direct, -1.0)]
+    return [(direct, -1.0), (direct - SHARE * host["control"], LOWEST)]
+
+
 class Variable(NamedTuple):
     """Values averaged over sequences to estimate an expectation, and their range, known beforehand."""
 
@@ -159,7 +186,10 @@ def estimates(
         # A sum of rounded terms may pass its range's end by a rounding.
         means = np.clip(_draws(x.values, host, anytime), x.low, x.high)
         share = alpha * SHARES[name]
-        if name == "acceptance" and len(means) == len(x.values) and not anytime:
+        if name == "gain" and rewards is not None and has_control(host):
+            both = [(np.maximum(_draws(v, host, anytime), low), low) for v, low in gains(host, rewards)]
+            result[name] = betting_any(both, alpha=share, anytime=anytime)
+        elif name == "acceptance" and len(means) == len(x.values) and not anytime:
             # One sequence per prompt: a binomial, whose interval is exact.
             result[name] = clopper_pearson(int(accepted.sum()), len(means), alpha=share)
         else:
@@ -190,7 +220,7 @@ def normal_intervals(
     return {k: asymptotic(cluster_means(x, host.group_ids), alpha=alpha) for k, x in columns.items()}
 
 
-def power_curve(host: HostEvidence, rewards: Column, *, alpha: float) -> dict[int, float]:
+def power_curve(host: HostEvidence, rewards: Column, *, alpha: float, control: bool = False) -> dict[int, float]:
     """By number of prompts, the probability that a fresh batch like this one certifies a gain: `confidence.power`.
 
     From a quarter of the prompts that there are, doubled until it is all but certain, and up to 256 times as many or
@@ -200,10 +230,15 @@ def power_curve(host: HostEvidence, rewards: Column, *, alpha: float) -> dict[in
         host: the batch.
         rewards: in [0, 1].
         alpha: what all intervals of the planned batch together may spend.
+        control: with control variates, which the batch must have.
     """
-    gain = reward_columns(host, rewards, np.ones(len(rewards), dtype=bool))["gain"]
-    means = np.maximum(cluster_means(gain, host.group_ids), -1.0)
-    return _curve(means, len(means), high=math.inf, alpha=alpha * SHARES["gain"])
+    of_gain = gains(host, rewards) if control else [(rewards * (_ratio(host) - 1), -1.0)]
+    both = [(np.maximum(cluster_means(x, host.group_ids), low), low) for x, low in of_gain]
+    share = alpha * SHARES["gain"]
+    mean, size = both[0][0].mean(), len(both[0][0])
+    if control:
+        return _curve(lambda n: power_any(both, n, alpha=share), size, rises=mean > 0)
+    return _curve(lambda n: power(both[0][0], n, low=-1.0, high=math.inf, alpha=share), size, rises=mean > 0)
 
 
 PLANNED_DRAWS, ENOUGH = 4096, 0.8
@@ -236,16 +271,17 @@ def fresh_curve(host: HostEvidence, rewards: Column, *, alpha: float) -> dict[in
     where = start[picked, None] + np.diff(start)[picked, None] * rng.random((PLANNED_DRAWS, answers))
     of_pi = rewards[order][np.searchsorted(along, where).clip(max=len(rewards) - 1)].mean(1)
     difference = of_pi - rng.choice(of_mu, PLANNED_DRAWS)
-    return _curve(difference, len(of_mu), high=1.0, alpha=alpha)
+    chance = partial(power, difference, low=-1.0, high=1.0, alpha=alpha)
+    return _curve(chance, len(of_mu), rises=difference.mean() > 0)
 
 
-def _curve(x: Column, prompts: int, *, high: float, alpha: float) -> dict[int, float]:
-    """The power of samples like x, from a quarter of so many prompts on."""
+def _curve(chance: Callable[[int], float], prompts: int, *, rises: bool) -> dict[int, float]:
+    """Chances of samples of several sizes, from a quarter of so many prompts on; no larger ones if the mean falls."""
     curve: dict[int, float] = {}
     for doubled in range(-2, 9):
         size = max(1, round(prompts * 2.0**doubled))
-        curve[size] = power(x, size, low=-1.0, high=high, alpha=alpha)
-        if curve[size] > 0.99 or 2 * size > LARGEST_PLAN or (doubled >= 0 and x.mean() <= 0):
+        curve[size] = chance(size)
+        if curve[size] > 0.99 or 2 * size > LARGEST_PLAN or (doubled >= 0 and not rises):
             break
     return curve
 

@@ -82,8 +82,8 @@ def certify(
         bool,
         typer.Option(
             "--power",
-            help="Estimate how many prompts would certify the gain that was seen, by rollouts like these and by fresh "
-            "answers of both policies, and say which to use.",
+            help="Estimate how many prompts would certify the gain that was seen, by rollouts like these, without and "
+            "with control variates, and by fresh answers of both policies, and say which to use.",
         ),
     ] = False,
     fresh: Annotated[
@@ -121,7 +121,7 @@ def certify(
     The exit status does not tell whether there is a certificate; "certified" in the JSON does.
 
     Where ratios say little (long responses, policies far apart), let both policies answer the same prompts and
-    compare the rewards: --fresh. --power says which of the two takes fewer prompts.
+    compare the rewards: --fresh. --power says which takes fewest prompts.
 
     \b
     offdrift certify runs/tiny/arms/trm_max
@@ -272,11 +272,15 @@ def certify(
 
 
 def show_plan(screen: Screen, planned: Plan | None) -> None:
-    """Chances of both routes by number of prompts, and which to use."""
+    """Chances of every route by number of prompts, and which to use."""
     if planned is None:
         screen.show("No rewards are recorded, so that no gain can be planned for.")
         return
-    titles = {"direct": "Rollouts like these", "fresh": "Fresh answers of both policies (--fresh)"}
+    titles = {
+        "direct": "Rollouts like these, by ratios alone,",
+        "control": "Rollouts like these, with control variates,",
+        "fresh": "Fresh answers of both policies (--fresh)",
+    }
     for route, curve in planned.curves.items():
         chances = ", ".join(f"{n:,} prompts {p:.0%}" for n, p in curve.items())
         screen.show(f"{titles[route]} would certify the gain seen here, if these prompts stand for all: {chances}.")

@@ -98,6 +98,8 @@ def watch(
 ) -> None:
     """Follow a run and alert in the terminal: what is wrong, how it is known, and the smallest fix.
 
+    A finding says what has begun. None foresees a loss of reward 20 updates ahead (docs/diagnosis.md).
+
     Follows runs of `offdrift train` by their metrics, and any other framework's by its log, or by its
     metrics where there is no log of tokens. A run is judged from its beginning, not from when the
     watch starts. Ctrl-C or SIGTERM ends the watch. --json prints steps and findings as JSON lines.
@@ -135,6 +137,8 @@ def watch(
     places = alarm_places(on, webhook, webhook_from, insecure=insecure)
     with outputs(screen, run, framework, Destinations(places, prometheus, page, link)) as out:
         stopped, failed = follow(follower, judge, out, Pace(every, until_idle, fail_on))
+    if not out.shown:
+        screen.note(NO_FORECAST)
     bad, late = follower.unread
     if bad + late:
         screen.warn(f"{bad} bad rows were skipped, and {late} rows of steps that were judged before")
@@ -143,6 +147,10 @@ def watch(
         raise typer.Exit(ExitCode.INTERRUPTED)
     if failed:
         raise typer.Exit(ExitCode.VERDICT)
+
+
+NO_FORECAST = "Nothing was found. That foretells nothing: no finding foresees a loss of reward 20 updates ahead."
+"""Measured by benchmarks/foreseen.py; docs/diagnosis.md has the numbers."""
 
 
 @dataclass(frozen=True)
@@ -179,11 +187,14 @@ class WatchOutputs:
     patience: float = LAST_S
     names_framework: list[Any] = field(default_factory=list)
     """Views whose `framework` says whose snippet they show."""
+    shown: int = 0
+    """Findings shown so far."""
 
     def show(self, row: Row, findings: Findings) -> None:
         """Show a row and what it set off, and send alarms."""
         from offdrift.alarms.alarm import Alarm
 
+        self.shown += len(findings)
         for show in self.shows:
             show(row.source, row.numbers, findings)
         for finding in findings if self.senders else ():

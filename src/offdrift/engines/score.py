@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from offdrift.certificate.control import ratio_means
 from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.fused import exact_divergences
 from offdrift.divergence.interval import topk_divergences
@@ -253,6 +254,24 @@ def divergences(
         "kl_rollout_current": Divergence.exact("kl_rollout_current", kl),
         "tv_rollout_current": Divergence.exact("tv_rollout_current", tv),
     }
+
+
+def rollout_ratio_means(rollouts: Rollouts, logits: Float[Tensor, "n v"]) -> Float[Tensor, " n"] | None:
+    """E_mu[min(pi / mu, C) | c_t] of every token, for control variates (`certificate.control`); None unless exact.
+
+    Args:
+        logits: `Score.logits` of the same tokens.
+    """
+    evidence = rollouts.evidence
+    pieces: Iterable[tuple[slice, Tensor]]
+    if isinstance(evidence, FullVocab):
+        pieces = [(slice(None), evidence.logp.to(logits.device))]
+    elif isinstance(evidence, HiddenStates):
+        temperature = rollouts.provenance.sampling.temperature
+        pieces = logits_in_pieces(evidence.to(logits.device), temperature=temperature, support=rollouts.support)
+    else:
+        return None
+    return torch.cat([ratio_means(rollout, logits[piece]) for piece, rollout in pieces])
 
 
 def old_divergences(logits_old: Float[Tensor, "n v"], logits: Float[Tensor, "n v"]) -> dict[str, Divergence]:

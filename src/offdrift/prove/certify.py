@@ -23,7 +23,7 @@ from offdrift.certificate import Certificate, TrustRegion
 from offdrift.certificate.batch import BatchEvidence
 from offdrift.certificate.prompts import PromptDesign, two_readings
 from offdrift.divergence.evidence import Divergence
-from offdrift.engines.score import chunks, divergences, old_divergences, score
+from offdrift.engines.score import chunks, divergences, old_divergences, rollout_ratio_means, score
 from offdrift.errors import RecordError
 from offdrift.logprobs import LogProbs
 from offdrift.records.provenance import Provenance
@@ -196,7 +196,8 @@ def judge(
             if old is not None:
                 drift = [DriftStats.merge_all([*drift, _three_policies(old, part, logprobs, scores.logits, exact)])]
             rewards = None if part.rewards is None else part.rewards.to(device)
-            parts.append(BatchEvidence.of(logprobs, rewards, region=region, divergences=exact))
+            means = rollout_ratio_means(part, scores.logits)
+            parts.append(BatchEvidence.of(logprobs, rewards, region=region, divergences=exact, ratio_means=means))
         tokens += len(rollouts.tokens)
         del rollouts  # before the next file is read
         if parts:

@@ -1,0 +1,165 @@
+"""Is a loss of held-out reward foreseen 20 updates ahead, on recipes that nothing was fitted to? From stored runs.
+
+    python benchmarks/foreseen.py [--json FILE]
+
+The 214 runs of `benchmarks/severity.py` (two tasks, 37 recipes, held-out reward every four updates, first update of every
+finding). A run is lost when its held-out reward is below 70 % of the best before. Written down before any number was seen:
+an alarm `AHEAD` updates or more before the loss has foreseen it, an alarm in a run that keeps its reward is false. Judged
+are losses that could be foreseen, at update `AHEAD` + 4 or later. Every predictor gives a score at each evaluation and
+alarms above a threshold, the lowest with at most `FALSE` false alarms in the runs of all other recipes; then it is judged on
+the recipe that was left out. Fitted ones are logistic regressions of the other recipes' evaluations. Intervals:
+Clopper-Pearson over runs, 95 %.
+"""
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offdrift.certificate.confidence import clopper_pearson
+from offdrift_lab.evidence.predictor import fit
+
+RESULTS = Path(__file__).parent / "results" / "foreseen.json"
+STORED = Path(__file__).parent / "results" / "severity.json"
+AHEAD, FALSE, LOST = 20, 0.05, 0.3
+RULES = (
+    "token_drift", "weight_variance", "stale_engine", "systems_fix", "toxic_tail", "grad_spike", "agreement_gap",
+    "wrong_weights", "update_too_large", "low_acceptance", "probability_spike", "all_rejected", "ess_collapse",
+)  # fmt: skip
+"""Findings of ten runs or more that do not look at the reward."""
+ESCALATION = ("weight_variance", "rejection_not_enough", "systems_fix", "token_drift")
+"""Findings at the survey's thresholds: ESS below .5 or chi-squared above 1; 10 to 25 % rejected; more than 25 % rejected,
+ESS below .3 after that, or correlation below .95; chi-squared above .3 at an ESS of .5 and more."""
+Run = Mapping[str, Any]
+
+
+def lost_at(run: Run) -> int | None:
+    """Update of the first evaluation below 70 % of the best before; None if there is none."""
+    best = 0.0
+    for at, reward in run["held_out"]:
+        if reward < (1 - LOST) * best:
+            return at
+        best = max(best, reward)
+    return None
+
+
+def setting(run: Run, name: str) -> float:
+    """A number of the recipe that its name has; 0 if it has none."""
+    found = re.search(rf"\b{name} ([0-9.]+)", run["cell"])
+    return float(found[1]) if found else 0.0
+
+
+def times(run: Run) -> list[int]:
+    """Evaluations at which a run may be judged: before its loss."""
+    end = lost_at(run)
+    return [at for at, _ in run["held_out"] if end is None or at < end]
+
+
+def told(run: Run, rule: str, at: int) -> float:
+    return float(run["findings"].get(rule, math.inf) <= at)
+
+
+def kept(run: Run, at: int) -> float:
+    """Held-out reward over the best so far."""
+    rewards = [reward for u, reward in run["held_out"] if u <= at]
+    return rewards[-1] / max(rewards)
+
+
+Score = Callable[[Run, int], float]
+PLAIN: dict[str, Score] = {
+    "learning rate": lambda run, at: setting(run, "lr"),
+    "lag": lambda run, at: setting(run, "lag"),
+    "learning rate x lag": lambda run, at: setting(run, "lr") * setting(run, "lag"),
+    "reward below its best": lambda run, at: -kept(run, at),
+    "findings told": lambda run, at: sum(told(run, rule, at) for rule in RULES),
+}
+"""Predictors without a fit, the first four trivial."""
+FITTED: dict[str, Callable[[Run, int], list[float]]] = {
+    "settings": lambda run, at: [setting(run, "lr") * 1e3, setting(run, "lag"), kept(run, at), at],
+    "findings": lambda run, at: [*(told(run, rule, at) for rule in RULES), at],
+    "settings and findings": lambda run, at: [*FITTED["settings"](run, at), *(told(run, r, at) for r in RULES)],
+}
+
+
+def fitted(features: Callable[[Run, int], list[float]], runs: Sequence[Run]) -> Score:
+    """A logistic regression of a loss to come at least `AHEAD` updates later."""
+    x, y = [], []
+    for run in runs:
+        end = lost_at(run)
+        for at in times(run):
+            if end is None or end - at >= AHEAD:
+                x.append(features(run, at))
+                y.append(end is not None)
+    predictor = fit(np.array(x), np.array(y))
+    return lambda run, at: float(predictor.probability(np.array([features(run, at)]))[0])
+
+
+def threshold(score: Score, runs: Sequence[Run]) -> float:
+    """Lowest threshold with at most `FALSE` of the runs that keep their reward above it."""
+    highest = sorted(max(score(run, at) for at in times(run)) for run in runs if lost_at(run) is None)
+    return highest[math.ceil((1 - FALSE) * len(highest)) - 1]
+
+
+def alarm(run: Run, score: Score, above: float) -> int | None:
+    return next((at for at in times(run) if score(run, at) > above), None)
+
+
+def judged(runs: Sequence[Run], make: Callable[[Sequence[Run]], Score]) -> dict[str, Any]:
+    """Foreseen losses and false alarms, every recipe by what the others say."""
+    foreseen, late, false = [], 0, []
+    for recipe in sorted({(r["family"], r["cell"]) for r in runs}):
+        own = [r for r in runs if (r["family"], r["cell"]) == recipe]
+        others = [r for r in runs if (r["family"], r["cell"]) != recipe]
+        score = make(others)
+        above = threshold(score, others)
+        for run in own:
+            end, at = lost_at(run), alarm(run, score, above)
+            if end is None:
+                false.append(at is not None)
+            elif end >= AHEAD + 4:
+                foreseen.append(at is not None and end - at >= AHEAD)
+                late += at is not None and end - at < AHEAD
+    return {"foreseen": share(foreseen), "told late": late, "false": share(false)}
+
+
+def decisions(runs: Sequence[Run], rule: str) -> dict[str, list[float]]:
+    """A rule's finding as a decision to stop, taken at any time before the loss: told in runs that lose, and that keep."""
+    told_in = {True: [], False: []}
+    for run in runs:
+        told_in[lost_at(run) is not None].append(any(told(run, rule, at) for at in times(run)))
+    return {"told before a loss": share(told_in[True]), "told, nothing lost": share(told_in[False])}
+
+
+def share(events: Sequence[bool]) -> list[float]:
+    """Count, number, and the exact interval of the share."""
+    interval = clopper_pearson(sum(events), len(events))
+    return [sum(events), len(events), interval.low, interval.high]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    runs = json.loads(STORED.read_text("utf-8"))["runs"]
+    if isinstance(runs, int):
+        raise SystemExit(f"{STORED} has no runs")
+    found: dict[str, Any] = {"runs": len(runs), "lost": sum(lost_at(r) is not None for r in runs)}
+    for name, score in PLAIN.items():
+        found[name] = judged(runs, lambda others, score=score: score)
+    for rule in RULES:
+        found[f"rule {rule}"] = judged(runs, lambda others, rule=rule: lambda run, at: told(run, rule, at))
+    for name, features in FITTED.items():
+        found[f"fit to {name}"] = judged(runs, lambda others, features=features: fitted(features, others))
+    found["decisions"] = {rule: decisions(runs, rule) for rule in ESCALATION}
+    options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    for name, row in found.items():
+        print(name, row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Verdicts of docs/evidence.toml, made by rules from what was found, from regimes and from stored results.
+
+`found` is what the runs here say of a claim; `verdict` is what may be said of the claim. They differ where too few
+seeds were run, and where model, length, drift or learning rate are ten times or more from the source's, or the cause
+of drift is another one. `seen` is the smallest difference that the runs would have shown, from their stored pairs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from offdrift.errors import BadValueError
+from offdrift.stats.paired import over_seeds, student_t
+
+Row = Mapping[str, Any]
+VERDICTS = ("reproduced", "falsified here", "other regime", "undecided", "untestable here")
+"""Everything that can have come of a claim."""
+DECIDED = ("reproduced", "falsified here")
+RATIO, SEEDS, LEVEL = 10.0, 8, 0.05
+"""Factor from which on a regime is another one; seeds or pairs that decide, or the sign-flip p that does."""
+COMPARED = ("parameters", "tokens", "kl", "lr")
+"""Numbers of a regime: parameters of the model, tokens of a response, KL per token (nat), learning rate."""
+MOST_FLIPPED = 20
+"""Pairs whose patterns of signs are enumerated: 2^20."""
+
+
+def sign_flip_p(differences: Sequence[float]) -> float:
+    """Exact two-sided p of a mean difference: the share of sign patterns whose mean is at least as far from 0.
+
+    Raises: `BadValueError` for more than `MOST_FLIPPED` pairs.
+
+    Example:
+        >>> sign_flip_p([0.1, 0.2, 0.3, 0.1]), sign_flip_p([0.1, -0.1])
+        (0.125, 1.0)
+
+    Reference: Fisher, The Design of Experiments, 1935, section 21.
+    """
+    n, observed = len(differences), abs(math.fsum(differences))
+    if n > MOST_FLIPPED:
+        raise BadValueError(f"{n} pairs have 2^{n} patterns of signs; take Student's test beyond {MOST_FLIPPED}")
+    patterns = itertools.product((1, -1), repeat=n)
+    beyond = sum(
+        abs(math.fsum(s * d for s, d in zip(p, differences, strict=True))) >= observed - 1e-12 for p in patterns
+    )
+    return beyond / 2**n
+
+
+def smallest_difference(deviation: float, n: int, *, power: float = 0.8, alpha: float = LEVEL) -> float:
+    """Smallest true difference that n pairs show at level alpha with a probability of `power`, about.
+
+        (t_{1 - alpha/2, n-1} + t_{power, n-1}) s / sqrt(n)
+
+    Args:
+        deviation: standard deviation s of the pairs' differences.
+        n: pairs, at least 2.
+
+    Example:
+        >>> round(smallest_difference(0.1, 8), 3), round(smallest_difference(0.1, 4), 3)
+        (0.115, 0.208)
+    """
+    if n < 2:
+        raise BadValueError(f"n = {n}: one pair has no scatter; take two or more")
+    return (student_t(alpha, n - 1) + student_t(2 * (1 - power), n - 1)) * deviation / math.sqrt(n)
+
+
+@lru_cache(maxsize=64)
+def _stored(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def pairs(contrast: Row, results: Path) -> list[float]:
+    """Differences of a contrast by seed, as stored results have them.
+
+    Args:
+        contrast: `data`, a file of `results`; `arm`, and `less`, the arm that is taken off, or "start" for the reward
+            before training; `where` and `less_where`, values of settings (runs of other values are averaged by seed);
+            `sweep` and `changes` where a file has several.
+        results: the folder of stored results.
+
+    Raises: `BadValueError` where no seed has both.
+    """
+    runs = list(_runs(_stored(results / contrast["data"]), contrast))
+    less = contrast["less"]
+    ends = _by_seed(runs, contrast["arm"], contrast.get("where", {}), "end")
+    if less == "start":
+        base = _by_seed(runs, contrast["arm"], contrast.get("where", {}), "start")
+    else:
+        base = _by_seed(runs, less, contrast.get("less_where", contrast.get("where", {})), "end")
+    both = sorted(ends.keys() & base.keys())
+    if not both:
+        raise BadValueError(f"no seed of {contrast['data']} has both sides of {dict(contrast)}")
+    return [ends[seed] - base[seed] for seed in both]
+
+
+def _by_seed(runs: Iterable[Row], arm: str, where: Row, what: str) -> dict[int, float]:
+    """Mean over the runs of an arm and of these values, seed by seed."""
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        values = run["values"]
+        if run["arm"] == arm and all(values.get(key) == value for key, value in where.items()) and what in run:
+            found.setdefault(run["seed"], []).append(run[what])
+    return {seed: fmean(x) for seed, x in found.items()}
+
+
+def _runs(document: Any, contrast: Row) -> Iterator[dict[str, Any]]:
+    """Runs of a stored result: arm, values, seed, end, and start where it is stored."""
+    if isinstance(document.get("sweeps"), dict):
+        for arm, row in document["sweeps"][contrast["sweep"]]["arms"].items():
+            for seed, end in row["held_out_by_seed"].items():
+                start = {"start": row["held_out"][0]["mean"]} if "held_out" in row else {}
+                yield {"arm": arm, "values": {}, "seed": int(seed), "end": end, **start}
+    elif "sweeps" in document:
+        changes = contrast.get("changes", [])
+        for sweep in document["sweeps"]:
+            if sweep["name"] == contrast.get("sweep", sweep["name"]) and sweep["changes"] == changes:
+                yield from sweep["runs"]
+    elif "rows" in document:
+        for row in document["rows"]:
+            ends = [row[key] for key in ("after", "dense_after") if key in row]
+            if ends:
+                start = row.get("before", row.get("dense_before"))
+                yield {"arm": row["arm"], "values": {}, "seed": row["seed"], "end": ends[0], "start": start}
+    elif "runs" in document:
+        yield from ({**run, "end": run["value"]} for run in document["runs"] if run["value"] is not None)
+    else:
+        for part in document.values():
+            yield from ({**run, "end": run["value"]} for run in part["runs"])
+
+
+class Seen(NamedTuple):
+    """Power of the pairs of a claim's runs."""
+
+    smallest: float
+    """Smallest difference shown with 80 % power, about."""
+    pairs: int
+    p: float | None
+    """Exact sign-flip p; None where single pairs are not stored, or there are more than `MOST_FLIPPED`."""
+    student: float | None
+    """Student's p of the same pairs."""
+
+
+def seen(row: Row, results: Path) -> Seen | None:
+    """Power of a claim's runs; None without a contrast.
+
+    A contrast that is an interval of 95 %, `{ low, high, n }`, stands for the pairs it was made of, and has no p.
+    Contrasts of several testbeds count together.
+    """
+    contrasts = row.get("contrast", [])
+    if not contrasts:
+        return None
+    if "low" in contrasts[0]:
+        x = contrasts[0]
+        deviation = (x["high"] - x["low"]) / 2 / student_t(LEVEL, x["n"] - 1) * math.sqrt(x["n"])
+        return Seen(smallest_difference(deviation, x["n"]), x["n"], None, None)
+    d = [x for contrast in contrasts for x in pairs(contrast, results)]
+    p = sign_flip_p(d) if len(d) <= MOST_FLIPPED else None
+    return Seen(smallest_difference(stdev(d), len(d)), len(d), p, over_seeds(d).p)
+
+
+def differs(here: Sequence[Row], there: Row) -> list[str]:
+    """Parts of a regime in which every testbed is `RATIO` times or more from the source, or has another cause.
+
+    Example:
+        >>> differs([{"parameters": 1e6, "tokens": 7, "cause": "lag"}], {"parameters": 8e9, "cause": "engine"})
+        ['parameters', 'cause']
+        >>> differs([{"lr": 4e-4}, {"lr": 2e-6}], {"lr": 1e-6})
+        []
+    """
+    far = []
+    for key in COMPARED:
+        ratios = [max(x[key], there[key]) / min(x[key], there[key]) for x in here if x.get(key) and there.get(key)]
+        if ratios and min(ratios) >= RATIO:
+            far.append(key)
+    causes = [causes_of(x["cause"]) for x in here if x.get("cause")]
+    if causes and there.get("cause") and not any(c & causes_of(there["cause"]) for c in causes):
+        far.append("cause")
+    return far
+
+
+def causes_of(text: str) -> set[str]:
+    """Causes of drift that a regime names: engine, lag, or whatever else its first word is.
+
+    Example:
+        >>> sorted(causes_of("engine, 8 bits; lag of 31 updates"))
+        ['engine', 'lag']
+    """
+    return {part.split()[0].strip(",") for part in re.split(r"; ", text) if part.strip()}
+
+
+def verdict(row: Row, far: Sequence[str], p: float | None = None) -> str:
+    """Verdict on a claim: the finding, unless a rule forbids it.
+
+    Args:
+        far: parts of the regime that differ, of `differs`.
+        p: sign-flip p of the claim's pairs, if there is one.
+
+    Example:
+        >>> row = {"found": "reproduced", "kind": "runs", "seeds": 4}
+        >>> verdict(row, [], p=0.125), verdict(row, [], p=0.01), verdict(row | {"seeds": 8}, ["lr"])
+        ('undecided', 'reproduced', 'other regime')
+    """
+    found = row["found"]
+    if found not in DECIDED:
+        return found
+    if row["kind"] == "runs" and row["seeds"] < SEEDS and (1.0 if p is None else p) >= LEVEL:
+        return "undecided"
+    return "other regime" if far else found
+
+
+def judged(evidence: Path, results: Path) -> list[dict[str, Any]]:
+    """Claims of a file with their verdicts, regimes and power, in order.
+
+    Args:
+        evidence: the file: `[sources]` and `[testbeds]`, regimes by name, and `[[claim]]`.
+        results: the folder of stored results; its regimes.json has the testbeds that were measured.
+
+    Raises: `BadValueError` for a regime or a contrast that is not there.
+    """
+    document = tomllib.loads(evidence.read_text(encoding="utf-8"))
+    testbeds = {**_stored(results / "regimes.json"), **document["testbeds"]}
+    rows = []
+    for row in document["claim"]:
+        unknown = [name for name in row.get("here", []) if name not in testbeds]
+        if unknown or row.get("there", "") not in {"", *document["sources"]}:
+            raise BadValueError(f"{unknown or row['there']} of {row['claim']!r} is no regime of {evidence.name}")
+        here = {name: testbeds[name] for name in row.get("here", [])}
+        there = document["sources"][row["there"]] if "there" in row else {}
+        power = seen(row, results)
+        p = power.p if power and power.p is not None else row.get("p")
+        far = differs(list(here.values()), there)
+        made = {"testbeds": here, "of_source": there, "far": far, "seen": power, "p_sign_flip": p}
+        rows.append({**row, **made, "verdict": verdict(row, far, p)})
+    return rows

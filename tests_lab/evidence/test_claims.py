@@ -1,0 +1,106 @@
+"""Rules that make verdicts: each is seen to forbid what it forbids, and powers are those of stored pairs."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offdrift.errors import BadValueError
+from offdrift_lab.evidence.claims import (
+    causes_of,
+    differs,
+    judged,
+    pairs,
+    seen,
+    sign_flip_p,
+    smallest_difference,
+    verdict,
+)
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+GOOD = {"found": "reproduced", "kind": "runs", "seeds": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "far", "p", "expected"),
+    [
+        ({}, [], None, "reproduced"),
+        ({"seeds": 4}, [], None, "undecided"),
+        ({"seeds": 4}, [], 0.125, "undecided"),
+        ({"seeds": 7}, [], 0.02, "reproduced"),
+        ({"seeds": 1, "found": "falsified here"}, ["lr"], None, "undecided"),
+        ({}, ["tokens"], 0.01, "other regime"),
+        ({"kind": "counts"}, ["cause"], None, "other regime"),
+        ({"found": "undecided"}, ["lr"], None, "undecided"),
+        ({"found": "untestable here", "kind": "none"}, [], None, "untestable here"),
+    ],
+)
+def test_a_verdict_is_what_the_rules_allow(changes, far, p, expected):
+    assert verdict(GOOD | changes, far, p) == expected
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "far"),
+    [
+        ([{"parameters": 1e6}], {"parameters": 8e9}, ["parameters"]),
+        ([{"parameters": 1e9}], {"parameters": 8e9}, []),
+        ([{"tokens": 7}, {"tokens": 800}], {"tokens": 4096}, []),
+        ([{"lr": 1e-5}], {"lr": 1e-6}, ["lr"]),
+        ([{"cause": "lag of 7 updates"}], {"cause": "engine"}, ["cause"]),
+        ([{"cause": "engine, 8 bits; lag of 7 updates"}], {"cause": "engine"}, []),
+        ([{"kl": 0.0}], {"kl": 1.0}, []),
+        ([], {"lr": 1e-6}, []),
+    ],
+)
+def test_a_factor_of_ten_or_another_cause_is_another_regime(here, there, far):
+    assert differs(here, there) == far
+    assert causes_of("") == set()
+
+
+def test_the_smallest_difference_is_shown_four_times_in_five():
+    rng = np.random.default_rng(0)
+    least = smallest_difference(1.0, 8)
+    t = rng.normal(least, 1.0, (20_000, 8))
+    statistic = t.mean(1) / (t.std(1, ddof=1) / math.sqrt(8))
+    assert (statistic > 2.3646).mean() == pytest.approx(0.8, abs=0.02)
+    with pytest.raises(BadValueError, match="n = 1"):
+        smallest_difference(1.0, 1)
+
+
+def test_signs_are_flipped_exactly():
+    assert sign_flip_p([1.0] * 8) == 2 / 2**8
+    assert sign_flip_p([3.0, -1.0, -1.0]) == 1.0
+    with pytest.raises(BadValueError, match="patterns"):
+        sign_flip_p([1.0] * 21)
+
+
+def test_pairs_are_those_of_the_stored_runs(tmp_path):
+    stored = json.loads((RESULTS / "figures.json").read_text(encoding="utf-8"))["sweeps"]["figures-lag"]
+    contrast = {"data": "figures.json", "sweep": "figures-lag", "arm": "ppo_clip", "less": "token_is"}
+    of_sweep = next(r for r in stored["compared"] if r["arm"] == "ppo_clip" and r["of"] == "held-out")
+    found = pairs(contrast, RESULTS)
+    assert len(found) == of_sweep["n"]
+    assert sum(found) / len(found) == pytest.approx(of_sweep["mean"])
+    power = seen({"contrast": [contrast]}, RESULTS)
+    assert power is not None
+    assert power.student == pytest.approx(of_sweep["p"])
+    # The stored interval of the same pairs stands for them.
+    interval = {"low": of_sweep["low"], "high": of_sweep["high"], "n": of_sweep["n"]}
+    of_interval = seen({"contrast": [interval]}, RESULTS)
+    assert of_interval is not None
+    assert of_interval.smallest == pytest.approx(power.smallest, rel=1e-6)
+    with pytest.raises(BadValueError, match="no seed"):
+        pairs(contrast | {"less": "nobody"}, RESULTS)
+    runs = [{"arm": a, "values": {"lr": v}, "seed": s, "value": x} for a, v, s, x in (("a", 1, 0, 3.0), ("a", 2, 0, 5.0), ("b", 1, 0, 1.0))]  # fmt: skip
+    (tmp_path / "sweep.json").write_text(json.dumps({"runs": runs}))
+    assert pairs({"data": "sweep.json", "arm": "a", "less": "b"}, tmp_path) == [3.0]
+    assert pairs({"data": "sweep.json", "arm": "a", "less": "b", "where": {"lr": 1}}, tmp_path) == [2.0]
+
+
+def test_an_unknown_regime_is_refused(tmp_path):
+    text = '[sources]\n[testbeds]\n[[claim]]\nclaim = "c"\nhere = ["nowhere"]\nfound = "undecided"\n'
+    (tmp_path / "evidence.toml").write_text(text)
+    with pytest.raises(BadValueError, match="nowhere"):
+        judged(tmp_path / "evidence.toml", RESULTS)
