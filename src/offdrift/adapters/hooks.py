@@ -60,6 +60,7 @@ INPUTS = {
     "vocab": "the size of the vocabulary",
     "rewards": "rewards",
     "version_lag": "version lags",
+    "distributions": "logits of the old and the current policy",
     "divergences": "divergences of whole distributions",
 }
 
