@@ -26,13 +26,17 @@ StepSums = dict[str, Tensor]
 """What one part saw of one batch: scalars are summed over pieces, vectors joined end to end; a scalar
 under a name that begins with `log_` is the log of what is summed (see `numerics.log_sums`)."""
 
+LOGITS = (
+    "where only log-probs of the drawn tokens exist (a framework's hook, a log), take ppo_clip or gspo, or dppo_kl, "
+    "which bounds the KL of the drawn token against the rest; `offdrift train` projects"
+)
+"""Way out of a method that projects whole distributions."""
 WAY_OUT = {
     "entropy": "give BatchInfo(entropy=...) (nats per token, of the old policy; `engines.score` returns it)",
     "rewards": "give BatchInfo(rewards=...) (one per sequence)",
     "version_lag": "give BatchInfo(version_lag=...) (updates since the weights that drew each token)",
     "distributions": "give BatchInfo(distributions=Distributions(logits_old, logits, tokens)) with the logits of this "
-    "forward pass; where only log-probs of the drawn tokens exist (a framework's hook, a log), take ppo_clip, gspo, or "
-    "dppo_kl, which estimate the same KL from them",
+    f"forward pass; {LOGITS}",
 }
 
 
