@@ -137,9 +137,7 @@ def project(distributions: Distributions, *, bound: float) -> Projection:
     return Projection(log_ratio, distance, 1 / s - 1, s < 1, *drawn)
 
 
-def projected(
-    logits_old: Float[Tensor, "n v"], logits: Float[Tensor, "n v"], *, bound: float
-) -> Float[Tensor, "n v"]:
+def projected(logits_old: Float[Tensor, "n v"], logits: Float[Tensor, "n v"], *, bound: float) -> Float[Tensor, "n v"]:
     """Log-probs of the projected policy over the whole vocabulary, float64. Gradient: none; see `project`.
 
     Example:

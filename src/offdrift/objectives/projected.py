@@ -28,9 +28,9 @@ class Projected:
         L = -A pi(y) / pi_old(y) + coef KL(pi_new || sg[pi]),
         pi = argmin KL(pi || pi_new)  subject to  KL(pi || pi_old) <= bound
 
-    pi_new is the current policy, y the drawn token, both KLs over the whole vocabulary. Inside the ball pi is pi_new and
-    the loss the plain surrogate. Outside, moving along the path from pi_old to pi_new changes nothing, and every other
-    direction still learns; a clip would stop them all.
+    pi_new is the current policy, y the drawn token, both KLs over the whole vocabulary. Inside the ball pi is pi_new
+    and the loss the plain surrogate. Outside, moving along the path from pi_old to pi_new changes nothing, and every
+    other direction still learns; a clip would stop them all.
 
     Args:
         bound: of KL(pi || pi_old) at every token, nats.
@@ -39,16 +39,16 @@ class Projected:
     Gradient: to the logits of `batch_info.distributions` alone, and through them to what made them; `logp` is read for
     its value. The pull is a regularizer (`TokenLoss`): gates and weights do not touch it.
 
-    Raises: `EvidenceError` if the batch has no distributions; `BadValueError` if their log-probs of the drawn tokens are
-        not the batch's (another temperature, other tokens), or a logit is NaN. On an accelerator, where asking would
-        make the host wait, the loss of such a token is NaN.
+    Raises: `EvidenceError` if the batch has no distributions; `BadValueError` if their log-probs of the drawn tokens
+        are not the batch's (another temperature, other tokens), or a logit is NaN. On an accelerator, where asking
+        would make the host wait, the loss of such a token is NaN.
 
     Example:
         >>> Projected().formula
         'L = -A pi / pi_old + 1 KL(current || pi), pi = the current policy projected to KL(pi || old) <= 0.05'
 
-    Reference: Becker et al., TROLL, arXiv:2510.03817: objective and projection as on the authors' project page, loss as in
-        their code (loss mode trpl), which keeps the largest logits only: here the whole vocabulary.
+    Reference: Becker et al., TROLL, arXiv:2510.03817: objective and projection as on the authors' project page, loss as
+        in their code (loss mode trpl), which keeps the largest logits only: here the whole vocabulary.
     """
 
     bound: float = 0.05

@@ -178,8 +178,8 @@ def _check(name: str, row: Method, config: Any, weights: Tensor | None) -> None:
     lacks, share = missing(row), driver_share(row)
     if "distributions" in row.needs:
         raise EvidenceError(
-            f"offdrift/{name} projects whole distributions of the old and the current policy, and verl hands its policy "
-            f"loss log-probs of the drawn tokens alone: {LOGITS}"
+            f"offdrift/{name} projects whole distributions of the old and the current policy, and verl hands its "
+            f"policy loss log-probs of the drawn tokens alone: {LOGITS}"
         )
     if lacks:
         raise EvidenceError(
