@@ -24,7 +24,12 @@ from offdrift_lab.train.features.accept import Acceptance
 from offdrift_lab.train.loop.loop import train
 from offdrift_lab.train.settings.recipe import load_recipe
 
-TESTS = ("kl", "certificate", "gap")
+TESTS = {
+    "kl": "test='kl'",
+    "certificate": "test='certificate'",
+    "gap": "test='gap'",  # 4 prompts with 8 answers each
+    "gap, 2 prompts": "test='gap', prompts=2",
+}
 NEVER_FAILS = 1e9
 
 
@@ -43,7 +48,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         parts = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         found[test] = parts | {"runs": [round(run["cost"], 4) for run in runs]}
         print(
-            f"{test:12} {parts['cost']:6.1%} of an update   keeping {parts['keep']:.1%}   testing {parts['test']:.1%}"
+            f"{test:15} {parts['cost']:6.1%} of an update   keeping {parts['keep']:.1%}   testing {parts['test']:.1%}"
         )
     result = {"recipe": args.recipe, "set": args.set, "batches": args.batches, "tests": found, "machine": machine()}
     if args.json:
@@ -55,7 +60,7 @@ def _share(path: str, test: str, batches: int, more: list[str]) -> dict[str, flo
     """CPU seconds of the feature over those of the rest of the updates, from the first step to the last."""
     changes = [f"batches={batches}", "warm_start.steps=0", "log.trackers=[]", "log.eval_prompts=1", "lag.sync_every=1"]
     changes += [f"log.eval_every={10 * batches}", f"log.checkpoint_every={10 * batches}", "arms={none={method='none'}}"]
-    changes += [f"optim.accept={{test='{test}', limit={NEVER_FAILS}, final={NEVER_FAILS}}}", *more]
+    changes += [f"optim.accept={{{TESTS[test]}, limit={NEVER_FAILS}, final={NEVER_FAILS}}}", *more]
     starts: list[float] = []
     spent = {"keep": 0.0, "test": 0.0}
     stepping, accepts = Acceptance.stepping, Acceptance.accepts

@@ -17,8 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from offdrift.divergence.evidence import Divergence
-from offdrift.divergence.projection import Distributions
+from offdrift.divergence.evidence import Distributions, Divergence
 from offdrift.errors import EvidenceError
 from offdrift.logprobs import LogProbs
 

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from offdrift.divergence.projection import Distributions, project, projected
+from offdrift.divergence.evidence import Distributions
+from offdrift.divergence.projection import project
 from offdrift.errors import BadValueError, ShapeError
 
 BOUND = 0.05
@@ -24,6 +25,13 @@ def pair(*, v: int = 9, seed: int = 0, dtype: torch.dtype = torch.float64) -> tu
 def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """KL of log-probs."""
     return (p.exp() * (p - q)).sum(-1)
+
+
+def projected(old: torch.Tensor, new: torch.Tensor, *, bound: float) -> torch.Tensor:
+    """The whole projected policy, log-probs, from the multiplier: where the Lagrangian is stationary."""
+    tokens = torch.zeros(len(old), dtype=torch.int64)
+    eta = project(given(old, new, tokens), bound=bound).multiplier[:, None]
+    return ((new.log_softmax(-1) + eta * old.log_softmax(-1)) / (1 + eta)).log_softmax(-1)
 
 
 def drawn(v: int = 9) -> torch.Tensor:
@@ -162,10 +170,12 @@ def test_rows_are_independent_however_many_there_are():
 
 def test_the_search_of_an_accelerator_finds_the_same(monkeypatch):
     """A fixed number of steps for every row, and no question to the device."""
-    old, new = pair(v=50)
-    want = projected(old, new, bound=BOUND)
+    both = given(*pair(v=50))
+    want = project(both, bound=BOUND)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
-    torch.testing.assert_close(projected(old, new, bound=BOUND), want, rtol=0, atol=1e-10)
+    got = project(both, bound=BOUND)
+    torch.testing.assert_close(got.log_ratio, want.log_ratio, rtol=0, atol=1e-10)
+    torch.testing.assert_close(got.multiplier, want.multiplier, rtol=1e-9, atol=0)
 
 
 def test_what_is_refused():

@@ -16,7 +16,7 @@ from offdrift.correction import FutureWeight, SignWeight, SurprisalWeight, Varia
 from offdrift.laws.batches import VOCAB, Batch
 from offdrift.methods import Method
 from offdrift.methods.method import Interpolated
-from offdrift.objectives.projected import Projected
+from offdrift.objectives.reinforce import ProjectedSurrogate
 from offdrift.penalty import KLPenalty
 
 Numbers = list[float]
@@ -238,7 +238,7 @@ def own_pull(objective: Any, s: Sequence) -> Numbers:
     if hasattr(objective, "penalty") and hasattr(objective, "target"):  # penalty (r - 1)^2
         r = [math.exp(x) for x in s.l(objective.on)]
         return [2 * objective.penalty * (x - 1) * x for x in r]
-    if isinstance(objective, Projected):
+    if isinstance(objective, ProjectedSurrogate):
         return [objective.coef * pull_to_ball(math.exp(q), math.exp(p), objective.bound) for q, p in zip(s.old, s.pi)]
     return [0.0] * len(s)
 

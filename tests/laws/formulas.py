@@ -15,9 +15,9 @@ from offdrift.objectives.ewma import ProximalEwma
 from offdrift.objectives.flipped import Flipped
 from offdrift.objectives.preference import Classified, Preference
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
-from offdrift.objectives.projected import Projected
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic, Regression
+from offdrift.objectives.reinforce import ProjectedSurrogate
 from offdrift.objectives.second_moment import BalancedClipped, GroupClipped, SecondMomentClipped, VariancePenalized
 from offdrift.objectives.turns import TurnNormalized
 from tests.laws.definitions import Matrix, Sequence, diagonal, members, of_two, ratio, ratio_push, unit_ratio
@@ -290,14 +290,14 @@ def entropy_grouped(o: EntropyGrouped, s: Sequence, step: Step) -> Matrix:
     return diagonal(found)
 
 
-def projected(o: Projected, s: Sequence, step: Step) -> Matrix:
+def projected(o: ProjectedSurrogate, s: Sequence, step: Step) -> Matrix:
     """Of a vocabulary of two, the edge of the ball is one point on each side: there the ratio is constant."""
     inside = [of_two(math.exp(p), math.exp(q)) <= o.bound for q, p in zip(s.old, s.pi)]
     return diagonal([-a * math.exp(x) if i else 0.0 for a, x, i in zip(s.a, s.l("staleness"), inside)])
 
 
 PUSH: dict[type, Any] = {
-    Projected: projected,
+    ProjectedSurrogate: projected,
     Reinforce: reinforce,
     ImportanceSampled: importance_sampled,
     Clipped: clipped,

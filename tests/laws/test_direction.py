@@ -20,9 +20,9 @@ from offdrift.objectives.ewma import ProximalEwma
 from offdrift.objectives.flipped import Flipped
 from offdrift.objectives.preference import Classified, Preference
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
-from offdrift.objectives.projected import Projected
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic, Regression
+from offdrift.objectives.reinforce import ProjectedSurrogate
 from offdrift.objectives.second_moment import BalancedClipped, GroupClipped, SecondMomentClipped, VariancePenalized
 from offdrift.objectives.turns import TurnNormalized
 from tests.laws.definitions import edge_of_ball, pull_to_ball
@@ -106,7 +106,7 @@ COMPARES = {
     Classified: "pushes two classes of answers apart, and never stops; a token alone is in one class",
 }
 
-PROJECTS = {Projected: "stops what moves along the path from the old policy, and nothing else"}
+PROJECTS = {ProjectedSurrogate: "stops what moves along the path from the old policy, and nothing else"}
 
 CAPPED = {ImportanceSampled: "a cap ends the push of either sign above it, a shape makes it small"}
 
@@ -223,7 +223,7 @@ def test_what_compares_answers_does_nothing_to_one_alone(name):
 def test_a_projection_stops_either_sign_at_the_edge_of_its_ball_and_pulls_back(name):
     """Of a vocabulary of two there is no other direction than the path."""
     objective, q = METHODS[name].objective, made("staleness", [0.0], [0.5], aside=0.0).tokens["old"].exp().item()
-    assert isinstance(objective, Projected)
+    assert isinstance(objective, ProjectedSurrogate)
     edges = [edge_of_ball(q, far, objective.bound) / q for far in (1e-6, 0.999)]
     for a in (0.5, -0.5):
         for r in (edges[0] * (1 + TINY), 1.0, edges[1] * (1 - TINY)):

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from offdrift.adapters.base import Adapter
 from offdrift.batch_info import BatchInfo, Observed
-from offdrift.divergence.evidence import Divergence
-from offdrift.divergence.projection import Distributions
+from offdrift.divergence.evidence import Distributions, Divergence
 from offdrift.laws.batches import DIVERGENCES, VOCAB, Given, draw, packed, run, seen
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss

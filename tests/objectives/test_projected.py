@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from offdrift import METHODS, BatchInfo, LogProbs, Segments, policy_loss
-from offdrift.divergence.projection import Distributions, projected
+from offdrift.divergence.evidence import Distributions
 from offdrift.errors import BadValueError, EvidenceError, MethodError, ShapeError
 from offdrift.methods import method, override
-from offdrift.objectives.projected import Projected
+from offdrift.objectives.reinforce import ProjectedSurrogate
+from tests.divergence.test_projection import projected
 
 TOKENS = torch.tensor([0, 3, 1, 2, 2, 0])
 SEGMENTS = Segments.from_lengths([2, 4])
@@ -99,7 +100,7 @@ def test_repeated_steps_stay_near_the_ball_where_a_clip_does_not():
 
 def test_log_probs_alone_are_refused_with_the_way_out():
     lp, _, _ = batch()
-    with pytest.raises(EvidenceError, match=r"needs distributions, .*logits_old, logits, tokens.*ppo_clip, gspo"):
+    with pytest.raises(EvidenceError, match=r"needs distributions, .*logits_old, logits, tokens.*ppo_clip or gspo"):
         policy_loss(lp, "troll", A)
 
 
@@ -144,4 +145,4 @@ def test_tokens_that_the_engine_did_not_score_are_left_out():
 def test_settings_out_of_range_are_refused():
     for words in ({"bound": 0.0}, {"bound": -1.0}, {"coef": -1.0}):
         with pytest.raises(MethodError, match="must be positive and"):
-            Projected(**words)
+            ProjectedSurrogate(**words)

@@ -103,8 +103,8 @@ def check_served(
     missing = [name for name in INPUTS if name in needs - set(has)]
     if missing:
         named = " and ".join(f"{INPUTS[name]} ({name})" for name in missing)
-        known = {"distributions": LOGITS, **hints}
-        hint = next((known[name] for name in missing if name in known), "choose another method")
+        ways_out = {"distributions": LOGITS, **hints}
+        hint = next((ways_out[name] for name in missing if name in ways_out), "choose another method")
         raise EvidenceError(f"{framework} hands its hook no {named}, which this method needs: {hint}")
     if (method.needs_whole_step and not whole) or method.lr_scale is not None:
         raise MethodError(

@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from offdrift.divergence.chunks import by_rows
-from offdrift.errors import BadValueError, ShapeError
-from offdrift.numerics import at_least_float32, check_tensor
+from offdrift.divergence.evidence import Distributions
+from offdrift.errors import BadValueError
+from offdrift.numerics import at_least_float32
 
 ROUNDING = 1e-13
 """Relative error of the bound at which the search stops."""
@@ -34,50 +34,6 @@ MOST_STEPS = 200
 """Of the search on a host, which ends where every row is found: Newton takes about six."""
 STEPS_ELSEWHERE = 24
 """Of the search on an accelerator, which is never asked whether it has ended."""
-
-
-@dataclass(frozen=True)
-class Distributions:
-    """Whole distributions of the old and the current policy at `n` tokens, over one vocabulary.
-
-    Raises: `ShapeError` if the three are not `[n, v]`, `[n, v]` and `[n]`; `BadValueError` for what is no tensor.
-    """
-
-    logits_old: Float[Tensor, "n v"]
-    """Tempered logits or log-probs of the old policy; -inf is a token that it cannot draw. No gradient."""
-    logits: Float[Tensor, "n v"]
-    """Of the current policy; receives the gradient."""
-    tokens: Int[Tensor, " n"]
-    """The drawn tokens."""
-
-    def __post_init__(self) -> None:
-        check_tensor("logits_old", self.logits_old)
-        check_tensor("logits", self.logits)
-        check_tensor("tokens", self.tokens, integers=True)
-        shape = tuple(self.logits.shape)
-        if len(shape) != 2 or tuple(self.logits_old.shape) != shape or tuple(self.tokens.shape) != shape[:1]:
-            raise ShapeError(
-                f"logits_old has shape {tuple(self.logits_old.shape)}, logits {shape}, tokens "
-                f"{tuple(self.tokens.shape)}; give [tokens, vocab] twice, and one drawn token for each row"
-            )
-
-    @staticmethod
-    def of_two(logp_old: Float[Tensor, " n"], logp: Float[Tensor, " n"]) -> Distributions:
-        """Distributions over {the drawn token, the rest}, from log-probs: what a vocabulary of two has.
-
-        Gradient: to `logp`.
-
-        Example:
-            >>> pair = Distributions.of_two(torch.tensor([-0.5]), torch.tensor([-1.0]))
-            >>> pair.logits.logsumexp(-1).abs().max() < 1e-6
-            tensor(True)
-        """
-        both = [torch.stack([x, torch.log(-torch.expm1(x))], -1) for x in (logp_old, logp)]
-        return Distributions(*both, torch.zeros(len(logp), dtype=torch.int64, device=logp.device))
-
-    def map(self, function: Any) -> Distributions:
-        """The distributions at other tokens: `function` applied to every tensor, whose rows are tokens."""
-        return Distributions(function(self.logits_old), function(self.logits), function(self.tokens))
 
 
 class Projection(NamedTuple):
@@ -133,20 +89,8 @@ def project(distributions: Distributions, *, bound: float) -> Projection:
     if not (isinstance(bound, int | float) and 0 < bound < math.inf):
         raise BadValueError(f"bound={bound!r} must be a positive, finite number of nats")
     d = distributions
-    log_ratio, distance, s, *drawn = _Project.apply(d.logits, d.logits_old.detach(), d.tokens, float(bound))
-    return Projection(log_ratio, distance, 1 / s - 1, s < 1, *drawn)
-
-
-def projected(logits_old: Float[Tensor, "n v"], logits: Float[Tensor, "n v"], *, bound: float) -> Float[Tensor, "n v"]:
-    """Log-probs of the projected policy over the whole vocabulary, float64. Gradient: none; see `project`.
-
-    Example:
-        >>> old, new = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.1, 0.9]]).log()
-        >>> projected(old, new, bound=0.05).exp()
-        tensor([[0.3439, 0.6561]], dtype=torch.float64)
-    """
-    path = _Path.of(logits_old.detach(), logits.detach())
-    return path.at(path.solve(bound)).log_pi
+    log_ratio, distance, s, *of_tokens = _Project.apply(d.logits, d.logits_old.detach(), d.tokens, float(bound))
+    return Projection(log_ratio, distance, 1 / s - 1, s < 1, *of_tokens)
 
 
 class _Place(NamedTuple):
@@ -209,9 +153,9 @@ class _Path(NamedTuple):
             root = kl.sqrt()
             newton = s - 2 * root * (root - math.sqrt(bound)) / (s * place.variance)
             inside = (newton > low) & (newton < high)
-            found = (kl - bound).abs() <= ROUNDING * bound
-            s = s.where(found, newton.where(inside, (low + high) / 2))
-            if s.is_cpu and bool((found | (high - low <= ROUNDING * high)).all()):
+            met = (kl - bound).abs() <= ROUNDING * bound
+            s = s.where(met, newton.where(inside, (low + high) / 2))
+            if s.is_cpu and bool((met | (high - low <= ROUNDING * high)).all()):
                 break
         return s
 
@@ -222,12 +166,11 @@ class _Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, logits_old: Tensor, tokens: Tensor, bound: float) -> tuple[Tensor, ...]:
         rows_of = functools.partial(_project_rows, bound=bound)
-        found = by_rows(rows_of, (logits, logits_old, tokens), compiled=False)
-        log_ratio, distance, s, *drawn = found
+        log_ratio, distance, s, *of_tokens = by_rows(rows_of, (logits, logits_old, tokens), compiled=False)
         ctx.save_for_backward(logits, logits_old, tokens, s)
-        ctx.mark_non_differentiable(s, *drawn)
+        ctx.mark_non_differentiable(s, *of_tokens)
         dtype = at_least_float32(logits[:0]).dtype
-        return log_ratio.to(dtype), distance.to(dtype), s, *drawn
+        return log_ratio.to(dtype), distance.to(dtype), s, *of_tokens
 
     @staticmethod
     @once_differentiable
@@ -245,14 +188,14 @@ def _project_rows(logits: Tensor, logits_old: Tensor, tokens: Tensor, *, bound: 
     path = _Path.of(logits_old, logits)
     s = path.solve(bound)
     place = path.at(s)
-    drawn = [_of_drawn(x.double().log_softmax(-1), tokens) for x in (logits_old, logits)]
+    of_tokens = [_of_drawn(x.double().log_softmax(-1), tokens) for x in (logits_old, logits)]
     log_ratio = _of_drawn(place.log_pi, tokens) - _of_drawn(path.log_old, tokens)
     log_ratio = log_ratio.where(log_ratio.isfinite(), -math.inf)
     # log new - log pi = (1 - s) x + K where both policies draw; elsewhere the projected policy never does.
     new = path.log_new.exp()
-    apart = path.log_old.isinf() & (new > 0)
+    unreachable = path.log_old.isinf() & (new > 0)
     distance = (1 - s) * torch.linalg.vecdot(new, path.x) + place.constant
-    return log_ratio, distance.clamp(min=0).where(~apart.any(-1), math.inf), s, *drawn
+    return log_ratio, distance.clamp(min=0).where(~unreachable.any(-1), math.inf), s, *of_tokens
 
 
 def _write_gradient(

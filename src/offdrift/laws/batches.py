@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from offdrift.batch_info import BatchInfo, Observed
-from offdrift.divergence.evidence import Divergence
-from offdrift.divergence.projection import Distributions
+from offdrift.divergence.evidence import Distributions, Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss, policy_loss
 from offdrift.methods import Method

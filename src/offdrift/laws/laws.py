@@ -20,8 +20,7 @@ from torch import Tensor
 from offdrift.batch_info import BatchInfo, Observed
 from offdrift.correction import Correction, Gate, Weight
 from offdrift.correction.weight import Weighted
-from offdrift.divergence.evidence import Divergence
-from offdrift.divergence.projection import Distributions
+from offdrift.divergence.evidence import Distributions, Divergence
 from offdrift.errors import MethodError
 from offdrift.laws.batches import Batch, Given, Run, draw, masked, packed, padded, run, seen, segments_of, wild
 from offdrift.logprobs import LogProbs

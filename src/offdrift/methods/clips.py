@@ -10,9 +10,9 @@ from offdrift.objectives.clipped import QuantizedClipped, Soft
 from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.ewma import ProximalEwma
 from offdrift.objectives.flipped import Flipped
-from offdrift.objectives.projected import Projected
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic
+from offdrift.objectives.reinforce import ProjectedSurrogate
 from offdrift.objectives.second_moment import BalancedClipped, GroupClipped, SecondMomentClipped, VariancePenalized
 
 LEAK = "a negative advantage with a large ratio is not clipped, and clipping bounds no divergence"
@@ -232,7 +232,7 @@ ROWS: dict[str, Method] = {
         reference="Cui et al., arXiv:2505.22617, eq. 14",
     ),
     "troll": row(
-        Projected(),
+        ProjectedSurrogate(),
         aggregate="token_mean",
         summary="surrogate of the policy projected to KL(pi || old) <= 0.05 at every token, and a pull towards it",
         mechanism="differentiable projection into a KL ball",

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from offdrift.batch_info import BatchInfo
 from offdrift.correction import Correction
-from offdrift.divergence.evidence import Divergence
-from offdrift.divergence.projection import Distributions
+from offdrift.divergence.evidence import Distributions, Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.methods.method import Method
 from offdrift.objectives import Objective
@@ -102,8 +101,8 @@ def differentiable(batch_info: BatchInfo, logprobs: LogProbs) -> BatchInfo:
     start = (calm.current - calm.old).square() / 2
     kl = batch_info.divergences[name].lo + (logprobs.current - logprobs.old).square() / 2 - start
     both = Distributions.of_two(logprobs.old, logprobs.current)
-    known = {**batch_info.divergences, name: Divergence.exact(name, kl)}
-    return replace(batch_info, divergences=known, distributions=both)
+    divergences = {**batch_info.divergences, name: Divergence.exact(name, kl)}
+    return replace(batch_info, divergences=divergences, distributions=both)
 
 
 def corrected(correction: Correction, *, scale: float | int) -> Float[Tensor, " n"]:

@@ -24,8 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from offdrift.batch_info import BatchInfo
-from offdrift.divergence.evidence import Divergence
-from offdrift.divergence.projection import Distributions
+from offdrift.divergence.evidence import Distributions, Divergence
 from offdrift.errors import BadValueError, ShapeError
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss

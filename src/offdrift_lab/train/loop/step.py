@@ -28,8 +28,7 @@ from offdrift.batch_info import BatchInfo, Observed
 from offdrift.certificate import TrustRegion
 from offdrift.certificate.batch import BatchEvidence
 from offdrift.correction import Corrected
-from offdrift.divergence.evidence import Grade
-from offdrift.divergence.projection import Distributions
+from offdrift.divergence.evidence import Distributions, Grade
 from offdrift.engines.retention import distillation, sampled_distillation
 from offdrift.engines.routing import routed, routing_sums
 from offdrift.engines.score import chunks, divergences, old_divergences, score
