@@ -27,8 +27,8 @@ from offdrift_lab.train.settings.recipe import load_recipe
 TESTS = {
     "kl": "test='kl'",
     "certificate": "test='certificate'",
-    "gap": "test='gap'",  # 4 prompts with 8 answers each
-    "gap, 2 prompts": "test='gap', prompts=2",
+    "gap, 4 prompts": "test='gap', prompts=4",  # with 8 answers each
+    "gap, 2 prompts": "test='gap', prompts=2",  # the default
 }
 NEVER_FAILS = 1e9
 

@@ -1,6 +1,6 @@
-"""The policy gradient in its plain forms: score function (`Reinforce`, corrected by a `Weight`), and the surrogate of the
-Trust Region Masking paper (`ImportanceSampled`), which differentiates the ratio to the rollout policy itself, also of a
-policy that is projected into a KL ball first (`ProjectedSurrogate`, TROLL).
+"""The policy gradient in its plain forms: score function (`Reinforce`, corrected by a `Weight`), and the surrogate
+of the Trust Region Masking paper (`ImportanceSampled`), which differentiates the ratio to the rollout policy itself,
+also of a policy that is projected into a KL ball first (`ProjectedSurrogate`, TROLL).
 """
 
 from __future__ import annotations
