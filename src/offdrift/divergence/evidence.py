@@ -271,9 +271,10 @@ class Distributions:
             >>> pair.logits.logsumexp(-1).abs().max() < 1e-6
             tensor(True)
         """
-        below = [x.clamp(max=-CERTAIN) for x in (logp_old, logp)]
-        pair = [torch.stack([x, torch.log(-torch.expm1(x))], -1) for x in below]
-        return Distributions(*pair, torch.zeros(len(logp), dtype=torch.int64, device=logp.device))
+        old, new = (x.clamp(max=-CERTAIN) for x in (logp_old, logp))
+        pair = (torch.stack([x, torch.log(-torch.expm1(x))], -1) for x in (old, new))
+        tokens = torch.zeros(len(logp), dtype=torch.int64, device=logp.device)
+        return Distributions(next(pair), next(pair), tokens)
 
     def map(self, function: Any) -> Distributions:
         """The distributions at other tokens: `function` applied to every tensor, whose rows are tokens."""
