@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, overload, runtime_checkable
+from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from offdrift.divergence.evidence import Divergence
+from offdrift.divergence.evidence import Distributions, Divergence
 from offdrift.errors import EvidenceError
 from offdrift.logprobs import LogProbs
 
@@ -25,10 +25,17 @@ StepSums = dict[str, Tensor]
 """What one part saw of one batch: scalars are summed over pieces, vectors joined end to end; a scalar
 under a name that begins with `log_` is the log of what is summed (see `numerics.log_sums`)."""
 
+LOGITS = (
+    "where only log-probs of the drawn tokens exist (a framework's hook, a log), take ppo_clip or gspo, or dppo_kl, "
+    "which bounds the KL of the drawn token against the rest; `offdrift train` projects"
+)
+"""Way out of a method that projects whole distributions."""
 WAY_OUT = {
     "entropy": "give BatchInfo(entropy=...) (nats per token, of the old policy; `engines.score` returns it)",
     "rewards": "give BatchInfo(rewards=...) (one per sequence)",
     "version_lag": "give BatchInfo(version_lag=...) (updates since the weights that drew each token)",
+    "distributions": "give BatchInfo(distributions=Distributions(logits_old, logits, tokens)) with the logits of this "
+    f"forward pass; {LOGITS}",
 }
 
 
@@ -61,7 +68,8 @@ class Observed:
 class BatchInfo:
     """Optional side information about a batch, packed like its log-probs.
 
-    Nothing carries gradient but `divergences["kl_old_current"]`, where a penalty differentiates it.
+    Nothing carries gradient but `divergences["kl_old_current"]`, where a penalty differentiates it, and the current
+    policy's logits in `distributions`.
     """
 
     divergences: Mapping[str, Divergence] = field(default_factory=dict)
@@ -77,11 +85,14 @@ class BatchInfo:
     picked it."""
     version_lag: Float[Tensor, " n"] | Int[Tensor, " n"] | None = None
     """Updates between the weights that drew each token and the current ones."""
+    distributions: Distributions | None = None
+    """Old and current policy over the whole vocabulary at each token, for methods that project (`troll`); the one
+    field whose logits carry the gradient."""
     observed: Observed | Literal["this_batch"] | None = None
     """What `method.observe` saw, merged over all pieces and ranks of the step; "this_batch" if this batch
     is the whole step, as it is where `policy_loss` gets no `normalizer`."""
 
-    def required(self, name: str) -> Tensor:
+    def required(self, name: str) -> Any:
         """A field per token or sequence, by name. Raises: `EvidenceError` naming it and the way out."""
         value = getattr(self, name)
         if value is None:
@@ -94,6 +105,7 @@ class BatchInfo:
         return replace(
             self,
             divergences={k: d.map(function) for k, d in self.divergences.items()},
+            distributions=None if self.distributions is None else self.distributions.map(function),
             **{name: function(x) for name, x in per_token.items() if x is not None},
         )
 

@@ -105,7 +105,7 @@ def policy_loss(
         method: a row of `METHODS`, by itself or by name, any other composition, or the name of one in code.
         advantages: per token, signed, finite; no gradient is taken through them.
         batch_info: what else the method may need: divergences, entropy, vocab, rewards, version_lag,
-            observed, sample_weight (see `BatchInfo`).
+            observed, sample_weight, distributions (see `BatchInfo`).
         normalizer: what the sum is divided by, over all pieces and ranks of the step; None if this
             batch is the whole step.
         horizon: tokens per sequence, for aggregate="fixed".
@@ -212,6 +212,8 @@ def _check(
     inputs |= {k: x for k in list(shapes)[1:] if (x := getattr(batch_info, k)) is not None}
     for name, d in batch_info.divergences.items():
         shapes[name], inputs[name] = n, d.lo
+    if batch_info.distributions is not None:
+        shapes["distributions"], inputs["distributions"] = n, batch_info.distributions.tokens
     for name, x in inputs.items():
         check_tensor(name, x)
         if x.device != logprobs.logp_rollout.device:

@@ -16,6 +16,7 @@ from offdrift.correction import FutureWeight, SignWeight, SurprisalWeight, Varia
 from offdrift.laws.batches import VOCAB, Batch
 from offdrift.methods import Method
 from offdrift.methods.method import Interpolated
+from offdrift.objectives.reinforce import ProjectedSurrogate
 from offdrift.penalty import KLPenalty
 
 Numbers = list[float]
@@ -237,7 +238,31 @@ def own_pull(objective: Any, s: Sequence) -> Numbers:
     if hasattr(objective, "penalty") and hasattr(objective, "target"):  # penalty (r - 1)^2
         r = [math.exp(x) for x in s.l(objective.on)]
         return [2 * objective.penalty * (x - 1) * x for x in r]
+    if isinstance(objective, ProjectedSurrogate):
+        return [objective.coef * pull_to_ball(math.exp(q), math.exp(p), objective.bound) for q, p in zip(s.old, s.pi)]
     return [0.0] * len(s)
+
+
+def of_two(p: float, q: float) -> float:
+    """KL between two laws of a token and the rest."""
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def edge_of_ball(q: float, p: float, bound: float) -> float:
+    """The probability next to p at which KL(. || q) is the bound; p itself inside the ball. By halving."""
+    if of_two(p, q) <= bound:
+        return p
+    near, far = q, p
+    for _ in range(200):
+        middle = (near + far) / 2
+        near, far = (middle, far) if of_two(middle, q) < bound else (near, middle)
+    return near
+
+
+def pull_to_ball(q: float, p: float, bound: float) -> float:
+    """Slope of KL(p || edge) against log p, with the edge held."""
+    edge = edge_of_ball(q, p, bound)
+    return p * (math.log(p / edge) - math.log((1 - p) / (1 - edge)))
 
 
 def share(row: Method, s: Sequence) -> float:

@@ -17,9 +17,10 @@ from offdrift.objectives.preference import Classified, Preference
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic, Regression
+from offdrift.objectives.reinforce import ProjectedSurrogate
 from offdrift.objectives.second_moment import BalancedClipped, GroupClipped, SecondMomentClipped, VariancePenalized
 from offdrift.objectives.turns import TurnNormalized
-from tests.laws.definitions import Matrix, Sequence, diagonal, members, ratio, ratio_push, unit_ratio
+from tests.laws.definitions import Matrix, Sequence, diagonal, members, of_two, ratio, ratio_push, unit_ratio
 
 Step = list[Sequence]
 
@@ -289,7 +290,14 @@ def entropy_grouped(o: EntropyGrouped, s: Sequence, step: Step) -> Matrix:
     return diagonal(found)
 
 
+def projected(o: ProjectedSurrogate, s: Sequence, step: Step) -> Matrix:
+    """Of a vocabulary of two, the edge of the ball is one point on each side: there the ratio is constant."""
+    inside = [of_two(math.exp(p), math.exp(q)) <= o.bound for q, p in zip(s.old, s.pi)]
+    return diagonal([-a * math.exp(x) if i else 0.0 for a, x, i in zip(s.a, s.l("staleness"), inside)])
+
+
 PUSH: dict[type, Any] = {
+    ProjectedSurrogate: projected,
     Reinforce: reinforce,
     ImportanceSampled: importance_sampled,
     Clipped: clipped,

@@ -22,8 +22,10 @@ from offdrift.objectives.preference import Classified, Preference
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic, Regression
+from offdrift.objectives.reinforce import ProjectedSurrogate
 from offdrift.objectives.second_moment import BalancedClipped, GroupClipped, SecondMomentClipped, VariancePenalized
 from offdrift.objectives.turns import TurnNormalized
+from tests.laws.definitions import edge_of_ball, pull_to_ball
 from tests.laws.handmade import made
 
 TINY = 1e-7
@@ -103,6 +105,8 @@ COMPARES = {
     Preference: "pushes the answers of a pair apart, and never stops; a token alone is in no pair",
     Classified: "pushes two classes of answers apart, and never stops; a token alone is in one class",
 }
+
+PROJECTS = {ProjectedSurrogate: "stops what moves along the path from the old policy, and nothing else"}
 
 CAPPED = {ImportanceSampled: "a cap ends the push of either sign above it, a shape makes it small"}
 
@@ -215,8 +219,24 @@ def test_what_compares_answers_does_nothing_to_one_alone(name):
     assert alone(METHODS[name], 1.3, 0.5).grad.tolist() == [0.0]
 
 
+@pytest.mark.parametrize("name", names(PROJECTS))
+def test_a_projection_stops_either_sign_at_the_edge_of_its_ball_and_pulls_back(name):
+    """Of a vocabulary of two there is no other direction than the path."""
+    objective, q = METHODS[name].objective, made("staleness", [0.0], [0.5], aside=0.0).tokens["old"].exp().item()
+    assert isinstance(objective, ProjectedSurrogate)
+    edges = [edge_of_ball(q, far, objective.bound) / q for far in (1e-6, 0.999)]
+    for a in (0.5, -0.5):
+        for r in (edges[0] * (1 + TINY), 1.0, edges[1] * (1 - TINY)):
+            check_pushes(METHODS[name], r, a)
+        for r in (edges[0] * 0.9, edges[1] * 1.1):
+            got = alone(METHODS[name], r, a)
+            assert got.grad.item() == pytest.approx(pull_to_ball(q, q * r, objective.bound), rel=1e-9)
+            assert got.grad.item() * (r - 1) > 0, "a step leads back"
+            assert got.result.stats.to_host()["objective/clipped"] == 1
+
+
 def test_every_objective_is_of_one_kind():
-    kinds = [set(CLIPS), set(NEVER_STOP), set(CAPPED), set(COMPARES)]
+    kinds = [set(CLIPS), set(NEVER_STOP), set(CAPPED), set(COMPARES), set(PROJECTS)]
     assert sum(map(len, kinds)) == len(set.union(*kinds))
     assert {type(row.objective) for row in METHODS.values()} == set.union(*kinds)
     assert len(CLIPPING) > 50

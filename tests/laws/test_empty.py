@@ -9,7 +9,7 @@ from torch import Tensor
 
 from offdrift.adapters.base import Adapter
 from offdrift.batch_info import BatchInfo, Observed
-from offdrift.divergence.evidence import Divergence
+from offdrift.divergence.evidence import Distributions, Divergence
 from offdrift.laws.batches import DIVERGENCES, VOCAB, Given, draw, packed, run, seen
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
@@ -45,6 +45,7 @@ def _given(lp: LogProbs, leaf: Tensor, ones: Tensor) -> Given:
         vocab=VOCAB,
         rewards=torch.zeros(len(lp.segments), dtype=torch.float64),
         version_lag=ones,
+        distributions=Distributions.of_two(lp.old, lp.current),
     )
     return Given(lp=lp, leaf=leaf, advantages=ones, batch_info=batch_info)
 

@@ -102,5 +102,6 @@ WITHOUT_ADVANTAGE = {
     "quatro": "the pull to the old policy remains",
     "kl_cov": "a chosen token carries its penalty alone",
     "kl_cov_exact": "a chosen token carries its penalty alone",
+    "troll": "the pull to the projected policy remains",
 }
 """Their gradient at A = 0 is asserted by formula in `test_limits`, on tokens without advantage."""

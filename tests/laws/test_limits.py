@@ -23,6 +23,7 @@ from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
 from offdrift.objectives.clipped import GeometricClipped, QuantizedClipped
 from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
+from offdrift.objectives.reinforce import ProjectedSurrogate
 from offdrift.objectives.second_moment import BalancedClipped, SecondMomentClipped, VariancePenalized
 from offdrift.objectives.turns import TurnNormalized
 from tests.laws.definitions import Matrix, Sequence, diagonal, gradient, ratio_push, sequences_of
@@ -47,6 +48,7 @@ NO_LIMITS: dict[type, dict[str, Any]] = {
     CovClipped: {"eps_low": 1.0, "eps_high": FAR, "cov_high": FAR, "cov_low": FAR / 2},
     CovPenalized: {"coef": 0.0},
     VariancePenalized: {"penalty": 0.0},
+    ProjectedSurrogate: {"bound": FAR},
 }
 """Objectives that are plain importance sampling once these numbers are far away."""
 

@@ -10,7 +10,9 @@ import torch
 from offdrift.aggregate import AggregateName
 from offdrift.correction import Correction, Gate, Weight
 from offdrift.correction.gate import GateUnit
+from offdrift.divergence.evidence import Distributions
 from offdrift.errors import MethodError
+from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS, Method, override, probe
 from offdrift.methods import describe as axes
 from offdrift.methods.describe import CHOICES, catalog
@@ -91,7 +93,13 @@ def test_it_reads_the_policies_of_its_ratios(name):
         x, draw = getattr(lp, field), torch.Generator().manual_seed(1)
         noise = torch.rand(len(x), generator=draw, dtype=x.dtype)
         changed = (replace(lp, **{field: x + s * noise}) for s in (0.3, -0.3, 15.0, -15.0))
-        return any(not torch.equal(probe.token_losses(row, replace(given, logprobs=c)), before) for c in changed)
+        return any(not torch.equal(losses(c), before) for c in changed)
+
+    def losses(logprobs: LogProbs) -> torch.Tensor:
+        """Of a batch whose distributions are those of its log-probs."""
+        both = Distributions.of_two(logprobs.old, logprobs.current)
+        batch_info = replace(given.batch_info, distributions=both)
+        return probe.token_losses(row, replace(given, logprobs=logprobs, batch_info=batch_info))
 
     ratios = axes.ratios(row)
     if name == "clip_cov":

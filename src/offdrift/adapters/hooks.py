@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from offdrift.adapters.base import Adapter, environ, environ_metrics, environ_on_idle, environ_settings
 from offdrift.adapters.proof import Loss, prove
 from offdrift.adapters.selection import Choice, parse_choice
-from offdrift.batch_info import NO_INFO, BatchInfo
+from offdrift.batch_info import LOGITS, NO_INFO, BatchInfo
 from offdrift.correction import Corrected
 from offdrift.divergence.evidence import k3
 from offdrift.errors import EvidenceError, MethodError
@@ -60,6 +60,7 @@ INPUTS = {
     "vocab": "the size of the vocabulary",
     "rewards": "rewards",
     "version_lag": "version lags",
+    "distributions": "logits of the old and the current policy",
     "divergences": "divergences of whole distributions",
 }
 
@@ -102,7 +103,8 @@ def check_served(
     missing = [name for name in INPUTS if name in needs - set(has)]
     if missing:
         named = " and ".join(f"{INPUTS[name]} ({name})" for name in missing)
-        hint = next((hints[name] for name in missing if name in hints), "choose another method")
+        ways_out = {"distributions": LOGITS, **hints}
+        hint = next((ways_out[name] for name in missing if name in ways_out), "choose another method")
         raise EvidenceError(f"{framework} hands its hook no {named}, which this method needs: {hint}")
     if (method.needs_whole_step and not whole) or method.lr_scale is not None:
         raise MethodError(

@@ -22,9 +22,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from offdrift.errors import EvidenceError
+from offdrift.errors import EvidenceError, ShapeError
 from offdrift.notebook import box, brief, chart, frame, paragraph, table
-from offdrift.numerics import clamped, concrete
+from offdrift.numerics import check_tensor, clamped, concrete
 from offdrift.texts import as_json
 
 
@@ -227,3 +227,55 @@ def k3(log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 def abs_log_ratio(log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """|l|, nats: the same regions as k2, on a scale that reads as a factor. Gradient: its sign."""
     return clamped(log_ratio).abs()
+
+
+CERTAIN = 1e-12
+"""Nats by which a token of a distribution of two falls short of probability 1."""
+
+
+@dataclass(frozen=True)
+class Distributions:
+    """Whole distributions of the old and the current policy at `n` tokens, over one vocabulary.
+
+    Raises: `ShapeError` if the three are not `[n, v]`, `[n, v]` and `[n]`; `BadValueError` for what is no tensor.
+    """
+
+    logits_old: Float[Tensor, "n v"]
+    """Tempered logits or log-probs of the old policy; -inf is a token that it cannot draw. No gradient."""
+    logits: Float[Tensor, "n v"]
+    """Of the current policy; receives the gradient."""
+    tokens: Int[Tensor, " n"]
+    """The drawn tokens."""
+
+    def __post_init__(self) -> None:
+        check_tensor("logits_old", self.logits_old)
+        check_tensor("logits", self.logits)
+        check_tensor("tokens", self.tokens, integers=True)
+        shape = tuple(self.logits.shape)
+        if len(shape) != 2 or tuple(self.logits_old.shape) != shape or tuple(self.tokens.shape) != shape[:1]:
+            raise ShapeError(
+                f"logits_old has shape {tuple(self.logits_old.shape)}, logits {shape}, tokens "
+                f"{tuple(self.tokens.shape)}; give [tokens, vocab] twice, and one drawn token for each row"
+            )
+
+    @staticmethod
+    def of_two(logp_old: Float[Tensor, " n"], logp: Float[Tensor, " n"]) -> Distributions:
+        """Distributions over {the drawn token, the rest}, from log-probs: what a vocabulary of two has.
+
+        A log-prob above -1e-12 counts as that.
+
+        Gradient: to `logp`.
+
+        Example:
+            >>> pair = Distributions.of_two(torch.tensor([-0.5]), torch.tensor([-1.0]))
+            >>> pair.logits.logsumexp(-1).abs().max() < 1e-6
+            tensor(True)
+        """
+        old, new = (x.clamp(max=-CERTAIN) for x in (logp_old, logp))
+        pair = (torch.stack([x, torch.log(-torch.expm1(x))], -1) for x in (old, new))
+        tokens = torch.zeros(len(logp), dtype=torch.int64, device=logp.device)
+        return Distributions(next(pair), next(pair), tokens)
+
+    def map(self, function: Any) -> Distributions:
+        """The distributions at other tokens: `function` applied to every tensor, whose rows are tokens."""
+        return Distributions(function(self.logits_old), function(self.logits), function(self.tokens))

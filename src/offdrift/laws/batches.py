@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from offdrift.batch_info import BatchInfo, Observed
-from offdrift.divergence.evidence import Divergence
+from offdrift.divergence.evidence import Distributions, Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss, policy_loss
 from offdrift.methods import Method
@@ -225,7 +225,8 @@ def _with_junk(tokens: dict[str, Tensor], mask: Tensor, g: torch.Generator) -> d
 
 
 def with_batch_info(lp: LogProbs, leaf: Tensor, rewards: Tensor, t: dict[str, Tensor]) -> Given:
-    """A batch with its columns as `BatchInfo`; KL(old || pi) has the gradient log pi - log pi_old."""
+    """A batch with its columns as `BatchInfo`; KL(old || pi) has the gradient log pi - log pi_old, and distributions
+    are over two tokens, the drawn one and the rest."""
     clean = {k: lp.like_caller(x) for k, x in t.items() if k not in ("mu", "old", "pi", "ref")}
     curve = (lp.current - lp.old).square() / 2
     clean["kl_old_current"] = clean["kl_old_current"] + (curve - curve.detach())
@@ -235,6 +236,7 @@ def with_batch_info(lp: LogProbs, leaf: Tensor, rewards: Tensor, t: dict[str, Te
         vocab=VOCAB,
         rewards=rewards,
         version_lag=clean["lag"],
+        distributions=Distributions.of_two(lp.old, lp.current),
     )
     return Given(lp=lp, leaf=leaf, advantages=clean["a"], batch_info=batch_info)
 

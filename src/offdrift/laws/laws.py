@@ -20,7 +20,7 @@ from torch import Tensor
 from offdrift.batch_info import BatchInfo, Observed
 from offdrift.correction import Correction, Gate, Weight
 from offdrift.correction.weight import Weighted
-from offdrift.divergence.evidence import Divergence
+from offdrift.divergence.evidence import Distributions, Divergence
 from offdrift.errors import MethodError
 from offdrift.laws.batches import Batch, Given, Run, draw, masked, packed, padded, run, seen, segments_of, wild
 from offdrift.logprobs import LogProbs
@@ -192,7 +192,7 @@ def differentiable(row: Method) -> bool:
     objective, penalty = row.objective, row.penalty
     declared = getattr(objective, "gradient", "score" if objective.on is None else "unit")
     detached = (objective.on is not None and declared != "unit") or getattr(objective, "reads", None)
-    return not detached and penalty is None
+    return not detached and not getattr(objective, "holds", False) and penalty is None
 
 
 def gradient_is_derivative(row: Method, batch: Batch, seed: int) -> str:
@@ -204,7 +204,8 @@ def gradient_is_derivative(row: Method, batch: Batch, seed: int) -> str:
 
     def loss(pi: Tensor) -> float:
         moved = replace(case, lp=replace(case.lp, logp=pi))
-        info = replace(moved.batch_info, observed=observed)
+        both = Distributions.of_two(case.lp.old, pi)
+        info = replace(moved.batch_info, observed=observed, distributions=both)
         with torch.no_grad():
             return float(policy_loss(moved.lp, constant, moved.advantages, info, normalizer=1.0).loss)
 
@@ -247,7 +248,12 @@ def all_leaves(batch: Batch) -> tuple[Given, dict[str, Tensor]]:
     case = packed(batch)
     exact = {k: Divergence.exact(k, t[k]) for k in case.batch_info.divergences}
     batch_info = replace(
-        case.batch_info, divergences=exact, entropy=t["entropy"], rewards=t["rewards"], version_lag=t["lag"]
+        case.batch_info,
+        divergences=exact,
+        entropy=t["entropy"],
+        rewards=t["rewards"],
+        version_lag=t["lag"],
+        distributions=Distributions.of_two(t["old"], t["pi"]),
     )
     return Given(lp=lp, leaf=t["pi"], advantages=t["a"], batch_info=batch_info), t
 

@@ -12,6 +12,7 @@ from offdrift.objectives.ewma import ProximalEwma
 from offdrift.objectives.flipped import Flipped
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic
+from offdrift.objectives.reinforce import ProjectedSurrogate
 from offdrift.objectives.second_moment import BalancedClipped, GroupClipped, SecondMomentClipped, VariancePenalized
 
 LEAK = "a negative advantage with a large ratio is not clipped, and clipping bounds no divergence"
@@ -229,6 +230,15 @@ ROWS: dict[str, Method] = {
         target="entropy collapse",
         fails="needs the old policy's distributions; no limit on any other token",
         reference="Cui et al., arXiv:2505.22617, eq. 14",
+    ),
+    "troll": row(
+        ProjectedSurrogate(),
+        aggregate="token_mean",
+        summary="surrogate of the policy projected to KL(pi || old) <= 0.05 at every token, and a pull towards it",
+        mechanism="differentiable projection into a KL ball",
+        target="clips that stop gradients and still allow any KL",
+        fails="needs both policies' whole distributions in the loss; nothing corrects the engine's mismatch",
+        reference="Becker et al., TROLL, arXiv:2510.03817; loss as in its code, over the whole vocabulary",
     ),
     "qurl": row(
         QuantizedClipped(),

@@ -262,15 +262,16 @@ def certifies(row: Method) -> str:
         Phi(A, m, s) <= A m (s - 1) + (1 - R) k3(m s)
 
     since then J(pi) - J(mu) >= E_mu[ sum_t (Phi_t + A (m_t - 1)) ] - KL_seq(mu || pi), if pi draws nothing mu
-    cannot (docs/certificates.md, eq. 12). Checked on a grid. Rows that look at more than one token at a time
-    are "region" if gates on exact divergences alone decide what they accept, else "none known".
+    cannot (docs/certificates.md, eq. 12). Checked on a grid. Rows that look at more than one token at a time, or at
+    more of a policy than the drawn token, are "region" if gates on exact divergences alone decide what they accept,
+    else "none known".
 
     Example:
         >>> from offdrift.methods import method
         >>> [certifies(method(n)) for n in ("token_is", "ppo_clip", "dual_clip", "trm_max", "gspo")]
         ['any mismatch', 'no mismatch', 'no baseline', 'region', 'none known']
     """
-    if units(row) != {"token"} or row.needs_whole_step:
+    if units(row) != {"token"} or row.needs_whole_step or "distributions" in row.needs:
         gates = row.correction.gates
         exact = gates and all(getattr(g, "exact", False) and getattr(g, "unit", "") == "seq_max" for g in gates)
         return "region" if exact else "none known"

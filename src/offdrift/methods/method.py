@@ -255,7 +255,7 @@ class Method:
 
     @property
     def needs_divergences(self) -> bool:
-        """Whether it reads divergences of whole distributions (recorded evidence)."""
+        """Whether it reads divergences of whole distributions (recorded evidence), or the distributions themselves."""
         return self.correction.needs_divergences or getattr(self.objective, "exact", False)
 
     @property
@@ -263,6 +263,11 @@ class Method:
         """Names of the divergences that it reads, such as `kl_rollout_current` or `tv_old_current`."""
         read = (getattr(part, "reads", None) for part in self.parts)
         return frozenset(name for name in read if name is not None)
+
+    @property
+    def compares_old(self) -> bool:
+        """Whether it reads whole distributions of the old and the current policy, or their divergences."""
+        return "distributions" in self.needs or any(name.endswith("old_current") for name in self.divergences)
 
     @property
     def needs_old(self) -> bool:

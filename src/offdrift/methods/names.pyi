@@ -64,6 +64,7 @@ MethodName = Literal[
     "mipu",
     "kl_cov",
     "kl_cov_exact",
+    "troll",
     "qurl",
     "dro",
     "prime_rl",

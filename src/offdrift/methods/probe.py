@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offdrift.batch_info import BatchInfo
 from offdrift.correction import Correction
-from offdrift.divergence.evidence import Divergence
+from offdrift.divergence.evidence import Distributions, Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.methods.method import Method
 from offdrift.objectives import Objective
@@ -53,6 +53,7 @@ def batch() -> ProbeBatch:
         vocab=64,
         rewards=(torch.arange(len(segments)) % 3).double(),
         version_lag=(segments.seq_ids % 4).double(),
+        distributions=Distributions.of_two(rollout + drift[0], rollout + drift.sum(0)),
     )
     logprobs = LogProbs(rollout, segments, rollout + drift.sum(0), rollout + drift[0], rollout)
     return ProbeBatch(logprobs, segments.spread(signs), batch_info)
@@ -70,7 +71,8 @@ def moved(token: int, by: float | int) -> ProbeBatch:
     assert lp.logp_old is not None
     far = {name: Divergence.exact(name, d.lo + step.square()) for name, d in calm.batch_info.divergences.items()}
     logprobs = LogProbs(lp.logp_rollout, lp.segments, lp.logp - 2 * step, lp.logp_old - step, lp.logp_ref)
-    return ProbeBatch(logprobs, calm.advantages, replace(calm.batch_info, divergences=far))
+    both = Distributions.of_two(logprobs.old, logprobs.current)
+    return ProbeBatch(logprobs, calm.advantages, replace(calm.batch_info, divergences=far, distributions=both))
 
 
 def token_losses(row: Method, given: ProbeBatch) -> Float[Tensor, " n"]:
@@ -93,12 +95,14 @@ def push(objective: Objective, *, scale: float | int) -> Float[Tensor, " n"]:
 
 
 def differentiable(batch_info: BatchInfo, logprobs: LogProbs) -> BatchInfo:
-    """The `BatchInfo` with a KL of old and current policy that has a gradient, as a penalty asks for."""
+    """The `BatchInfo` with a KL of old and current policy that has a gradient, and distributions that have one."""
     name = "kl_old_current"
     calm = batch().logprobs
     start = (calm.current - calm.old).square() / 2
     kl = batch_info.divergences[name].lo + (logprobs.current - logprobs.old).square() / 2 - start
-    return replace(batch_info, divergences={**batch_info.divergences, name: Divergence.exact(name, kl)})
+    both = Distributions.of_two(logprobs.old, logprobs.current)
+    divergences = {**batch_info.divergences, name: Divergence.exact(name, kl)}
+    return replace(batch_info, divergences=divergences, distributions=both)
 
 
 def corrected(correction: Correction, *, scale: float | int) -> Float[Tensor, " n"]:
@@ -179,6 +183,7 @@ def token_push(
         vocab=64,
         rewards=torch.full((n,), float(correct), dtype=torch.float64),
         version_lag=torch.zeros(n, dtype=torch.float64),
+        distributions=Distributions.of_two(old, logp),
     )
     advantages = torch.full((n,), advantage, dtype=torch.float64)
     batch = ProbeBatch(logprobs, advantages, batch_info)

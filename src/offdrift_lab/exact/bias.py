@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from offdrift.batch_info import BatchInfo
-from offdrift.divergence.evidence import Divergence
+from offdrift.divergence.evidence import Distributions, Divergence
 from offdrift.errors import BadValueError, ShapeError
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
@@ -234,6 +234,7 @@ def exact_loss(
             vocab=laws["old"].shape[1],
             rewards=rewards,
             version_lag=torch.ones_like(old),
+            distributions=Distributions(laws["old"].log()[contexts], laws["current"].log()[contexts], tokens),
             observed="this_batch",
         ),
         normalizer=divisor / horizon if row.aggregate == "seq_mean_token_mean" else divisor,

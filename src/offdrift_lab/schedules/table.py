@@ -226,7 +226,7 @@ SCHEDULES: dict[str, Schedule] = {
         title="DistFlow",
         summary="synchronous; every worker has a share of the prompts of its own and no central queue",
         cost="workers wait for the slowest share",
-        source="DistFlow, arXiv:2507.13833",
+        source="DistFlow, arXiv:2507.13833; its controllers, one beside every worker, are one scheduler here",
     ),
     "laminar": Schedule(
         InFlight(3.0),

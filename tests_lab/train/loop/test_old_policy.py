@@ -290,6 +290,27 @@ def test_whole_distributions_of_old_and_current_policy_are_compared(tmp_path: Pa
     assert ends[0] != pytest.approx(ends[1], rel=1e-3), "the penalty must push"
 
 
+def test_the_policy_is_projected_into_a_ball_around_the_one_that_drew(tmp_path: Path):
+    """At the first update of a batch it is the old one; later ones leave a small ball, and none leaves a huge one."""
+    arms = {
+        "near": {"method": "troll", "override": {"objective.bound": 1e-4}},
+        "far": {"method": "troll", "override": {"objective.bound": 1e3}},
+        "plain": {"method": "ppo_clip", "override": {"objective.eps_low": 0.999, "objective.eps_high": 1e6}},
+    }
+    optim = {"lr": 3e-3, "minibatches": 2, "token_budget": 120}
+    recipe = lagging("none", arms=arms, batches=2, old_policy={"from": "sampling"}, optim=optim)
+    train(recipe, tmp_path / "run")
+    near, far, plain = (rows(tmp_path / "run", a) for a in arms)
+    outside = [m["objective/clip_frac_active"] for m in near]
+    assert outside[0] == 0
+    assert max(outside) > 0.1
+    assert [m["objective/clip_frac_active"] for m in far] == [0] * len(far)
+    norms = [[m["optim/grad_norm"] for m in arm] for arm in (near, far, plain)]
+    assert norms[1] == pytest.approx(norms[2], rel=1e-4), "inside the ball it is the plain surrogate"
+    assert norms[0][0] == pytest.approx(norms[1][0], rel=1e-4)
+    assert norms[0][-1] != pytest.approx(norms[1][-1], rel=1e-2)
+
+
 @pytest.fixture(scope="module")
 def accelerator() -> Accelerator:
     return Accelerator(cpu=True)
@@ -403,6 +424,7 @@ def test_defaults_are_what_a_method_was_published_with():
         ("icepop", "rollout", "makes 1 at every token"),
         ("a3po", "sampling", "a3po interpolates its old policy"),
         ("kl_cov", "batch_start", "kl_old_current compares whole distributions of the old and the current policy"),
+        ("troll", "batch_start", "the method compares whole distributions of the old and the current policy"),
     ],
 )
 def test_old_policies_that_leave_a_part_without_effect_are_refused(method, source, words):

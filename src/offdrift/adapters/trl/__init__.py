@@ -36,7 +36,7 @@ from offdrift.adapters.selection import Choice
 from offdrift.adapters.trl import batch as trl_batch
 from offdrift.adapters.trl import proof
 from offdrift.adapters.trl.batch import ENTROPY, MicroBatch
-from offdrift.batch_info import Observed
+from offdrift.batch_info import LOGITS, Observed
 from offdrift.errors import EvidenceError, FrameworkError, LivenessError, MethodError, check_choice
 from offdrift.judge import Context
 from offdrift.methods import Method, override
@@ -401,6 +401,11 @@ def refuse_method(method: Method, mode: Mode, *, records: bool = False) -> None:
         Traceback (most recent call last):
         offdrift.errors.MethodError: weight token ratio(full), truncate above 2: every loss of TRL contains ...
     """
+    if "distributions" in method.needs:
+        raise EvidenceError(
+            "the method projects whole distributions of the old and the current policy, and TRL's forward pass gives "
+            f"log-probs of the sampled tokens alone: {LOGITS}"
+        )
     if method.needs_divergences:
         raise EvidenceError(
             "the method reads divergences of whole distributions, and TRL's forward pass gives "

@@ -20,7 +20,7 @@ from torch import Tensor
 from offdrift.adapters.base import environ, environ_on_idle, environ_settings, liveness, log_states, undecided
 from offdrift.adapters.verl.call import Call
 from offdrift.adapters.verl.proof import prove_loss
-from offdrift.batch_info import NO_INFO, BatchInfo
+from offdrift.batch_info import LOGITS, NO_INFO, BatchInfo
 from offdrift.correction import Correction
 from offdrift.correction.compose import WeightLike, factors
 from offdrift.correction.weight import Weighted
@@ -176,6 +176,11 @@ def configured(name: str) -> Method:
 def _check(name: str, row: Method, config: Any, weights: Tensor | None) -> None:
     """Refuse what verl's call cannot mean."""
     lacks, share = missing(row), driver_share(row)
+    if "distributions" in row.needs:
+        raise EvidenceError(
+            f"offdrift/{name} projects whole distributions of the old and the current policy, and verl hands its "
+            f"policy loss log-probs of the drawn tokens alone: {LOGITS}"
+        )
     if lacks:
         raise EvidenceError(
             f"offdrift/{name} needs {', '.join(lacks)}; verl hands its policy loss the current and "

@@ -131,7 +131,7 @@ class Arm:
     @property
     def compares_old(self) -> bool:
         """Whether steps compare whole distributions of the old and the current policy."""
-        return any(name.endswith("old_current") for name in self.method.divergences) or self.measures_alphas
+        return self.method.compares_old or self.measures_alphas
 
     @property
     def measures_alphas(self) -> bool:

@@ -28,7 +28,7 @@ from offdrift.batch_info import BatchInfo, Observed
 from offdrift.certificate import TrustRegion
 from offdrift.certificate.batch import BatchEvidence
 from offdrift.correction import Corrected
-from offdrift.divergence.evidence import Grade
+from offdrift.divergence.evidence import Distributions, Grade
 from offdrift.engines.retention import distillation, sampled_distillation
 from offdrift.engines.routing import routed, routing_sums
 from offdrift.engines.score import chunks, divergences, old_divergences, score
@@ -490,6 +490,9 @@ class ScoredPiece:
             rewards=None if rollouts.rewards is None else rollouts.rewards.to(device),
             sample_weight=None if batch.sample_weight is None else batch.sample_weight.to(device),
             version_lag=(arm.version - rollouts.rollout_version).to(device),
+            distributions=None
+            if logits_old is None
+            else Distributions(logits_old, self.scored.logits, rollouts.tokens.to(device)),
         )
 
     def loss(self, method: Method, normalizer: float, observed: Observed | None) -> PolicyLoss:

@@ -82,7 +82,7 @@ class AcceptSettings(Section):
     """The limit from `steps` updates on, to which it moves linearly. Absent: 0 (gap), or the limit itself."""
     steps: Positive = 100
     """Updates over which the limit moves."""
-    prompts: Positive = 4
+    prompts: Positive = 2
     """gap: new training prompts that the engine answers after every step."""
     samples: Annotated[int, Field(ge=2)] = 8
     """gap: answers to each."""

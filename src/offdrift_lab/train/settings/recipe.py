@@ -399,8 +399,8 @@ class Recipe(Section):
             )
         parts = [*row.correction.gates, *row.correction.weights, row.objective]
         inert = [p.formula for p in parts if getattr(p, "on", None) == "mismatch"]
-        compared = sorted(name for name in row.divergences if name.endswith("old_current"))
-        if compared and source not in ("sampling", "second_model", "ewma"):
+        if row.compares_old and source not in ("sampling", "second_model", "ewma"):
+            compared = [*sorted(name for name in row.divergences if name.endswith("old_current")), "the method"]
             raise ValueError(
                 f"arms.{name}: {compared[0]} compares whole distributions of the old and the current policy, "
                 f'which old_policy.from = "{source}" does not keep; use "sampling", "second_model" or "ewma"'
