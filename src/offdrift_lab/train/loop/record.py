@@ -119,7 +119,8 @@ def record_update(
         if sampled and update.tokens is not None:
             for sample in samples(rollouts, update.tokens, arm.version, run.tokenizer):
                 arm.files.append("samples", sample if arm.method.correction.gates else {**sample, "accepted": None})
-    numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
+    # MLflow keeps a metric in a file and `a/b` in a folder `a`: no name may stand before another's slash.
+    numbers = {"batch/number" if k == "batch" else k: v for k, v in row.items() if isinstance(v, (int, float))}
     run.accelerator.log(numbers, step=arm.version)
     arm.report("update", metrics=row)
     for finding in arm.diagnosis.update(row):
