@@ -72,7 +72,7 @@
   const visible = (e) => {
     if (!shown.has(e)) {
       // Off the screen on purpose: a skip link before it has the focus, words for a screen reader, a closed drawer.
-      shown.set(e, e.checkVisibility({ opacityProperty: true, visibilityProperty: true }) && !e.closest(".katex-mathml, .visually-hidden"));
+      shown.set(e, e.checkVisibility({ opacityProperty: true, visibilityProperty: true }) && !e.closest(".katex-mathml, .unseen"));
     }
     return shown.get(e);
   };
@@ -106,7 +106,9 @@
     const back = ground(svg ? parent.closest("svg").parentElement : parent);
     const alpha = ink[3] * opacity(parent) * (svg ? +s.fillOpacity : 1);
     const ratio = contrast(over([ink[0], ink[1], ink[2], alpha], back), back);
-    if (ratio < 4.5) say(`ink ${parent.localName}${parent.getAttribute("class")}${s.color}${back}`, `contrast ${ratio.toFixed(2)}: ${name(parent)}`);
+    // A mark that is no letter and no digit is a drawing: three is enough.
+    const least = /[\p{L}\p{N}]/u.test(node.data) ? 4.5 : 3;
+    if (ratio < least) say(`ink ${parent.localName}${parent.getAttribute("class")}${s.color}${back}`, `contrast ${ratio.toFixed(2)}: ${name(parent)}`);
   }
 
   // -- everything that is operated --------------------------------------------------------------------
