@@ -1,20 +1,20 @@
 // What is operated by mouse is operated by key: boxes that scroll, and the labels that the theme gives to its drawer.
 "use strict";
 
-const boxes = ".md-typeset pre > code, .md-typeset__scrollwrap, .formula";
-const watched = new ResizeObserver((entries) => {
-  for (const { target } of entries) {
-    if (target.scrollWidth > target.clientWidth + 1) target.tabIndex = 0;
-    else target.removeAttribute("tabindex");
-  }
-});
-for (const box of document.querySelectorAll(boxes)) watched.observe(box);
-// The theme wraps tables after it has started.
-new MutationObserver((changes) => {
-  for (const { addedNodes } of changes) {
-    for (const node of addedNodes) if (node.matches?.(".md-typeset__scrollwrap")) watched.observe(node);
-  }
-}).observe(document.querySelector(".md-content") ?? document.body, { childList: true, subtree: true });
+// The theme wraps tables, and sets and takes the tab stops of code, once the page is loaded and whenever it changes width.
+let later = 0;
+const settle = () => {
+  clearTimeout(later);
+  later = setTimeout(() => {
+    for (const box of document.querySelectorAll(".md-typeset pre > code, .md-typeset__scrollwrap, .formula")) {
+      if (box.scrollWidth > box.clientWidth + 1) box.tabIndex = 0;
+      else box.removeAttribute("tabindex");
+    }
+  }, 150);
+};
+addEventListener("resize", settle);
+addEventListener("load", settle);
+document.addEventListener("toggle", settle, true); // a fold was opened
 
 for (const label of document.querySelectorAll("label.md-header__button, label.md-nav__link, label.md-nav__title")) {
   label.tabIndex = 0;

@@ -16,7 +16,7 @@ SETTLED = """new Promise((done) => {
   const root = document.documentElement;
   let left = 40;
   const look = () => (root.scrollWidth > root.clientWidth && left-- ? setTimeout(look, 50) : done());
-  requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(look, 50)));
+  requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(look, 250)));
 })"""
 """Charts follow a change of width: two seconds at most."""
 

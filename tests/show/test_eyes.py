@@ -100,10 +100,12 @@ def test_a_planted_fault_is_seen(chrome: Browser, tmp_path: Path, markup: str, f
 
 def test_a_control_that_tab_never_comes_to_is_named(chrome: Browser, tmp_path: Path) -> None:
     page = tmp_path / "trap.html"
-    trap = '<button onkeydown="if (event.key === \'Tab\') event.preventDefault()">trap</button><a href="#z">behind it</a>'
+    trap = (
+        '<button onkeydown="if (event.key === \'Tab\') event.preventDefault()">trap</button><a href="#z">behind it</a>'
+    )
     page.write_text(PLANTED.format(trap), "utf-8")
     chrome.open(page)
-    missed, off_screen, _ = walk(chrome, most=20)
+    missed, _, _ = walk(chrome, most=20)
     assert [words.split()[0] for words in missed] == ["a"]
     page.write_text(PLANTED.format('<a href="#z" style="position: absolute; left: -999px">gone</a>'), "utf-8")
     chrome.open(page)
