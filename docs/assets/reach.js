@@ -24,7 +24,7 @@ for (const label of document.querySelectorAll("label.md-header__button, label.md
     if (name) label.setAttribute("aria-label", name);
   }
   label.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" && event.key !== " ") return;
+    if (event.key !== " ") return; // the theme itself clicks on a label by Enter
     event.preventDefault();
     label.click();
   });
