@@ -8,11 +8,35 @@ FENCE = re.compile(r"^```math\n(?P<tex>.*?)^```[ \t]*$", re.MULTILINE | re.DOTAL
 INLINE = re.compile(r"\$`([^`\n]+)`\$")
 """A formula within a line, in the marks that GitHub reads."""
 SYMBOLS = {
-    "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "varepsilon": "ε", "kappa": "κ", "mu": "μ", "pi": "π",
-    "sigma": "σ", "chi": "χ", "Sigma": "Σ", "Phi": "Φ", "sum": "Σ", "prod": "Π", "le": "≤", "ge": "≥",
-    "in": "∈", "sim": "~", "propto": "∝", "pm": "±", "cdot": "·", "mid": "|", "ldots": "...", "min": "min",
-    "max": "max", "log": "log", "exp": "exp", "prime": "'",
-}  # fmt: skip
+    "alpha": "α",
+    "beta": "β",
+    "gamma": "γ",
+    "delta": "δ",
+    "varepsilon": "ε",
+    "kappa": "κ",
+    "mu": "μ",
+    "pi": "π",
+    "sigma": "σ",
+    "chi": "χ",
+    "Sigma": "Σ",
+    "Phi": "Φ",
+    "sum": "Σ",
+    "prod": "Π",
+    "le": "≤",
+    "ge": "≥",
+    "in": "∈",
+    "sim": "~",
+    "propto": "∝",
+    "pm": "±",
+    "cdot": "·",
+    "mid": "|",
+    "ldots": "...",
+    "min": "min",
+    "max": "max",
+    "log": "log",
+    "exp": "exp",
+    "prime": "'",
+}
 """What a command without arguments stands for."""
 SPACES = {"quad": "   ", "qquad": "     ", ",": " ", ";": " ", "!": "", "|": "||", "_": "_"}
 SIZES = r"\\(?:bigl|bigr|Bigl|Bigr|left|right)(?![A-Za-z])"
