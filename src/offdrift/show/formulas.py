@@ -82,7 +82,12 @@ def _line(row: str) -> str:
     text = text.replace(r"\mathbb{E}", "E").replace(r"\tfrac{1}{2}", "1/2")
     text = re.sub(rf"\\underbrace{ARGUMENT}_{ARGUMENT}", r"\1 [\2]", text)
     while r"\frac" in text:
-        text = re.sub(rf"\\frac{ARGUMENT}{ARGUMENT}", lambda m: f"{_group(m[1])} / {_divisor(m[2])}", text, count=1)
+        text = re.sub(
+            rf"\\frac{ARGUMENT}{ARGUMENT}",
+            lambda m: f"{_bracketed(m[1], ' [-+/] ')} / {_bracketed(m[2], ' ')}",
+            text,
+            count=1,
+        )
     text = re.sub(rf"\\sqrt{ARGUMENT}", r"sqrt(\1)", text)
     text = re.sub(r"\\([A-Za-z]+)", lambda m: SYMBOLS.get(m[1], SPACES.get(m[1], m[0])), text)
     text = re.sub(r"\\([,;!|_])", lambda m: SPACES[m[1]], text)
@@ -92,10 +97,5 @@ def _line(row: str) -> str:
     return re.sub(r"(?<=\S) {2}(?=\S)", " ", text.replace("{", "").replace("}", "").strip())
 
 
-def _group(text: str) -> str:
-    """Return a numerator, in brackets if it is a sum or has a fraction inside."""
-    return f"({text})" if re.search(r" [-+/] ", re.sub(r"\([^()]*\)", "", text)) else text
-
-
-def _divisor(text: str) -> str:
-    return f"({text})" if " " in text.strip() else text
+def _bracketed(text: str, pattern: str) -> str:
+    return f"({text})" if re.search(pattern, text.strip()) else text
