@@ -5,6 +5,7 @@
 * A link to a file of the repository leads to a page with its text: the site needs no server and no GitHub.
 * The notebook becomes a page; the method table becomes a script that its page filters.
 * Figures of ours stand inside the page, where they follow its light or dark mode.
+* Formulas are drawn by KaTeX, which is beside the pages, on those that have any.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ CLAIMS = "evidence.md"
 FENCE = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 WORKER = re.compile(r"https://unpkg\.com/iframe-worker/shim")
+FORMULA = 'class="formula"'
+"""What a formula has on a page."""
+INLINE = re.compile(r"\$<code>(.*?)</code>\$", re.DOTALL)
+"""A formula within a line, in GitHub's marks: code between dollars."""
 KINDS = {".py": "python", ".toml": "toml", ".json": "json", ".jsonl": "json", ".yaml": "yaml", ".yml": "yaml"}
 
 API_PAGES = {
@@ -121,13 +126,18 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     """Claims become cards; columns of long text are given room, so that a table scrolls instead of standing a word a line."""
     if page.file.src_uri == CLAIMS:
         return _claims(html)
+    html = INLINE.sub(r'<span class="formula">\1</span>', html)
     return re.sub(r"<table>.*?</table>", lambda table: _with_room(table[0]), html, flags=re.DOTALL)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Nothing is loaded from another machine."""
-    own = posixpath.relpath("assets/iframe-worker.js", posixpath.dirname(page.file.dest_uri) or ".")
-    return WORKER.sub(own, output)
+    """Nothing is loaded from another machine; what draws formulas, where there are some."""
+    assets = posixpath.relpath("assets", posixpath.dirname(page.file.dest_uri) or ".")
+    if FORMULA in output:
+        output = output.replace("</head>", f'<link rel="stylesheet" href="{assets}/katex/katex.min.css"></head>')
+        scripts = "".join(f'<script src="{assets}/{name}"></script>' for name in ("katex/katex.min.js", "formulas.js"))
+        output = output.replace("</body>", f"{scripts}</body>")
+    return WORKER.sub(f"{assets}/iframe-worker.js", output)
 
 
 def on_post_template(output_content: str, template_name: str, config: Any) -> str:

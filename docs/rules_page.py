@@ -120,12 +120,16 @@ Write s for the distribution that drew the tokens, m for the one whose log-probs
 for the second policy, and l = log p - log m. If the record is honest (m = s) and p gives no mass to
 tokens that s cannot draw, then, *whatever the drift*,
 
-    E[e^l] = sum_a s(a) p(a) / s(a) = 1                                              (1)
+```math
+\mathbb{E}[e^l] = \sum_a s(a)\, \frac{p(a)}{s(a)} = 1 \tag{1}
+```
 
 and E[-l] = KL(s || p) >= 0. The table turns this into tests that no amount of learning can fool.
 With k1 = mean(-l) and k3 = mean(e^l - 1 - l), both of which every framework logs,
 
-    mean e^l = 1 + k3 - k1                                                           (2)
+```math
+\operatorname{mean} e^l = 1 + k_3 - k_1 \tag{2}
+```
 
 so (1) can be tested on logs that never recorded it.
 

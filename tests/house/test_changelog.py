@@ -158,6 +158,9 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "a chart of one of the 119": held_by(
         "adapters/test_selection.py", "test_hooks_read_the_environment_and_send_the_choice_to_other_processes"
     ),
+    "a chart of the metric `batch`": held_by(
+        "foreign/test_trackers.py", "test_three_arms_are_three_runs_that_have_ended"
+    ),
     "`offdrift_lab.evidence.budget.LIMITS`": held_by(
         "../tests_lab/evidence/test_budget.py", "test_the_budget_is_that_of_the_rules"
     ),

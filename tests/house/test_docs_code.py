@@ -48,7 +48,7 @@ OTHER_TOML = {
 }
 """Pages with TOML that is no recipe."""
 SHELLS = ("sh", "bash", "shell", "console")
-LANGUAGES = {*SHELLS, "", "python", "toml", "json", "yaml", "diff", "text"}
+LANGUAGES = {*SHELLS, "", "python", "toml", "json", "yaml", "diff", "text", "math"}
 
 
 class Block(NamedTuple):

@@ -10,12 +10,16 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+
+from tests.show.browser import Browser, browser
+from tests.show.eyes import STILL, faults, walk
 
 ROOT = Path(__file__).parents[2]
 API = json.loads((ROOT / "docs" / "api.json").read_text("utf-8"))
@@ -261,3 +265,66 @@ def test_what_makes_pages_does_what_its_examples_say(module):
             runner.run(test)
     assert runner.summarize() == (0, runner.tries)
     assert runner.tries >= 1
+
+
+READ = [
+    "index.html",
+    "start.html",
+    "three-policies.html",
+    "certificates-in-short.html",
+    "certificates.html",
+    "metrics.html",
+    "evidence.html",
+    "find-a-method.html",
+    "check.html",
+    "integrations/trl.html",
+    "api/offdrift.stats.html",
+]
+"""A page of each kind that the site has."""
+
+
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("profile")) as opened:
+        opened.send("Network.enable")
+        opened.send("Network.setBlockedURLs", urls=["*search_index.js*"])  # megabytes that no page needs to be drawn
+        yield opened
+
+
+def visit(chrome: Browser, page: Path, width: int) -> None:
+    chrome.resize(width, 844)
+    chrome.media()
+    chrome.send("Page.navigate", url=page.as_uri())
+    chrome.wait("document.readyState === 'complete'")
+    chrome.run(STILL)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+@pytest.mark.parametrize("name", READ)
+def test_a_page_of_the_site_is_whole_and_readable_and_its_formulas_are_drawn(site, chrome, name):
+    visit(chrome, site / name, 1280)
+    assert faults(chrome) == []
+    drawn, wrong = chrome.run("['.formula .katex', '.katex-error'].map(s => document.querySelectorAll(s).length)")
+    text = (ROOT / "docs" / name).with_suffix(".md")
+    source = text.read_text("utf-8") if text.is_file() else ""
+    assert (drawn, wrong) == (source.count("```math\n") + source.count("$`"), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+@pytest.mark.parametrize(("name", "width"), [("certificates-in-short.html", 1280), ("evidence.html", 1280), ("three-policies.html", 390)])  # fmt: skip
+def test_the_site_is_gone_through_by_key(site, chrome, name, width):
+    visit(chrome, site / name, width)
+    chrome.press("Tab")
+    assert "md-skip" in chrome.run("document.activeElement.className")
+    missed, off_screen, reached = walk(chrome)
+    assert (missed, off_screen) == ([], [])
+    assert reached > 15
+    if width == 390:
+        chrome.run("document.querySelector('label.md-header__button[for=__drawer]').focus()")
+        chrome.press("Enter")
+        assert chrome.run("document.getElementById('__drawer').checked")
+        assert chrome.run(
+            "document.querySelector('.md-sidebar--primary a').checkVisibility({visibilityProperty: true})"
+        )

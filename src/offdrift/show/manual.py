@@ -12,6 +12,8 @@ from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
+from offdrift.show.formulas import with_plain_formulas
+
 PACKAGE = Path(__file__).parents[1]
 FOR_A_BROWSER = re.compile(r"<!--.*?-->|</?(?:details|summary|picture|source|img|a|p|div)\b[^>]*>", re.DOTALL)
 FIRST = ("start", "logs", "how-to", "diagnosis", "check", "python", "faq")
@@ -53,5 +55,5 @@ def page_list(found: Mapping[str, Path]) -> RenderableType:
 
 
 def rendered(text: str) -> RenderableType:
-    """Markdown for a terminal: without the comments and tags that only a browser reads."""
-    return Markdown(FOR_A_BROWSER.sub("", text))
+    """Markdown for a terminal: formulas as text, without the comments and tags that only a browser reads."""
+    return Markdown(FOR_A_BROWSER.sub("", with_plain_formulas(text)))

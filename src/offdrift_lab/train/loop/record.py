@@ -119,8 +119,7 @@ def record_update(
         if sampled and update.tokens is not None:
             for sample in samples(rollouts, update.tokens, arm.version, run.tokenizer):
                 arm.files.append("samples", sample if arm.method.correction.gates else {**sample, "accepted": None})
-    numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
-    run.accelerator.log(numbers, step=arm.version)
+    run.accelerator.log(_numbers(row), step=arm.version)
     arm.report("update", metrics=row)
     for finding in arm.diagnosis.update(row):
         fields = finding.as_dict()
@@ -378,3 +377,8 @@ def _over_updates(metrics: Sequence[Row]) -> dict[str, Any]:
 
 def _recorded(metrics: Sequence[Row], key: str) -> list[Any]:
     return [m[key] for m in metrics if m.get(key) is not None]
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return what trackers get of a row; MLflow stores `a/b` in a folder `a`, beside which no metric `a` can be."""
+    return {"batch/number" if k == "batch" else k: v for k, v in row.items() if isinstance(v, (int, float))}

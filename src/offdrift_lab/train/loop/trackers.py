@@ -35,7 +35,7 @@ OPTIONS: dict[str, Callable[[Labels], dict[str, Any]]] = {
     # Rows behind a checkpoint are written again: older ones of these steps are not shown.
     "tensorboard": lambda x: {"purge_step": x.step + 1} if x.step else {},
     "wandb": lambda x: {"group": x.group, "name": x.arm, "tags": x.tags},
-    "trackio": lambda x: {"name": f"{x.group}/{x.arm}"},
+    "trackio": lambda x: {"group": x.group, "name": f"{x.group}/{x.arm}"},
     "mlflow": lambda x: {
         "run_name": f"{x.group}/{x.arm}",
         "tags": {"group": x.group, "arm": x.arm, "method": x.method},
