@@ -88,13 +88,17 @@ def without_statistics() -> Iterator[None]:
 def loss(batch: Batch, row: Method) -> Outcome:
     logprobs = batch.fresh()
     with without_statistics():
-        out = policy_loss(logprobs, row, batch.packed["advantages"], batch.batch_info_for(row), horizon=batch.horizon)
+        out = policy_loss(
+            logprobs, row, batch.packed["advantages"], batch.batch_info_for(row, logprobs), horizon=batch.horizon
+        )
     return out.loss.detach(), torch.autograd.grad(out.loss, logprobs.current)[0]
 
 
 def whole(batch: Batch, row: Method) -> Outcome:
     logprobs = batch.fresh()
-    out = policy_loss(logprobs, row, batch.packed["advantages"], batch.batch_info_for(row), horizon=batch.horizon)
+    out = policy_loss(
+        logprobs, row, batch.packed["advantages"], batch.batch_info_for(row, logprobs), horizon=batch.horizon
+    )
     summarize(out.stats)
     return out.loss.detach(), torch.autograd.grad(out.loss, logprobs.current)[0]
 

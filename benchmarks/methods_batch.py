@@ -9,7 +9,7 @@ from torch import Tensor
 
 from correction import ragged
 from offdrift.batch_info import BatchInfo
-from offdrift.divergence.evidence import Divergence
+from offdrift.divergence.evidence import Distributions, Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.methods import Method
 from offdrift.segments import Segments
@@ -40,13 +40,16 @@ class Batch:
         given, leaf = self.packed, self.packed["logp"].detach().requires_grad_()
         return LogProbs(given["rollout"], segments, leaf, given["old"], given["ref"])
 
-    def batch_info_for(self, row: Method) -> BatchInfo:
-        """The batch's side information with those divergences alone that the row's parts read."""
+    def batch_info_for(self, row: Method, logprobs: LogProbs) -> BatchInfo:
+        """The batch's side information with what the row's parts read alone; distributions are over a vocabulary of two."""
         found = {name: self.batch_info.divergences[name] for name in row.divergences}
-        if getattr(row.objective, "exact", False):  # a penalty that is differentiated
+        if hasattr(row.objective, "reads"):  # a penalty that is differentiated
             name = row.objective.reads  # type: ignore[attr-defined]
             found[name] = Divergence.exact(name, found[name].lo.detach().requires_grad_())
-        return replace(self.batch_info, divergences=found)
+        both = None
+        if "distributions" in row.needs:
+            both = Distributions.of_two(self.packed["old"], logprobs.current)
+        return replace(self.batch_info, divergences=found, distributions=both)
 
 
 def make_batch(sequences: int, longest: int) -> Batch:
