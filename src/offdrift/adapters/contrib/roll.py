@@ -196,8 +196,8 @@ class _Loss:
         settings, trained = self.pipeline_config, mask != 0
         aggregate = "token_mean" if hook.method.aggregate == "token_mean" else "seq_mean_token_mean"
         advantages = s.advantages.where(trained, 0.0)
-        instead = {"loss_agg_mode": aggregate.replace("_", "-")}
-        instead["enable_old_logprobs_recompute"] = True  # the weights of the data, ones here
+        # Not recomputed, ROLL's weights would be its correction's; so they are those of the data, ones here.
+        instead = {"loss_agg_mode": aggregate.replace("_", "-"), "enable_old_logprobs_recompute": True}
         columns = {"old_log_probs": s.old, "infer_logprobs": s.rollout, "ref_log_probs": s.old}
         columns |= {"advantages": advantages, "train_infer_is_weight": torch.ones_like(s.old)}
         meta = {key: dict(x) if isinstance(x, dict) else x for key, x in data.meta_info.items()}
@@ -206,8 +206,8 @@ class _Loss:
 
         def native(leaf: Tensor) -> Tensor:
             strategy = _Like(self.strategy, op_compute_log_probs=lambda **_: leaf)
-            worker = _Like(self, strategy=strategy, pipeline_config=proof.changed(settings, instead))
-            worker.get_old_log_probs_with_cache = lambda *_: s.old
+            given = {"strategy": strategy, "pipeline_config": proof.changed(settings, instead)}
+            worker = _Like(self, get_old_log_probs_with_cache=lambda *_: s.old, **given)
             return native_loss(worker, seen, leaf)[0]
 
         def ours(leaf: Tensor) -> Tensor:
