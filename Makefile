@@ -178,7 +178,7 @@ $(VENV)/.test: $(VENV)/.vllm $(VENV)/.smollm2 $(VENV)/.parity $(VENV)/.s3
 # OpenRLHF's wheel brings a package called tests.
 $(VENV)/.foreign: $(VENV)/.test requirements-foreign.txt
 	rm -rf $(VENV)/foreign
-	$(PIP) --no-deps --target $(VENV)/foreign --requirement requirements-foreign.txt
+	$(PIP) --no-deps --ignore-requires-python --target $(VENV)/foreign --requirement requirements-foreign.txt
 	rm -rf $(VENV)/foreign/tests
 	touch $@
 

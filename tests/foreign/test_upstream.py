@@ -61,7 +61,7 @@ def empty(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
 class Hollow(ModuleType):
     """A module that has every name: an empty class each."""
 
-    __path__: list[str] = []
+    __path__ = ()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
