@@ -18,6 +18,7 @@ COMMITS = {
     "miles": ("https://github.com/radixark/miles", "31f1ca961a94cb860cec3b2dea34ec332bfa8f76"),
     "nemo-rl": ("https://github.com/NVIDIA-NeMo/RL", "7ea279abfbeb698b092856d0dab61e7cf39bc909"),
     "rllm": ("https://github.com/rllm-org/rllm", "9beb6e0f676a46d38858991fd79ac5f8e0b16d4c"),
+    "torchtitan": ("https://github.com/pytorch/torchtitan", "b5bcd76c66d0acb1a08b176d9639425bc55e0b2a"),
     "roll": ("https://github.com/alibaba/ROLL", "8eb27cc2dc34c4d1310b169d9b86d339004d811a"),
 }
 """Where each is, and the commit that docs/integrations/versions.toml names."""

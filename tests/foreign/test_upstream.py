@@ -23,6 +23,8 @@ from offdrift.adapters.contrib import nemo_rl, prime_rl, roll, slime
 from offdrift.errors import FrameworkError
 from tests.adapters import hooked, test_nemo_rl, test_prime_rl, test_roll, test_slime
 from tests.foreign import real
+from tests.records.samples import read_all
+from tests.records.test_dumps import TITAN_TURNS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("OFFDRIFT_UPSTREAM") or ROOT / "no such folder")
@@ -371,3 +373,28 @@ def test_where_rllm_calls_what_the_verl_adapter_replaces() -> None:
     assert name in (separate / "fully_async_trainer.py").read_text()
     mapped = (root / "trainer" / "verl" / "utils.py").read_text()
     assert '("actor_rollout_ref.actor.policy_loss.loss_mode", "rllm.algorithm.loss_fn")' in mapped
+
+
+def test_titan_rls_own_recorder_writes_what_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    root = source("torchtitan")
+    packages(monkeypatch, root, "torchtitan", "torchtitan.experiments", "torchtitan.experiments.rl")
+    hollow(monkeypatch, "torchtitan.experiments.rl.rollout")
+    empty(monkeypatch, "torchtitan.config", Configurable=type("Configurable", (), {"Config": object}))
+    spans = SimpleNamespace(log_trace_span=lambda name: lambda function: function)
+    empty(monkeypatch, "torchtitan.observability", structured_logger=spans)
+    module = importlib.import_module("torchtitan.experiments.rl.rollout_recorder")
+    recorder = object.__new__(module.RolloutSampleRecorder)
+    recorder.__dict__.update(
+        _filter=list, _log_tensors=True, _log_logprobs=True, _path=tmp_path / "rollout_samples.jsonl"
+    )
+    more = {"prompt_messages": [], "env_messages": [], "env_rewards": {}}
+    turns = [
+        SimpleNamespace(rollout_id=SimpleNamespace(turn_id=i), **turn, **more) for i, turn in enumerate(TITAN_TURNS)
+    ]
+    about = {"group_id": 3, "rollout_id": 0, "status": "completed", "reward": 2.0, "reward_breakdown": {}}
+    recorder.record(is_validation=False, rollout_groups=[SimpleNamespace(turns=turns, advantage=0.5, **about)])
+    found, batches, bad = read_all(tmp_path)
+    assert (found.format, bad) == ("titan-rl", [])
+    assert [x for b in batches for x in b.tokens.tolist()] == [1, 2, 3, 4, 5]
+    assert [x for b in batches for x in b.logp_rollout.tolist()] == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    leave("torchtitan")

@@ -368,7 +368,7 @@ _SKYRL: Mapping[tuple[str, str], object] = MappingProxyType({
     ("skyrl", "TensorFormat"): _named,
     **{("skyrl", n): _uncalled for n in ("TensorBatch", "TrainingInputBatch", "TrainingOutputBatch")},
 })  # fmt: skip
-"""SkyRL's classes are only passed to `_rebuild_tensor_batch`; since 0.4.0 the form of a tensor is a member of an enum."""
+"""SkyRL's classes are only passed to `_rebuild_tensor_batch`; since 0.4.0 a tensor's form is a member of an enum."""
 
 DTYPES = {
     "Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,

@@ -1,7 +1,7 @@
 """Rows and dumps of each framework, translated to the plain schema; `table` names the functions.
 
-JSON lines of NeMo-RL, open-instruct, TitanRL, and prime-rl's token exports and episodes; dumps of `torch.save` and pickles:
-slime's and miles' debug dumps, SkyRL's training input.
+JSON lines of NeMo-RL, open-instruct, TitanRL, and prime-rl's token exports and episodes; dumps of `torch.save` and
+pickles: slime's and miles' debug dumps, SkyRL's training input.
 """
 
 from __future__ import annotations
