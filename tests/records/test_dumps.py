@@ -457,5 +457,5 @@ def test_the_form_of_a_tensor_of_skyrl_since_0_4(tmp_path: Path) -> None:
     assert named.count(b"numpy") > 0
     other = tmp_path / "global_step_3_training_input.pkl"
     other.write_bytes(named.replace(b"\x8c\x05numpy", b"C\x05numpy"))  # bytes in place of the text
-    with pytest.raises(RecordError, match="by something else than text"):
+    with pytest.raises(RecordError, match="SkyRL does not"):
         detect([str(other)])

@@ -248,11 +248,16 @@ def _prove(hook: LossHook, data: Mapping[str, Any], s: proof.Sample, *, seqs: Te
     mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]) != 0
     columns = {"prev_logprobs": s.old, "generation_logprobs": s.rollout, "advantages": s.advantages}
     padded = {name: torch.cat([torch.zeros_like(x[:, :1]), x], 1) for name, x in columns.items()}
-    seen = {**data, **padded}
+    batch_fields = {**data, **padded}
+    # PPO's clip and nothing else, for NeMo-RL's own model of its settings or the dictionary of 0.6.0.
+    settings = {**dict.fromkeys((*STOOD_IN_FOR, *FOLLOWED)), **OWN_TERMS, "reference_policy_kl_type": "k3"}
+    settings |= {"token_level_loss": by_token, "ratio_clip_min": 0.2, "ratio_clip_max": 0.2}
+    settings |= dict.fromkeys((*FOLLOWED, "use_importance_sampling_correction"), False)
+    settings |= {"reference_policy_kl_penalty": 0.0}
 
     def native(leaf: Tensor) -> Tensor:
-        made = theirs.ClippedPGLossFn(_plain(theirs, by_token))  # type: ignore[union-attr]
-        return made(next_token_logprobs=leaf, data=seen, global_valid_seqs=seqs, global_valid_toks=toks)[0]
+        made = theirs.ClippedPGLossFn(theirs.ClippedPGLossConfig(**settings))  # type: ignore[union-attr]
+        return made(next_token_logprobs=leaf, data=batch_fields, global_valid_seqs=seqs, global_valid_toks=toks)[0]
 
     def ours(leaf: Tensor) -> Tensor:
         packed = LogProbs.pack(s.rollout, leaf, s.old, mask=mask)
@@ -261,15 +266,6 @@ def _prove(hook: LossHook, data: Mapping[str, Any], s: proof.Sample, *, seqs: Te
 
     here = hasattr(theirs, "ClippedPGLossFn")
     hook.prove(f"{LOSSES}.ClippedPGLossFn", native=native if here else None, ours=ours, at=s.logp)
-
-
-def _plain(theirs: Any, by_token: bool) -> Any:
-    """NeMo-RL's settings of PPO's clip and nothing else: a model of its own, or the dictionary of 0.6.0."""
-    plain = {**dict.fromkeys((*STOOD_IN_FOR, *FOLLOWED)), **OWN_TERMS, "reference_policy_kl_type": "k3"}
-    plain |= {"token_level_loss": by_token, "ratio_clip_min": 0.2, "ratio_clip_max": 0.2}
-    plain |= dict.fromkeys((*FOLLOWED, "use_importance_sampling_correction"), False)
-    plain |= {"reference_policy_kl_penalty": 0.0}
-    return theirs.ClippedPGLossConfig(**plain)
 
 
 def loss(

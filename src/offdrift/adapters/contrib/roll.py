@@ -201,14 +201,14 @@ class _Loss:
         columns = {"old_log_probs": s.old, "infer_logprobs": s.rollout, "ref_log_probs": s.old}
         columns |= {"advantages": advantages, "train_infer_is_weight": torch.ones_like(s.old)}
         meta = {key: dict(x) if isinstance(x, dict) else x for key, x in data.meta_info.items()}
-        seen = _Like(data, batch={**data.batch, **columns}, meta_info=meta)
+        moved = _Like(data, batch={**data.batch, **columns}, meta_info=meta)
         native_loss = super().loss_func.__func__  # type: ignore[misc]
 
         def native(leaf: Tensor) -> Tensor:
             strategy = _Like(self.strategy, op_compute_log_probs=lambda **_: leaf)
-            given = {"strategy": strategy, "pipeline_config": proof.changed(settings, instead)}
-            worker = _Like(self, get_old_log_probs_with_cache=lambda *_: s.old, **given)
-            return native_loss(worker, seen, leaf)[0]
+            attributes = {"strategy": strategy, "pipeline_config": proof.changed(settings, instead)}
+            worker = _Like(self, get_old_log_probs_with_cache=lambda *_: s.old, **attributes)
+            return native_loss(worker, moved, leaf)[0]
 
         def ours(leaf: Tensor) -> Tensor:
             packed = LogProbs.pack(s.rollout, leaf, s.old, mask=mask)

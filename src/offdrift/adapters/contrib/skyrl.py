@@ -120,8 +120,8 @@ def _prove(hook: LossHook, config: Any, s: proof.Sample, *, mask: Tensor) -> Non
     plain, packed_mask = proof.changed(config, {"policy_loss_type": "regular"}), mask != 0
 
     def native(leaf: Tensor) -> Tensor:
-        own = theirs.ppo_policy_loss
-        return own(leaf, s.old, s.advantages, plain, loss_mask=mask.double(), rollout_logprobs=s.rollout)[0]
+        others = {"loss_mask": mask.double(), "rollout_logprobs": s.rollout}
+        return theirs.ppo_policy_loss(leaf, s.old, s.advantages, plain, **others)[0]
 
     def ours(leaf: Tensor) -> Tensor:
         packed = LogProbs.pack(s.rollout, leaf, s.old, mask=packed_mask)

@@ -233,10 +233,10 @@ def _prove_tis(
     name = f"{LOSSES[framework]}.vanilla_tis_function"
     if theirs is None:
         return hook.prove(name, native=None, ours=torch.zeros_like, at=pg_loss.detach().double())
-    whole, local = shares
+    gather, share = shares
     lengths, responses = [len(x) for x in train], [m.numel() for m in loss_masks]
     masks = [m.reshape(-1) for m in loss_masks]
-    trained, mask = torch.cat(masks) != 0, torch.cat(local(masks)) != 0
+    trained, mask = torch.cat(masks) != 0, torch.cat(share(masks)) != 0
     old, mu = torch.cat(list(train)), torch.cat(list(rollout))
     s = proof.sample_of(old, old, mu, advantages=pg_loss, mask=mask)
 
@@ -246,11 +246,11 @@ def _prove_tis(
         return made[0].where(mask, 0.0)
 
     def ours(leaf: Tensor) -> Tensor:
-        mu, old = (torch.cat(whole(x.split(lengths))) for x in (s.rollout, s.old))
+        mu, old = (torch.cat(gather(x.split(lengths))) for x in (s.rollout, s.old))
         packed = LogProbs.pack(mu, logp_old=old, mask=trained, segments=_segments(responses, trained))
         corrected = (Correction() & Weight(on="mismatch", cap=OPEN["tis_clip"]))(packed)
         weight = packed.unpack(corrected.weight.where(corrected.keep, 0.0)).split(responses)
-        return _only(leaf, torch.cat(local(list(weight))))
+        return _only(leaf, torch.cat(share(list(weight))))
 
     return hook.prove(name, native=native, ours=ours, at=s.advantages)
 

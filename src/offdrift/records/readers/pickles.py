@@ -325,12 +325,6 @@ def _uncalled(*args: object) -> object:
     raise RecordError("the pickle makes a batch in a way that SkyRL does not; it was refused")
 
 
-def _named(value: object) -> str:
-    if not isinstance(value, str):
-        raise RecordError("the pickle names the form of a tensor by something else than text; it was refused")
-    return value
-
-
 def _encoded(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
         raise RecordError(f"the pickle encodes a text as {encoding[:20]!r}; it was refused")
@@ -365,7 +359,7 @@ _BUILTIN: dict[tuple[str, str], object] = {
 _SKYRL: Mapping[tuple[str, str], object] = MappingProxyType({
     **_BUILTIN,
     ("skyrl", "_rebuild_tensor_batch"): lambda kind, state: TensorBatch(state),
-    ("skyrl", "TensorFormat"): _named,
+    ("skyrl", "TensorFormat"): lambda form: form if isinstance(form, str) else _uncalled(),
     **{("skyrl", n): _uncalled for n in ("TensorBatch", "TrainingInputBatch", "TrainingOutputBatch")},
 })  # fmt: skip
 """SkyRL's classes are only passed to `_rebuild_tensor_batch`; since 0.4.0 a tensor's form is a member of an enum."""

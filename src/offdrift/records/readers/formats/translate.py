@@ -192,7 +192,7 @@ def titan_rl(record: Mapping[str, Any]) -> list[Row]:
     about: Row = {name: record.get(key) for name, key in (("reward", "reward"), ("advantages", "advantage"))}
     about |= {"group_id": str(record["group_id"]), "truncated": int(str(record["status"]).startswith("truncated"))}
     samples: list[list[Mapping[str, Any]]] = []
-    whole: list[int] | None = None
+    so_far: list[int] | None = None
     left = MOST
     for turn in record["turns"]:
         prompt, completion = turn.get("prompt_token_ids"), turn.get("completion_token_ids")
@@ -201,11 +201,11 @@ def titan_rl(record: Mapping[str, Any]) -> list[Row]:
         left -= len(prompt or ()) + len(completion or ())
         if left < 0:
             raise ValueError(f"its turns hold more than {MOST} tokens")
-        if whole is not None and prompt is not None and prompt[: len(whole)] == whole:
+        if so_far is not None and prompt is not None and prompt[: len(so_far)] == so_far:
             samples[-1].append(turn)
         else:
             samples.append([turn])
-        whole = None if prompt is None or completion is None else [*prompt, *completion]
+        so_far = None if prompt is None or completion is None else [*prompt, *completion]
     return [{**_packed(turns), **about} for turns in samples]
 
 
@@ -224,9 +224,9 @@ def _packed(turns: Sequence[Mapping[str, Any]]) -> Row:
     mask: list[int] = []
     logp: list[float | None] = []
     for turn in turns:
-        between, drawn = len(turn["prompt_token_ids"]) - begin - len(mask), len(turn["completion_token_ids"])
-        mask += [0] * between + [1] * drawn
-        logp += [None] * between + list(turn.get("completion_logprobs") or [None] * drawn)
+        between, sampled = len(turn["prompt_token_ids"]) - begin - len(mask), len(turn["completion_token_ids"])
+        mask += [0] * between + [1] * sampled
+        logp += [None] * between + list(turn.get("completion_logprobs") or [None] * sampled)
     tokens = [*last["prompt_token_ids"][begin:], *last["completion_token_ids"]]
     scored = any(x is not None for x in logp)
     return {**row, "tokens": tokens, "mask": mask, **({"logp_rollout": logp} if scored else {})}
