@@ -6,7 +6,8 @@
 # make test-core    the tests of src/offdrift alone; make test-lab those of src/offdrift_lab and the contracts it builds on
 # make test-narrow  the numerical rooms and the laws again, on the vectors of a processor without AVX-512
 # make test-foreign the adapters and readers against other frameworks' own modules, from pinned wheels
-# make test-upstream  the adapters against the losses of slime and prime-rl, from their sources at recorded commits
+# make test-upstream  the adapters against the losses of miles, NeMo-RL, prime-rl, ROLL and slime, from their sources
+# make test-built-on  the adapters under trainers that are built on TRL and verl: axolotl, agent-lightning, Trinity
 # make test-versions  the adapters against the older releases of TRL and verl that they say they know
 # make currency     signatures and table of the frameworks, against their newest releases
 # make test-build   wheel and sdist are built, alike, and whole; nothing is installed
@@ -37,7 +38,7 @@ QUICK_FILES := test_loss.py test_logprobs.py test_segments.py test_ratios.py tes
 NUMERICAL := $(addprefix tests/,laws divergence correction objectives stats records/test_store.py) \
 	$(addprefix --ignore=tests/,laws/test_unread.py laws/test_leaks.py divergence/test_benchmarks.py)
 
-.PHONY: train train-vllm train-smollm2 test-quick test test-core test-lab test-all test-narrow test-foreign test-upstream test-versions currency test-build dist-test matrix audit-deps install install-vllm install-smollm2 install-test install-docs install-foreign bench check docs census clean
+.PHONY: train train-vllm train-smollm2 test-quick test test-core test-lab test-all test-narrow test-foreign test-upstream test-built-on test-versions currency test-build dist-test matrix audit-deps install install-vllm install-smollm2 install-test install-docs install-foreign bench check docs census clean
 
 train: install
 	$(BIN)/offdrift train recipes/backwards.toml
@@ -85,10 +86,16 @@ test-foreign: install-test install-foreign
 	$(TEST_ENV) OFFDRIFT_FOREIGN=required PYTHONPATH=$(abspath $(VENV))/foreign $(BIN)/python -m pytest \
 		tests/foreign $(addprefix tests/adapters/,test_areal.py test_ms_swift.py test_tinker.py)
 
-# slime and prime-rl publish no wheel: their sources at the commits that were read, which git fetches.
+# Frameworks that publish no wheel: their sources at the commits that were read, which git fetches.
 test-upstream: install-test
 	$(BIN)/python packaging/upstream.py $(abspath $(VENV))/upstream
 	$(TEST_ENV) OFFDRIFT_UPSTREAM=$(abspath $(VENV))/upstream $(BIN)/python -m pytest tests/foreign/test_upstream.py
+
+test-built-on: install-test
+	rm -rf $(VENV)/built-on
+	$(PIP) --no-deps --ignore-requires-python --target $(VENV)/built-on --requirement requirements-built-on.txt
+	$(TEST_ENV) OFFDRIFT_BUILT_ON=$(abspath $(VENV))/built-on PYTHONPATH=$(abspath $(VENV))/built-on \
+		$(BIN)/python -m pytest $(UNCHECKED) tests/foreign/test_built_on.py
 
 # Each release in a folder of its own, without dependencies, before the environment's on the path.
 VERSIONS := trl-1.8.0 trl-1.10.0 trl-1.14.2 verl-0.8.0
@@ -171,7 +178,7 @@ $(VENV)/.test: $(VENV)/.vllm $(VENV)/.smollm2 $(VENV)/.parity $(VENV)/.s3
 # OpenRLHF's wheel brings a package called tests.
 $(VENV)/.foreign: $(VENV)/.test requirements-foreign.txt
 	rm -rf $(VENV)/foreign
-	$(PIP) --no-deps --target $(VENV)/foreign --requirement requirements-foreign.txt
+	$(PIP) --no-deps --ignore-requires-python --target $(VENV)/foreign --requirement requirements-foreign.txt
 	rm -rf $(VENV)/foreign/tests
 	touch $@
 

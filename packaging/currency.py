@@ -45,7 +45,7 @@ def table() -> str:
         "| framework | releases | source | date | what ran against it | what its own log can show |",
         "|---|---|---|---|---|---|",
     ]
-    for row in recorded(VERSIONS, "framework"):
+    for row in (*recorded(VERSIONS, "framework"), *recorded(VERSIONS, "trainer")):
         cells = (row["name"], ", ".join(row["releases"]), row["source"], row["date"], row["how"], row["log"])
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -98,8 +98,8 @@ def changes(rows: list[dict[str, Any]], files: Mapping[str, str]) -> Iterator[st
 
 def download(distribution: str, folder: Path) -> tuple[str, dict[str, str]] | None:
     """The newest release of a wheel and its sources by path; None if none can be had."""
-    command = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), distribution)
-    if subprocess.run(command, capture_output=True, check=False).returncode:
+    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--ignore-requires-python")
+    if subprocess.run((*pip, "--dest", str(folder), distribution), capture_output=True, check=False).returncode:
         return None
     wheels = list(folder.glob("*.whl"))
     if not wheels:
@@ -138,6 +138,14 @@ def main() -> int:
                 moved |= said != "unchanged"
                 newer |= found[0] not in row["releases"]
         print(f"| {row['name']} | {tested} | {newest} | {said} |")
+    for row in recorded(VERSIONS, "trainer"):
+        newest, said = "not published", f"recorded {row['date']}"
+        if row["source"] == "wheel" and not options.offline:
+            with tempfile.TemporaryDirectory() as folder:
+                found = download(row["name"], Path(folder))
+            newest = found[0] if found is not None else "could not be had"
+            newer |= found is not None and newest not in row["releases"]
+        print(f"| {row['name']} | {row['releases'][-1]} | {newest} | {said} |")
     return 1 if moved else 2 if newer else 0
 
 

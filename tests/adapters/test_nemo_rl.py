@@ -23,7 +23,7 @@ from torch import Tensor
 from offdrift.adapters.contrib import nemo_rl
 from offdrift.adapters.contrib.nemo_rl import FULL, TOP_IDS, TOP_LOGP
 from offdrift.adapters.hooks import LossHook
-from offdrift.errors import EvidenceError, MethodError, ShapeError
+from offdrift.errors import EvidenceError, FrameworkError, MethodError, ShapeError
 from tests.adapters.hooked import (
     HORIZON,
     SOME,
@@ -35,6 +35,7 @@ from tests.adapters.hooked import (
     install,
     optimizer_step,
     outcome,
+    ppo,
     rows,
 )
 
@@ -49,9 +50,30 @@ ENUMS = {
 }
 
 
+class ClippedPGLossFn:
+    """NeMo-RL's own loss without corrections: PPO's clip over the step's counts."""
+
+    def __init__(self, cfg: Any) -> None:
+        self.cfg = cfg
+        assert not any((cfg.reference_policy_kl_penalty, cfg.use_cispo, cfg.use_importance_sampling_correction))
+
+    def __call__(self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Any, global_valid_toks: Any) -> Any:
+        rows, sequences = data["token_mask"][:, 1:], data["sample_mask"]
+        columns = (data[name][:, 1:] for name in ("prev_logprobs", "advantages"))
+        losses = ppo(next_token_logprobs, *columns, self.cfg.ratio_clip_min, self.cfg.ratio_clip_max)
+        if self.cfg.token_level_loss:
+            total = (losses * rows * sequences[:, None]).sum() / (global_valid_toks + 1e-8)
+        else:
+            means = (losses * rows).sum(1) / (rows.sum(1) + 1e-8)
+            total = (means * sequences).sum() / (global_valid_seqs + 1e-8)
+        return total, {}
+
+
 @contextmanager
 def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "0.7.0") -> Iterator[None]:
-    install(monkeypatch, version, {} if REAL else {"nemo_rl.algorithms.loss.interfaces": ENUMS})
+    losses = {"ClippedPGLossFn": ClippedPGLossFn, "ClippedPGLossConfig": ClippedPGLossConfig}
+    modules = {"nemo_rl.algorithms.loss.interfaces": ENUMS, nemo_rl.LOSSES: losses}
+    install(monkeypatch, version, {} if REAL else modules)
     yield
 
 
@@ -103,6 +125,23 @@ def run(method: str | None, of: Batch, tokens: float, sequences: float, **option
 
 
 FRAMEWORK = Framework("nemo-rl", stand_in, run, served=107, own_aggregate=True)
+
+
+@pytest.mark.parametrize("name", ["dapo", "grpo"])  # a mean over tokens, and over sequences
+def test_a_loss_that_is_not_known_is_refused_at_the_first_batch(
+    name: str, monkeypatch: pytest.MonkeyPatch, process: list[LossHook], caplog: pytest.LogCaptureFixture
+) -> None:
+    of = batch()
+    with caplog.at_level(logging.INFO, "offdrift.nemo-rl"):
+        run(name, of, *counts(of))
+    assert f"{nemo_rl.LOSSES}.ClippedPGLossFn: loss" in caplog.text
+    own = importlib.import_module(nemo_rl.LOSSES).ClippedPGLossFn
+    called = own.__call__
+    monkeypatch.setattr(own, "__call__", lambda *x, **y: (1.001 * (found := called(*x, **y))[0], *found[1:]))
+    run(name, of, *counts(of))  # once per process
+    process[-1].proved = False
+    with pytest.raises(FrameworkError, match="ClippedPGLossFn is a loss"):
+        run(name, of, *counts(of))
 
 
 def test_metrics_add_up_to_those_of_the_step(process: list[LossHook]) -> None:

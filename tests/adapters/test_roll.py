@@ -55,21 +55,28 @@ class BaseWorker:
         config = self.pipeline_config  # type: ignore[attr-defined]
         mask = data.batch["response_mask"][:, 1:].long()
         final = data.batch.get("final_response_mask", mask)
-        tokens, samples = (data.meta_info[k]["response_mask"] for k in ("batch_num_tokens", "global_valid_samples"))
+        counts = (data.meta_info[k] for k in ("batch_num_tokens", "global_valid_samples"))
+        tokens, samples = (x.get("final_response_mask", x["response_mask"]) for x in counts)
         logp = self.strategy.op_compute_log_probs(  # type: ignore[attr-defined]
             logits=output_tensor, input_ids=data.batch["input_ids"], attention_mask=data.batch["response_mask"]
         )
         old = self.get_old_log_probs_with_cache(data, logp)
         infer = data.batch.get("infer_logprobs", old)
-        weight, keep, metrics = getattr(sys.modules[self.home], roll.COMPUTE)(
-            cfg=config.train_infer_correction,
-            response_mask=mask,
-            old_log_probs=old,
-            infer_log_probs=infer if len(infer) else old,
-            global_valid_samples=samples,
-            global_valid_tokens=tokens,
-        )
+        if config.enable_old_logprobs_recompute:
+            weight, keep, metrics = data.batch["train_infer_is_weight"], torch.ones_like(mask), {}
+        else:
+            weight, keep, metrics = getattr(sys.modules[self.home], roll.COMPUTE)(
+                cfg=config.train_infer_correction,
+                response_mask=mask,
+                old_log_probs=old,
+                infer_log_probs=infer if len(infer) else old,
+                global_valid_samples=samples,
+                global_valid_tokens=tokens,
+            )
         each = self.token_loss(logp, old, data.batch["advantages"]) * weight
+        each = each * self.compute_sample_weights(data, mask)[:, None]
+        if config.loss_agg_mode == "token-mean":
+            return each.sum() / tokens, metrics
         assert config.loss_agg_mode == "seq-mean-token-mean"
         final = final.long() * keep.long()
         per = (each * final).sum(1) / (final.sum(1) + 1e-8)
@@ -102,8 +109,11 @@ ActorWorker, AgenticActorWorker = (type("ActorWorker", (BaseWorker,), {"home": x
 ActorPGWorker, AgenticActorPGWorker = (type("PG", (PG,), {"home": x}) for x in (roll.RLVR_PG, roll.AGENTIC_PG))
 
 
-def theirs(*_: Any, **__: Any) -> Any:
-    raise AssertionError("ROLL's own correction was called")
+def theirs(cfg: Any, response_mask: Tensor, old_log_probs: Tensor, infer_log_probs: Tensor, *_: Any) -> Any:
+    """ROLL's own correction: weights of tokens, which only the adapter's proof asks for."""
+    assert cfg.is_weight.enabled
+    assert (cfg.is_weight.weight_type, cfg.is_weight.upper_bound, cfg.filters) == ("token", None, [])
+    return (old_log_probs - infer_log_probs).exp(), torch.ones_like(response_mask), {}
 
 
 @contextmanager
@@ -234,6 +244,43 @@ FRAMEWORKS = [
     Framework(f"roll {name}", stand_in, partial(run, name), served=102, own_aggregate=True)
     for name in ("Worker", "AgenticWorker")
 ]
+
+
+@pytest.mark.parametrize("name", ["Worker", "AgenticWorker"])
+@pytest.mark.parametrize("method", ["dapo", "grpo"])  # a mean over tokens, and over sequences
+def test_a_loss_that_is_not_known_is_refused_at_the_first_batch(
+    name: str, method: str, monkeypatch: pytest.MonkeyPatch, process: list[LossHook], caplog: pytest.LogCaptureFixture
+) -> None:
+    of = batch()
+    with caplog.at_level("INFO", "offdrift.roll"):
+        run(name, method, of, *counts(of))
+    assert "loss_func: loss" in caplog.text
+    module, base, _ = roll.WORKERS[name]
+    own = getattr(importlib.import_module(module), base)
+    called = own.loss_func
+    monkeypatch.setattr(own, "loss_func", lambda *x: (1.001 * (found := called(*x))[0], *found[1:]))
+    run(name, method, of, *counts(of))  # once per process
+    process[-1].proved = False
+    with pytest.raises(FrameworkError, match="does not know"):
+        run(name, method, of, *counts(of))
+
+
+def test_a_correction_that_is_not_known_is_refused_at_the_first_batch(
+    monkeypatch: pytest.MonkeyPatch, process: list[LossHook], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "offdrift.roll"):
+        correct("icepop", batch())
+    assert f"{roll.COMPUTE}: loss" in caplog.text
+    own = roll._REPLACED.original(roll.COMPUTE)
+    roll.uninstall()
+    process[-1].proved = False
+
+    def swapped(cfg: Any, mask: Tensor, old: Tensor, infer: Tensor, *counts: Any) -> Any:
+        return own(cfg, mask, infer, old, *counts)
+
+    monkeypatch.setattr(importlib.import_module(roll.CORRECTIONS), roll.COMPUTE, swapped)
+    with pytest.raises(FrameworkError, match=f"{roll.COMPUTE} is a loss"):
+        correct("icepop", batch())
 
 
 @pytest.mark.skipif(REAL, reason="ROLL has weights of its own")

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from offdrift.adapters import hooks
 from offdrift.adapters.contrib import skyrl
-from offdrift.errors import EvidenceError, MethodError
-from tests.adapters.hooked import Batch, Framework, Outcome, batch, code, counts, install, outcome, rows
+from offdrift.errors import EvidenceError, FrameworkError, MethodError
+from tests.adapters.hooked import Batch, Framework, Outcome, batch, code, counts, install, outcome, ppo, rows
 
 
 @dataclass
@@ -48,14 +48,28 @@ class Registry:
 
 
 def algorithm(**correction: Any) -> Any:
-    return SimpleNamespace(off_policy_correction=SimpleNamespace(**correction))
+    clips = {"policy_loss_type": "offdrift/x", "eps_clip_low": 0.2, "eps_clip_high": 0.28}
+    return SimpleNamespace(off_policy_correction=SimpleNamespace(**correction), **clips)
+
+
+PLANTED = {"factor": 1.0}
+"""What the stand-in does beside the contract."""
+
+
+def regular(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, loss_mask: Tensor, rollout_logprobs: Any
+) -> tuple[Tensor, dict[str, float]]:
+    """SkyRL's own loss: PPO's clip, a sum over what is not masked."""
+    assert config.policy_loss_type == "regular"
+    losses = ppo(log_probs, old_log_probs, advantages, config.eps_clip_low, config.eps_clip_high)
+    return (losses * loss_mask).sum() * PLANTED["factor"], {}
 
 
 @contextmanager
 def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "0.3.0") -> Iterator[Registry]:
     made = Registry()
     modules = {
-        "skyrl.backends.skyrl_train.utils.ppo_utils": {"PolicyLossRegistry": made},
+        "skyrl.backends.skyrl_train.utils.ppo_utils": {"PolicyLossRegistry": made, "ppo_policy_loss": regular},
         "skyrl.train.entrypoints.main_base": {"main": lambda: made.launched.append(list(sys.argv))},
     }
     install(monkeypatch, version, modules)
@@ -125,6 +139,19 @@ def test_gradients_of_skyrls_own_losses(theirs: Any, name: str, settings: dict[s
     (wanted,) = torch.autograd.grad(per_token[of.mask].sum(), current)
     assert 10 < int((gradient != 0).sum()) <= int(of.mask.sum())
     torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-7)
+
+
+def test_a_loss_that_is_not_known_is_refused_at_the_first_batch(
+    monkeypatch: pytest.MonkeyPatch, process: list[hooks.LossHook], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "offdrift.skyrl"):
+        run("decoupled_ppo", batch(), *counts(batch()))
+    assert "ppo_policy_loss: loss" in caplog.text
+    monkeypatch.setitem(PLANTED, "factor", 1.001)
+    run("decoupled_ppo", batch(), *counts(batch()))  # once per process
+    process[-1].proved = False
+    with pytest.raises(FrameworkError, match=r"skyrl: .*ppo_policy_loss is a loss"):
+        run("decoupled_ppo", batch(), *counts(batch()))
 
 
 def test_metrics_have_the_same_keys_in_every_micro_batch() -> None:

@@ -9,7 +9,9 @@ and with two that share each sequence; see docs/integrations/slime.md.
 import itertools
 import logging
 import shlex
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -21,6 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from offdrift.adapters import hooks
 from offdrift.adapters.contrib import slime
 from offdrift.errors import BadValueError, EvidenceError, FrameworkError, MethodError
 from tests.adapters.hooked import (
@@ -351,6 +354,77 @@ def test_context_parallel_shares_add_up_to_whole_sequences(
     torch.testing.assert_close(shared, whole)
     with pytest.raises(MethodError, match="qkv-format bshd"):
         tis_step(of, framework, qkv_format="bshd")
+
+
+class Group(Shares):
+    """The ranks of a context-parallel group at once, each in a thread: what they gather is exchanged."""
+
+    def __init__(self, size: int, flipped: bool = False) -> None:
+        self.local, self.flipped = threading.local(), flipped
+        super().__init__(size)
+        self.parts, self.barrier = {}, threading.Barrier(size, timeout=30)
+
+    @property
+    def rank(self) -> int:
+        return self.local.rank
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        self.local.rank = rank
+
+    def all_gather_with_cp(self, x: Tensor, total: int, response: int) -> Tensor:
+        self.parts[self.rank] = x
+        self.barrier.wait()
+        whole = x.new_zeros(response)
+        for rank, part in self.parts.items():
+            whole[self.places(total, response, rank)] = part
+        self.barrier.wait()
+        return whole.flip(0) if self.flipped else whole
+
+
+def run_group(group: Group, each: list[Any]) -> list[BaseException | None]:
+    """The first micro-batch of all ranks, each with a hook of its own; what each ended with."""
+    of, total = batch(), [p + n for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+
+    def rank(i: int) -> BaseException | None:
+        group.rank = i
+        old, rollout = (group.share(listed(x)) for x in (of.old, of.rollout))
+        lists = {"train_log_probs": old, "rollout_log_probs": rollout, "loss_masks": masks_of(of)}
+        lists |= {"total_lengths": total, "response_lengths": LENGTHS, "pg_loss": torch.ones(sum(map(len, old)))}
+        try:
+            slime.tis(options(context_parallel_size=group.size), **lists)
+        except FrameworkError as error:
+            return error
+        return None
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(group.size) as pool:
+        module = import_module(slime.CONTEXT_PARALLEL["slime"])
+        for name in ("all_gather_with_cp", "slice_log_prob_with_cp"):
+            patch.setattr(module, name, getattr(group, name))
+        patch.setattr(slime, "_hook", lambda framework: each[group.rank])
+        return list(pool.map(rank, range(group.size)))
+
+
+@pytest.mark.parametrize(("factor", "flipped"), [(1.0, False), (1.001, False), (1.0, True)])
+def test_each_rank_of_a_context_parallel_group_proves_its_share(
+    factor: float, flipped: bool, monkeypatch: Any, caplog: Any
+) -> None:
+    """Refused by all: another weight, and whole sequences that are gathered in another order."""
+    monkeypatch.setitem(PLANTED, "factor", factor)
+    chosen(monkeypatch, "icepop")
+    each = []
+    for _ in range(2):
+        hooks.hook_of.cache_clear()
+        each.append(slime._hook.__wrapped__("slime"))
+    with caplog.at_level("INFO", "offdrift.slime"):
+        errors = run_group(Group(2, flipped), each)
+    if (factor, flipped) == (1.0, False):
+        assert errors == [None, None]
+        assert caplog.text.count("vanilla_tis_function: loss") == 2
+        assert [hook.proved for hook in each] == [True, True]
+    else:
+        assert all("vanilla_tis_function is a loss" in str(e) for e in errors)
+        assert [hook.proved for hook in each] == [False, False]
 
 
 def test_token_losses_without_weight_are_zero_whatever_they_were() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from offdrift.adapters.contrib import skyrl
+from offdrift.errors import FrameworkError
 from offdrift.judge import load_rules
 from tests.adapters.hooked import Batch, code
 from tests.foreign import real
@@ -45,8 +46,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "settings", "correction"), CASES)
-def test_losses_and_gradients_are_skyrls(theirs: Any, name: str, settings: Any, correction: Any) -> None:
-    """Its regular loss with its own correction, and the method through its registry."""
+def test_losses_and_gradients_are_skyrls(
+    theirs: Any, name: str, settings: Any, correction: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its regular loss with its own correction, and the method through its registry, which proves itself."""
+    caplog.set_level("INFO", "offdrift.skyrl")
     from skyrl.train.config.config import AlgorithmConfig, OffPolicyCorrectionConfig
 
     one = real.doubles()
@@ -59,10 +63,24 @@ def test_losses_and_gradients_are_skyrls(theirs: Any, name: str, settings: Any, 
         total, gradient = run(ours, one, AlgorithmConfig())
     finally:
         theirs.PolicyLossRegistry.unregister(registered)
+    assert "ppo_policy_loss: loss" in caplog.text
     assert int((its != 0).sum()) > 5
     # SkyRL's safe_exp_delta exponentiates in float32.
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(gradient, its, rtol=1e-6, atol=1e-7)
+
+
+def test_its_loss_with_a_change_is_refused(theirs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from skyrl.train.config.config import AlgorithmConfig
+
+    reduce = theirs.reduce_loss
+    monkeypatch.setattr(theirs, "reduce_loss", lambda *x: 1.001 * reduce(*x))
+    registered = skyrl.register("ppo_clip", on_idle="warn")
+    try:
+        with pytest.raises(FrameworkError, match="ppo_policy_loss is a loss"):
+            run(theirs.PolicyLossRegistry.get(registered), real.doubles(), AlgorithmConfig())
+    finally:
+        theirs.PolicyLossRegistry.unregister(registered)
 
 
 def test_every_switch_of_its_correction_is_known(theirs: Any) -> None:

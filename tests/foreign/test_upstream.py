@@ -1,13 +1,14 @@
-"""slime's and prime-rl's own losses, from their sources at the commits that were read.
+"""Own losses of frameworks that publish no wheel, from their sources at the commits that were read.
 
-`make test-upstream` fetches them into a folder that OFFDRIFT_UPSTREAM names. Neither publishes a wheel. Their files are
-imported without their packages' `__init__`; megatron-core and prime-rl's configuration, which no loss here computes with,
-are empty modules.
+`make test-upstream` fetches them into a folder that OFFDRIFT_UPSTREAM names. Their files are imported without their
+packages' `__init__`; what they import and no loss here computes with (megatron-core, configurations, loggers, models)
+are hollow modules.
 """
 
 import importlib
 import os
 import runpy
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -18,21 +19,25 @@ from typing import Any
 import pytest
 import torch
 
-from offdrift.adapters.contrib import prime_rl, slime
+from offdrift.adapters.contrib import nemo_rl, prime_rl, roll, slime
 from offdrift.errors import FrameworkError
-from tests.adapters import hooked, test_prime_rl, test_slime
+from tests.adapters import hooked, test_nemo_rl, test_prime_rl, test_roll, test_slime
 from tests.foreign import real
+from tests.records.samples import read_all
+from tests.records.test_dumps import TITAN_TURNS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("OFFDRIFT_UPSTREAM") or ROOT / "no such folder")
 COMMITS = runpy.run_path(str(ROOT / "packaging" / "upstream.py"))["COMMITS"]
-READ = {row["name"]: row["source"] for row in tomllib.loads(real.VERSIONS.read_text())["framework"]}
+ROWS = tomllib.loads(real.VERSIONS.read_text())
+READ = {row["name"]: row["source"] for row in (*ROWS["framework"], *ROWS["trainer"])}
 
 pytestmark = pytest.mark.foreign
 
 
 def test_the_commits_are_those_that_the_table_names() -> None:
-    assert {name: READ[name] for name in COMMITS} == {name: c[: len(READ[name])] for name, (_, c) in COMMITS.items()}
+    named = {name: READ[name].split(", ")[-1] for name in COMMITS}
+    assert named == {name: c[: len(named[name])] for name, (_, c) in COMMITS.items()}
 
 
 def source(name: str) -> Path:
@@ -53,6 +58,28 @@ def empty(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
     made = ModuleType(name)
     made.__dict__.update(content)
     monkeypatch.setitem(sys.modules, name, made)
+
+
+class Hollow(ModuleType):
+    """A module that has every name: an empty class each."""
+
+    __path__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def hollow(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, Hollow(name))
+
+
+def leave(package: str) -> None:
+    """Forget the modules of a framework that were imported from here."""
+    for name in [n for n in sys.modules if n.split(".")[0] == package]:
+        sys.modules.pop(name)
 
 
 @pytest.fixture
@@ -142,3 +169,230 @@ def test_prime_rls_loss_with_a_change_is_refused(primes: Any, monkeypatch: Any, 
     monkeypatch.setattr(primes, "compute_importance_ratio_and_mismatch_kl", lambda x, y: own(y, x))
     with pytest.raises(FrameworkError, match=r"prime_rl\.trainer\.rl\.loss\.ipo_loss_fn is a loss that"):
         test_prime_rl.step(hooked.batch(), "token_tis")
+
+
+@pytest.fixture
+def mileses(monkeypatch: pytest.MonkeyPatch, process: Any, eager: None) -> Iterator[Any]:
+    """`miles.backends.training_utils.loss_hub.losses`; miles calls the adapter of slime."""
+    root = source("miles")
+    packages(monkeypatch, root, "miles", "miles.backends", "miles.backends.training_utils", "miles.utils")
+    hollow(monkeypatch, "miles.utils.ft_utils", "miles.utils.ft_utils.process_group_utils")
+    hollow(monkeypatch, "miles.utils.misc", "miles.utils.types")
+    module = importlib.import_module(slime.LOSSES["miles"])
+    hooked.install(monkeypatch, "0.1.0")
+    test_slime.forget()
+    yield module
+    test_slime.forget()
+    leave("miles")
+
+
+@pytest.mark.parametrize("name", ["icepop", "decoupled_ppo"])
+def test_mileses_own_weights(mileses: Any, name: str, monkeypatch: Any, process: Any, caplog: Any) -> None:
+    with caplog.at_level("INFO", "offdrift.miles"):
+        test_slime.correct(name, hooked.batch())
+    assert "loss_hub.losses.vanilla_tis_function: loss" in caplog.text
+    own = mileses.vanilla_tis_function
+    monkeypatch.setattr(mileses, "vanilla_tis_function", lambda *x, **y: (1.001 * (f := own(*x, **y))[0], *f[1:]))
+    process[-1].proved = False
+    with pytest.raises(FrameworkError, match=r"miles: .*vanilla_tis_function is a loss"):
+        test_slime.correct(name, hooked.batch())
+
+
+def test_mileses_policy_loss_takes_the_adapters_weights(mileses: Any, monkeypatch: Any, process: Any) -> None:
+    """Its own loss calls the function with arguments of its own, and multiplies token losses by what it returns."""
+    of, losses = hooked.batch(spread=0.6), {}
+    test_slime.chosen(monkeypatch, "decoupled_ppo")
+    lengths = [of.mask.shape[1]] * len(of.mask)
+    seen = {"total_lengths": [1 + n for n in lengths], "response_lengths": lengths, "unconcat_tokens": []}
+    seen |= {"log_probs": list(of.old), "rollout_log_probs": list(of.rollout), "advantages": list(of.advantages)}
+    seen |= {"loss_masks": list(of.mask.int()), "rollout_mask_sums": [m.sum().clamp(min=1) for m in of.mask]}
+    monkeypatch.setattr(mileses, "get_parallel_state", lambda: None)
+    monkeypatch.setattr(mileses, "get_local_response_loss_masks", lambda total, own, masks, *_: masks)
+    monkeypatch.setattr(mileses, "compute_ess_ratio_contribution", lambda **_: torch.zeros(1))
+    monkeypatch.setattr(mileses, "load_function", lambda path: slime.tis)
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        parts = zip(values.split(lengths), seen["loss_masks"], seen["rollout_mask_sums"], strict=True)
+        return torch.stack([(x * m).sum() / n for x, m, n in parts]).sum()
+
+    monkeypatch.setattr(mileses, "get_sum_of_sample_mean", lambda *_, **__: mean)
+    off = dict.fromkeys(
+        ("use_opsm", "skip_actor_forward_only", "use_rollout_logprobs", "observe_training_entropy"), False
+    )
+    off |= {"get_mismatch_metrics": False, "custom_pg_loss_reducer_function_path": None, "advantage_estimator": "grpo"}
+    bounds = {"tis_clip": 2.0, "tis_clip_low": 0.0, "qkv_format": "thd"}
+    for name, path in (("ours", "offdrift.adapters.contrib.slime.tis"), ("theirs", None)):
+        current = of.current.clone().requires_grad_()
+        scored = {"log_probs": list(current), "entropy": [torch.zeros(n) for n in lengths]}
+        monkeypatch.setattr(mileses, "get_log_probs_and_entropy", lambda *_, scored=scored, **__: scored)
+        args = test_slime.options(custom_tis_function_path=path, **off, **bounds)
+        total, _ = mileses.policy_loss_function(args, seen, current, mean)
+        losses[name] = hooked.outcome(total, current, {})[:2]
+    torch.testing.assert_close(losses["ours"], losses["theirs"])
+    assert int((losses["ours"][1] != 0).sum()) > 10
+
+
+@pytest.fixture
+def nemos(monkeypatch: pytest.MonkeyPatch, process: Any) -> Iterator[Any]:
+    """`nemo_rl.algorithms.loss.loss_functions`."""
+    root = source("nemo-rl")
+    inner = ("algorithms", "algorithms.loss", "distributed", "models", "models.dtensor")
+    packages(monkeypatch, root, "nemo_rl", *(f"nemo_rl.{name}" for name in inner))
+    unread = ("data", "data.chat_templates", "data.multimodal_utils", "data.packing", "utils", "utils.logger")
+    unread += ("utils.fastokens", "models.policy", "models.dtensor.parallelize")
+    unread += ("algorithms.x_token", "algorithms.x_token.loss_utils")
+    hollow(monkeypatch, *(f"nemo_rl.{name}" for name in unread))
+    module = importlib.import_module(nemo_rl.LOSSES)
+    hooked.install(monkeypatch, "0.7.0")
+    yield module
+    leave("nemo_rl")
+
+
+@pytest.mark.parametrize("name", ["dapo", "grpo"])  # a mean over tokens, and over sequences
+def test_nemo_rls_own_loss(nemos: Any, name: str, monkeypatch: Any, process: Any, caplog: Any) -> None:
+    of = hooked.batch(spread=0.5)
+    with caplog.at_level("INFO", "offdrift.nemo-rl"):
+        ours = test_nemo_rl.run(name, of, *hooked.counts(of))
+    assert "ClippedPGLossFn: loss" in caplog.text
+    current, (tokens, sequences) = of.current.clone().requires_grad_(), map(torch.tensor, hooked.counts(of))
+    clips = {"ratio_clip_max": 0.28 if name == "dapo" else 0.2, "token_level_loss": name == "dapo"}
+    own = nemos.ClippedPGLossFn(nemos.ClippedPGLossConfig(reference_policy_kl_penalty=0.0, **clips))
+    data = {key: x.nan_to_num() for key, x in test_nemo_rl.fields(of).items()}
+    total, _ = own(next_token_logprobs=current, data=data, global_valid_seqs=sequences, global_valid_toks=tokens)
+    torch.testing.assert_close(ours[:2], hooked.outcome(total, current, {})[:2], rtol=1e-5, atol=1e-7)
+    mean = nemos.masked_mean
+    monkeypatch.setattr(nemos, "masked_mean", lambda *x, **y: 1.001 * mean(*x, **y))
+    process[-1].proved = False
+    with pytest.raises(FrameworkError, match="ClippedPGLossFn is a loss"):
+        test_nemo_rl.run(name, of, *hooked.counts(of))
+
+
+def test_every_setting_of_nemo_rls_loss_is_known(nemos: Any) -> None:
+    known = {*nemo_rl.OWN_TERMS, *nemo_rl.STOOD_IN_FOR, *nemo_rl.FOLLOWED}
+    assert known == set(nemos.ClippedPGLossConfig.model_fields)
+
+
+class BaseWorker:
+    """ROLL's base worker, as far as a loss is concerned; its real one needs Ray, Megatron and an engine."""
+
+    def get_old_log_probs_with_cache(self, data: Any, log_probs: torch.Tensor) -> torch.Tensor:
+        return data.batch["old_log_probs"]
+
+
+@pytest.fixture
+def rolls(monkeypatch: pytest.MonkeyPatch, process: Any) -> Iterator[None]:
+    """ROLL's workers and correction."""
+    root = source("roll")
+    packages(
+        monkeypatch, root, "roll", *(f"roll.{x}" for x in ("utils", "pipeline", "pipeline.rlvr", "pipeline.agentic"))
+    )
+    unread = ("configs", "configs.base_config", "pipeline.rlvr.rlvr_config", "pipeline.rlvr.utils", "platforms")
+    unread += ("distributed", "distributed.scheduler", "distributed.scheduler.protocol", "utils.logging")
+    unread += ("pipeline.agentic.agentic_config", "pipeline.agentic.agentic_pipeline")
+    hollow(monkeypatch, "imageio", "codetiming", *(f"roll.{name}" for name in unread))
+    empty(monkeypatch, "roll.utils.logging", get_logger=lambda: None)
+    empty(monkeypatch, "roll.pipeline.base_worker", ActorWorker=BaseWorker)
+    for module in (roll.CORRECTIONS, roll.RLVR, roll.RLVR_PG, roll.AGENTIC, roll.AGENTIC_PG):
+        importlib.import_module(module)
+    hooked.install(monkeypatch, "0.3.0")
+    test_roll.forget()
+    yield
+    roll.uninstall()
+    test_roll.forget()
+    leave("roll")
+
+
+@pytest.mark.parametrize("worker", ["Worker", "AgenticWorker"])
+@pytest.mark.parametrize("method", ["dapo", "grpo"])
+def test_rolls_own_losses(rolls: None, worker: str, method: str, monkeypatch: Any, process: Any, caplog: Any) -> None:
+    of = hooked.batch(spread=0.5)
+    with caplog.at_level("INFO", "offdrift.roll"):
+        test_roll.run(worker, method, of, *hooked.counts(of))
+    module, base, _ = roll.WORKERS[worker]
+    assert f"{module}.{base}.loss_func: loss" in caplog.text
+    theirs = sys.modules[module]
+    own = theirs.agg_loss
+    monkeypatch.setattr(theirs, "agg_loss", lambda **kwargs: 1.001 * own(**kwargs))
+    process[-1].proved = False
+    with pytest.raises(FrameworkError, match=rf"{base}\.loss_func is a loss"):
+        test_roll.run(worker, method, of, *hooked.counts(of))
+
+
+def test_rolls_own_weights_of_samples(rolls: None, monkeypatch: Any, caplog: Any) -> None:
+    """By length of the whole response, also where a part of it trains."""
+    hooked.choose(monkeypatch, "dapo")
+    of = hooked.batch()
+    data = test_roll.data_of(of, *hooked.counts(of))
+    data.batch["response_mask"][:3, -4:] = 0
+    with caplog.at_level("INFO", "offdrift.roll"):
+        test_roll.worker(length_loss_weight=True).loss_func(data, test_roll.logits_of(of.current))
+    assert "loss_func: loss" in caplog.text
+
+
+def test_rolls_own_correction(rolls: None, monkeypatch: Any, process: Any, caplog: Any) -> None:
+    with caplog.at_level("INFO", "offdrift.roll"):
+        test_roll.correct("icepop", hooked.batch())
+    assert f"{roll.COMPUTE}: loss" in caplog.text
+    theirs = sys.modules[roll.CORRECTIONS]
+    own = theirs._compute_all_granularity
+    swapped = lambda old, infer, mask: own(infer, old, mask)  # noqa: E731
+    monkeypatch.setattr(theirs, "_compute_all_granularity", lambda **x: swapped(*x.values()))
+    process[-1].proved = False
+    with pytest.raises(FrameworkError, match=f"{roll.COMPUTE} is a loss"):
+        test_roll.correct("icepop", hooked.batch())
+
+
+PAIR = Path(__file__).with_name("context_parallel.py")
+
+
+@pytest.mark.parametrize("factor", ["1.0", "1.001"])
+def test_slimes_context_parallel_group_of_two_processes(factor: str, tmp_path: Path) -> None:
+    """Its own gathering and slicing between two processes, and its own weights of tokens."""
+    root = source("slime")
+    command = [sys.executable, str(PAIR), str(root), str(tmp_path / "meeting"), factor]
+    paths = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
+    env = {**os.environ, "PYTHONPATH": paths, "OFFDRIFT_METHOD": "icepop", "OFFDRIFT_ON_IDLE": "warn"}
+    ranks = [subprocess.Popen([*command, rank], env=env, stdout=-1, stderr=-2, text=True) for rank in ("0", "1")]
+    said = [rank.communicate(timeout=300)[0] for rank in ranks]
+    if factor == "1.0":
+        assert all("vanilla_tis_function: loss" in text for text in said), said
+    else:
+        assert all("vanilla_tis_function is a loss" in text for text in said), said
+
+
+def test_where_rllm_calls_what_the_verl_adapter_replaces() -> None:
+    """Losses by verl's registry in both trainers; the driver's correction in the fully asynchronous one alone."""
+    root = source("rllm") / "rllm"
+    unified, separate = root / "trainer" / "verl" / "verl_backend.py", root / "experimental" / "fully_async"
+    assert "POLICY_LOSS_REGISTRY.keys()" in unified.read_text()
+    assert "return ppo_loss(self.config" in unified.read_text()
+    name = "compute_rollout_correction_and_add_to_batch("
+    assert name not in unified.read_text()
+    assert name in (separate / "fully_async_trainer.py").read_text()
+    mapped = (root / "trainer" / "verl" / "utils.py").read_text()
+    assert '("actor_rollout_ref.actor.policy_loss.loss_mode", "rllm.algorithm.loss_fn")' in mapped
+
+
+def test_titan_rls_own_recorder_writes_what_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    root = source("torchtitan")
+    packages(monkeypatch, root, "torchtitan", "torchtitan.experiments", "torchtitan.experiments.rl")
+    hollow(monkeypatch, "torchtitan.experiments.rl.rollout")
+    empty(monkeypatch, "torchtitan.config", Configurable=type("Configurable", (), {"Config": object}))
+    spans = SimpleNamespace(log_trace_span=lambda name: lambda function: function)
+    empty(monkeypatch, "torchtitan.observability", structured_logger=spans)
+    module = importlib.import_module("torchtitan.experiments.rl.rollout_recorder")
+    recorder = object.__new__(module.RolloutSampleRecorder)
+    recorder.__dict__.update(
+        _filter=list, _log_tensors=True, _log_logprobs=True, _path=tmp_path / "rollout_samples.jsonl"
+    )
+    more = {"prompt_messages": [], "env_messages": [], "env_rewards": {}}
+    turns = [
+        SimpleNamespace(rollout_id=SimpleNamespace(turn_id=i), **turn, **more) for i, turn in enumerate(TITAN_TURNS)
+    ]
+    about = {"group_id": 3, "rollout_id": 0, "status": "completed", "reward": 2.0, "reward_breakdown": {}}
+    recorder.record(is_validation=False, rollout_groups=[SimpleNamespace(turns=turns, advantage=0.5, **about)])
+    found, batches, bad = read_all(tmp_path)
+    assert (found.format, bad) == ("titan-rl", [])
+    assert [x for b in batches for x in b.tokens.tolist()] == [1, 2, 3, 4, 5]
+    assert [x for b in batches for x in b.logp_rollout.tolist()] == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    leave("torchtitan")

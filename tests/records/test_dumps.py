@@ -392,3 +392,70 @@ def test_prompts_that_two_ranks_share_count_once(tmp_path: Path) -> None:
     tally = parts[0].merge(parts[1]).tally
     assert tally.as_dict()["counts"]["prompts"] == 2
     assert tally.as_dict()["counts"]["sequences"] == 3
+
+
+def titan_turn(prompt: list[int], completion: list[int], version: int, **more: Any) -> dict[str, Any]:
+    """A turn as TitanRL's recorder writes it with `log_tensors` and `log_logprobs`."""
+    return {
+        "turn_id": 0,
+        "min_policy_version": version,
+        "max_policy_version": version,
+        "completion_message": {"role": "assistant", "content": "x"},
+        "prompt_token_ids": prompt,
+        "completion_token_ids": completion,
+        "completion_logprobs": [-float(token) for token in completion],
+        **more,
+    }
+
+
+def titan_rollout(turns: list[dict[str, Any]], group: int = 0, **more: Any) -> dict[str, Any]:
+    about = {"is_validation": False, "group_id": group, "rollout_id": 1, "status": "completed", "reward": 2.0}
+    return {**about, "reward_breakdown": {}, "advantage": 0.5, "turns": turns, **more}
+
+
+TITAN_TURNS = [
+    titan_turn([90], [1, 2], 5),
+    titan_turn([90, 1, 2, 91, 92], [3], 6),
+    titan_turn([93], [4, 5], 7),  # its history was edited: another sample
+]
+
+
+def test_rollout_samples_of_titan_rl(tmp_path: Path) -> None:
+    """Turns that go on are one sample; a validation and a prompt without an answer are none."""
+    cut = titan_rollout([titan_turn([9], [6, 7, 8], 7)], group=1, status="truncated_length", reward=-1.0)
+    nothing = titan_rollout([titan_turn([9], [], 7)], group=2)
+    lines = [titan_rollout(TITAN_TURNS), titan_rollout(TITAN_TURNS, is_validation=True), cut, nothing]
+    (tmp_path / "rollout_samples.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    found, (*batches,), bad = read_all(tmp_path)
+    assert (found.framework, found.format, bad) == ("titan-rl", "titan-rl", [])
+    assert "log_logprobs" in found.description
+    seen = {name: [x for b in batches for x in getattr(b, name).tolist()] for name in ("tokens", "step", "truncated")}
+    assert seen == {"tokens": [1, 2, 3, 4, 5, 6, 7, 8], "step": [6, 7, 7], "truncated": [0, 0, 1]}
+    assert [x for b in batches for x in b.logp_rollout.tolist()] == [-float(t) for t in seen["tokens"]]
+    assert [x for b in batches for x in b.advantages.tolist()] == [0.5] * 8
+    assert [x for b in batches for x in b.rewards.tolist()] == [2.0, 2.0, -1.0]
+
+
+def test_titan_rl_without_tensors_shows_texts_and_rewards(tmp_path: Path) -> None:
+    """What its recorder writes unless told otherwise."""
+    bare = [{k: x for k, x in turn.items() if "token_ids" not in k and "logprobs" not in k} for turn in TITAN_TURNS[:1]]
+    (tmp_path / "rollout_samples.jsonl").write_text(json.dumps(titan_rollout(bare)) + "\n")
+    found, (batch,), bad = read_all(tmp_path)
+    assert (found.format, bad) == ("titan-rl", [])
+    assert batch.completions == ("x",)
+    assert batch.rewards.tolist() == [2.0]
+
+
+def test_the_form_of_a_tensor_of_skyrl_since_0_4(tmp_path: Path) -> None:
+    """Written by the batch of SkyRL 0.4.0, which names a tensor's form by an enum; one column is bfloat16."""
+    found, (batch,), bad = read_all(LOGS / "skyrl_0_4")
+    assert (found.format, bad) == ("skyrl", [])
+    assert batch.tokens.tolist() == [2, 3, 4, 5, 8, 9, 10, 11]
+    assert batch.step.tolist() == [3, 3]
+    assert torch.allclose(batch.logp_rollout - 0.1, batch.logp_old, atol=4e-3)
+    named = (LOGS / "skyrl_0_4" / "dumped_data" / "global_step_3_training_input.pkl").read_bytes()
+    assert named.count(b"numpy") > 0
+    other = tmp_path / "global_step_3_training_input.pkl"
+    other.write_bytes(named.replace(b"\x8c\x05numpy", b"C\x05numpy"))  # bytes in place of the text
+    with pytest.raises(RecordError, match="SkyRL does not"):
+        detect([str(other)])

@@ -20,19 +20,23 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from offdrift.adapters import proof
 from offdrift.adapters.frameworks import Replacements, after_import, require
 from offdrift.adapters.hooks import (
     DROPPED,
     METRIC_SUMS,
     HookConfig,
+    LossHook,
     check_served,
     hook_of,
     metric_parts,
@@ -170,6 +174,7 @@ class OffdriftLoss:
         Raises: `EvidenceError`: a log-prob field that the method needs is missing or a placeholder.
             `BadValueError`: NaN or a positive log-prob on a trainable token.
             `ShapeError`: the vocabulary is sharded.
+            `FrameworkError`: once, where NeMo-RL's own plain loss is not ours.
         """
         hook = hook_of(self.config)
         mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]) != 0
@@ -202,6 +207,10 @@ class OffdriftLoss:
             also={"tokens": ids},
             batch_info=batch_info,
         )
+        if not hook.proved:
+            rollout, advantages = field("generation_logprobs"), data["advantages"][:, 1:]
+            sample = proof.sample_of(logp, old, rollout, advantages=advantages, mask=mask)
+            _prove(hook, data, sample, seqs=global_valid_seqs, toks=global_valid_toks)
         parts = metric_parts(result, global_valid_toks)
         metrics = {f"offdrift/{name}": x for name, x in parts.items()}
         metrics |= {"loss": float(result.loss.detach()), "num_valid_samples": count}
@@ -227,6 +236,36 @@ class OffdriftLoss:
             log_pi = scores.float().log_softmax(-1)
             entropy = -(log_pi.exp() * log_pi.clamp(min=-1e4)).sum(-1)
         return BatchInfo(divergences=divergences, entropy=entropy, vocab=self.vocab)
+
+
+LOSSES = "nemo_rl.algorithms.loss.loss_functions"
+"""Where NeMo-RL has its own loss."""
+
+
+def _prove(hook: LossHook, data: Mapping[str, Any], s: proof.Sample, *, seqs: Tensor, toks: Tensor) -> None:
+    """Once: NeMo-RL's own loss of the micro-batch, with its clips alone, is ours over the step's counts."""
+    theirs, by_token = sys.modules.get(LOSSES), hook.method.aggregate == "token_mean"
+    mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]) != 0
+    columns = {"prev_logprobs": s.old, "generation_logprobs": s.rollout, "advantages": s.advantages}
+    padded = {name: torch.cat([torch.zeros_like(x[:, :1]), x], 1) for name, x in columns.items()}
+    batch_fields = {**data, **padded}
+    # PPO's clip and nothing else, for NeMo-RL's own model of its settings or the dictionary of 0.6.0.
+    settings = {**dict.fromkeys((*STOOD_IN_FOR, *FOLLOWED)), **OWN_TERMS, "reference_policy_kl_type": "k3"}
+    settings |= {"token_level_loss": by_token, "ratio_clip_min": 0.2, "ratio_clip_max": 0.2}
+    settings |= dict.fromkeys((*FOLLOWED, "use_importance_sampling_correction"), False)
+    settings |= {"reference_policy_kl_penalty": 0.0}
+
+    def native(leaf: Tensor) -> Tensor:
+        made = theirs.ClippedPGLossFn(theirs.ClippedPGLossConfig(**settings))  # type: ignore[union-attr]
+        return made(next_token_logprobs=leaf, data=batch_fields, global_valid_seqs=seqs, global_valid_toks=toks)[0]
+
+    def ours(leaf: Tensor) -> Tensor:
+        packed = LogProbs.pack(s.rollout, leaf, s.old, mask=mask)
+        plain = proof.clipped(0.2, aggregate="token_mean" if by_token else "seq_mean_token_mean")
+        return hook.plain(plain, packed, s.advantages, tokens=toks, sequences=seqs).loss
+
+    here = hasattr(theirs, "ClippedPGLossFn")
+    hook.prove(f"{LOSSES}.ClippedPGLossFn", native=native if here else None, ours=ours, at=s.logp)
 
 
 def loss(

@@ -11,8 +11,10 @@
 
 A `Worker` replaces ROLL's loss; its counts of tokens and samples in the step are the denominators. A correcting worker
 replaces `compute_train_infer_correction`: the method's gates and weights on the mismatch of the two engines, in the
-worker, and in the pipeline where that corrects (`enable_old_logprobs_recompute`). Each inherits from the worker that
-ROLL's pipeline takes by default, the ones with PG in their name from the worker that reads `actor_train.pg_variant`.
+worker, and in the pipeline where that corrects (`enable_old_logprobs_recompute`). Once per process, either is held
+against what it replaces: ROLL's loss with its clips, its correction without bounds. Each inherits from the worker
+that ROLL's pipeline takes by default, the ones with PG in their name from the worker that reads
+`actor_train.pg_variant`.
 
 Reference: ROLL 0.3.0 (8eb27cc2), `pipeline/rlvr/actor_worker.py`: `ActorWorker.loss_func`;
 `pipeline/rlvr/actor_pg_worker.py`; `pipeline/agentic/agentic_actor_worker.py`,
@@ -29,6 +31,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from offdrift.adapters import proof
 from offdrift.adapters.frameworks import Replacements, require
 from offdrift.adapters.hooks import (
     HookConfig,
@@ -40,6 +43,7 @@ from offdrift.adapters.hooks import (
     require_logprobs,
     zero_loss,
 )
+from offdrift.correction import Correction, Weight
 from offdrift.errors import FrameworkError, LivenessError, MethodError
 from offdrift.logprobs import LogProbs
 
@@ -127,7 +131,8 @@ class _Loss:
                 advantages `[batch, time - 1]`; counts of the step in its meta information.
             output_tensor: logits; receives the gradient.
 
-        Raises: `EvidenceError` without the engine's log-probs; `MethodError` if ROLL's own terms are on.
+        Raises: `EvidenceError` without the engine's log-probs; `MethodError` if ROLL's own terms are on;
+            `FrameworkError` once, where ROLL's own plain loss is not ours.
         """
         hook, batch = _hook(whole=True), data.batch
         own = self.pipeline_config.train_infer_correction
@@ -170,27 +175,73 @@ class _Loss:
         logprobs = LogProbs.pack(rollout, logp, old, logp_ref=ref[0] if ref else None, mask=mask)
         result = hook.loss(
             logprobs,
-            self._weighted(data, mask, hook),
+            self._weighted(data, batch["advantages"], hook),
             tokens=tokens,
             sequences=samples,
             also={"tokens": logprobs.like_caller(batch["input_ids"][:, 1:])},
         )
+        if not hook.proved:
+            sample = proof.sample_of(logp, old, rollout, advantages=batch["advantages"], mask=mask)
+            self._prove(hook, data, sample, mask=mask, counts={"tokens": tokens, "sequences": samples})
         metrics = {**metric_parts(result, tokens), "loss": float(result.loss.detach())}
         loss = result.loss * getattr(self.pipeline_config, "rl_loss_coef", 1.0)
         return loss, {f"actor/offdrift/{key}@sum": value for key, value in metrics.items()}
 
-    def _weighted(self, data: Any, mask: Tensor, hook: LossHook) -> Float[Tensor, "b t"]:
+    def _prove(self, hook: LossHook, data: Any, s: proof.Sample, *, mask: Tensor, counts: dict[str, Any]) -> None:
+        """Once: ROLL's own loss of the micro-batch is ours with its clips, its weights of samples and its counts.
+
+        The log-probs stand in for its forward pass. Its token mean adds up whole rows, masked tokens included, whose
+        advantages it has as zero.
+        """
+        settings, trained = self.pipeline_config, mask != 0
+        aggregate = "token_mean" if hook.method.aggregate == "token_mean" else "seq_mean_token_mean"
+        advantages = s.advantages.where(trained, 0.0)
+        # Not recomputed, ROLL's weights would be its correction's; so they are those of the data, ones here.
+        instead = {"loss_agg_mode": aggregate.replace("_", "-"), "enable_old_logprobs_recompute": True}
+        columns = {"old_log_probs": s.old, "infer_logprobs": s.rollout, "ref_log_probs": s.old}
+        columns |= {"advantages": advantages, "train_infer_is_weight": torch.ones_like(s.old)}
+        meta = {key: dict(x) if isinstance(x, dict) else x for key, x in data.meta_info.items()}
+        moved = _Like(data, batch={**data.batch, **columns}, meta_info=meta)
+        native_loss = super().loss_func.__func__  # type: ignore[misc]
+
+        def native(leaf: Tensor) -> Tensor:
+            strategy = _Like(self.strategy, op_compute_log_probs=lambda **_: leaf)
+            attributes = {"strategy": strategy, "pipeline_config": proof.changed(settings, instead)}
+            worker = _Like(self, get_old_log_probs_with_cache=lambda *_: s.old, **attributes)
+            return native_loss(worker, moved, leaf)[0]
+
+        def ours(leaf: Tensor) -> Tensor:
+            packed = LogProbs.pack(s.rollout, leaf, s.old, mask=mask)
+            names = ("pg_clip_low", "pg_clip_high") if settings.use_pg_clip_range else ("pg_clip", "pg_clip")
+            plain = proof.clipped(*(getattr(settings, name) for name in names), aggregate=aggregate)
+            weighted = self._weighted(data, advantages, hook)
+            return hook.plain(plain, packed, weighted, **counts).loss * getattr(settings, "rl_loss_coef", 1.0)
+
+        name = f"{native_loss.__module__}.{native_loss.__qualname__}"
+        hook.prove(name, native=native, ours=ours, at=s.logp)
+
+    def _weighted(self, data: Any, advantages: Float[Tensor, "b t"], hook: LossHook) -> Float[Tensor, "b t"]:
         """Advantages times ROLL's weights of samples, which is the loss times them."""
-        advantages, weigh = data.batch["advantages"], getattr(self, "compute_sample_weights", None)
+        weigh = getattr(self, "compute_sample_weights", None)
         if weigh is None:
             return advantages
-        weights = weigh(data, mask)
+        weights = weigh(data, data.batch["response_mask"][:, 1:].long())
         if not hook.proportional and not bool((weights == 1).all()):
             raise MethodError(
                 "difficulty_loss_weight and length_loss_weight weigh samples, and the loss of this "
                 f"method ({hook.method.describe()}) is not proportional to the advantage; turn them off"
             )
         return advantages * weights[:, None]
+
+
+class _Like:
+    """An object with some attributes changed; the original stays."""
+
+    def __init__(self, original: Any, **instead: Any) -> None:
+        self.__dict__.update(instead, _original=original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_original"], name)
 
 
 def _variant(config: Any) -> str | None:
@@ -265,7 +316,32 @@ def train_infer_correction(
     corrected = hook.correct(logprobs)
     kept = logprobs.unpack(corrected.keep.long())
     weight = logprobs.unpack(corrected.weight.where(corrected.keep, 0.0)).to(old_log_probs.dtype)
+    if not hook.proved:
+        _prove_correction(hook, cfg, old_log_probs, infer_log_probs, mask=mask)
     if global_valid_tokens is not None:
         return weight, kept, {}
     hook.end_step()
     return weight, kept, {f"actor/{name}": value for name, value in hook.metrics.items()}
+
+
+OPEN = {"weight_type": "token", "upper_bound": None, "detach": True}
+"""ROLL's weights as they are, without a bound."""
+
+
+def _prove_correction(hook: LossHook, cfg: Any, old: Tensor, rollout: Tensor, *, mask: Tensor) -> None:
+    """Once: the weights of ROLL's own correction, without bounds and filters, are ours, token by token."""
+    s = proof.sample_of(old, old, rollout, advantages=torch.zeros_like(old), mask=mask)
+    theirs = _REPLACED.original(COMPUTE)
+    without = proof.changed(cfg, {"is_weight": proof.changed(cfg.is_weight, OPEN), "filters": []})
+
+    def native(leaf: Tensor) -> Tensor:
+        weight, keep, _ = theirs(without, mask.long(), s.old, s.rollout)
+        return (leaf * weight * keep).where(mask, 0.0)
+
+    def ours(leaf: Tensor) -> Tensor:
+        packed = LogProbs.pack(s.rollout, logp_old=s.old, mask=mask)
+        corrected = (Correction() & Weight(on="mismatch"))(packed)
+        return leaf * packed.unpack(corrected.weight.where(corrected.keep, 0.0))
+
+    name = f"{CORRECTIONS}.{COMPUTE}"
+    hook.prove(name, native=None if theirs is None else native, ours=ours, at=s.advantages)

@@ -9,7 +9,7 @@ The entrypoint registers the method and hands over to SkyRL's own; a launcher of
 before `validate_cfg` instead. SkyRL divides the advantages by its denominators (`trainer.algorithm.loss_reduction`) and
 adds up the losses of unmasked tokens: methods whose loss is not proportional to the advantage are refused.
 
-Reference: SkyRL 0.3.0 (a956457), `backends/skyrl_train/utils/ppo_utils.py`: `PolicyLossRegistry`,
+Reference: SkyRL 0.3.0 (a956457), `backends/skyrl_train/utils/ppo_utils.py`: `PolicyLossRegistry`, `ppo_policy_loss`,
 `apply_loss_reduction_to_advantages_minibatch`; `workers/worker.py`: `_forward_backward_micro`.
 """
 
@@ -23,8 +23,9 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from offdrift.adapters import proof
 from offdrift.adapters.frameworks import require
-from offdrift.adapters.hooks import HookConfig, check_served, hook_of, zero_loss
+from offdrift.adapters.hooks import HookConfig, LossHook, check_served, hook_of, zero_loss
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.stats import summarize
@@ -82,7 +83,8 @@ class RegisteredLoss:
             rollout_logprobs: log mu, of the inference engine.
 
         Raises: `EvidenceError` without rollout log-probs; `MethodError` if SkyRL corrects, too;
-            `BadValueError` for NaN or a positive log-prob on an unmasked token.
+            `BadValueError` for NaN or a positive log-prob on an unmasked token;
+            `FrameworkError` once, where SkyRL's own plain loss is not ours.
         """
         hook = hook_of(self.config, divides=False)
         theirs = getattr(config, "off_policy_correction", None)
@@ -102,8 +104,32 @@ class RegisteredLoss:
             return zero_loss(log_probs), {PREFIX + name: 0.0 for name in METRICS.values()}
         logprobs = LogProbs.pack(rollout_logprobs, log_probs, old_log_probs, mask=mask)
         result = hook.loss(logprobs, advantages)
+        if not hook.proved:
+            old = rollout_logprobs if old_log_probs is None else old_log_probs
+            sample = proof.sample_of(log_probs, old, rollout_logprobs, advantages=advantages, mask=mask)
+            _prove(hook, config, sample, mask=mask)
         metrics = summarize(result.stats)
         return result.loss, {PREFIX + name: metrics.get(ours, 0.0) for ours, name in METRICS.items()}
+
+
+def _prove(hook: LossHook, config: Any, s: proof.Sample, *, mask: Tensor) -> None:
+    """Once: SkyRL's own loss of the micro-batch with its clips is ours: its mask, its sum, its advantages."""
+    # SkyRL has loaded this module by now; nobody else needs it to import ours.
+    from skyrl.backends.skyrl_train.utils import ppo_utils as theirs
+
+    plain, packed_mask = proof.changed(config, {"policy_loss_type": "regular"}), mask != 0
+
+    def native(leaf: Tensor) -> Tensor:
+        others = {"loss_mask": mask.double(), "rollout_logprobs": s.rollout}
+        return theirs.ppo_policy_loss(leaf, s.old, s.advantages, plain, **others)[0]
+
+    def ours(leaf: Tensor) -> Tensor:
+        packed = LogProbs.pack(s.rollout, leaf, s.old, mask=packed_mask)
+        return hook.plain(proof.clipped(config.eps_clip_low, config.eps_clip_high), packed, s.advantages).loss
+
+    name = "skyrl.backends.skyrl_train.utils.ppo_utils.ppo_policy_loss"
+    here = hasattr(theirs, "ppo_policy_loss")
+    hook.prove(name, native=native if here else None, ours=ours, at=s.logp)
 
 
 def register(method: str, **options: Any) -> str:

@@ -119,7 +119,8 @@ def tis(
     )
     corrected = hook.correct(logprobs, applied=bool(args.use_tis))
     if not hook.proved:
-        _prove_tis(hook, args, pg_loss, train=train_log_probs, rollout=rollout_log_probs, loss_masks=loss_masks)
+        lists = {"train": train_log_probs, "rollout": rollout_log_probs, "loss_masks": loss_masks}
+        _prove_tis(hook, args, pg_loss, shares=(whole, local), **lists)
 
     def by_sample(x: Tensor) -> list[Tensor]:
         return list(logprobs.unpack(x).split(list(response_lengths)))
@@ -220,16 +221,22 @@ CAPTURE = "_maybe_capture_log_probs"
 
 
 def _prove_tis(
-    hook: LossHook, args: Any, pg_loss: Tensor, *, train: Tensors, rollout: Tensors, loss_masks: Tensors
+    hook: LossHook, args: Any, pg_loss: Tensor, *, train: Tensors, rollout: Tensors, loss_masks: Tensors, shares: Any
 ) -> None:
-    """Once: slime's own truncated weights, with a cap that does not bind, are ours, token by token."""
+    """Once: slime's own truncated weights, with a cap that does not bind, are ours, token by token.
+
+    Under context parallelism on this rank's share, ours by way of whole sequences and back: all ranks of a group come
+    here together, since the masks that decide are of whole responses.
+    """
     framework = _framework()
     theirs = getattr(sys.modules.get(LOSSES[framework]), "vanilla_tis_function", None)
     name = f"{LOSSES[framework]}.vanilla_tis_function"
-    if theirs is None or cp_size(args) > 1:  # a share of a sequence has no loss of its own to compare
+    if theirs is None:
         return hook.prove(name, native=None, ours=torch.zeros_like, at=pg_loss.detach().double())
-    lengths = [len(x) for x in train]
-    mask = torch.cat([m.reshape(-1) for m in loss_masks]) != 0
+    gather, share = shares
+    lengths, responses = [len(x) for x in train], [m.numel() for m in loss_masks]
+    masks = [m.reshape(-1) for m in loss_masks]
+    trained, mask = torch.cat(masks) != 0, torch.cat(share(masks)) != 0
     old, mu = torch.cat(list(train)), torch.cat(list(rollout))
     s = proof.sample_of(old, old, mu, advantages=pg_loss, mask=mask)
 
@@ -239,9 +246,11 @@ def _prove_tis(
         return made[0].where(mask, 0.0)
 
     def ours(leaf: Tensor) -> Tensor:
-        packed = LogProbs.pack(s.rollout, logp_old=s.old, mask=mask, segments=_segments(lengths, mask))
+        mu, old = (torch.cat(gather(x.split(lengths))) for x in (s.rollout, s.old))
+        packed = LogProbs.pack(mu, logp_old=old, mask=trained, segments=_segments(responses, trained))
         corrected = (Correction() & Weight(on="mismatch", cap=OPEN["tis_clip"]))(packed)
-        return _only(leaf, packed.unpack(corrected.weight.where(corrected.keep, 0.0)))
+        weight = packed.unpack(corrected.weight.where(corrected.keep, 0.0)).split(responses)
+        return _only(leaf, torch.cat(share(list(weight))))
 
     return hook.prove(name, native=native, ours=ours, at=s.advantages)
 

@@ -359,9 +359,10 @@ _BUILTIN: dict[tuple[str, str], object] = {
 _SKYRL: Mapping[tuple[str, str], object] = MappingProxyType({
     **_BUILTIN,
     ("skyrl", "_rebuild_tensor_batch"): lambda kind, state: TensorBatch(state),
+    ("skyrl", "TensorFormat"): lambda form: form if isinstance(form, str) else _uncalled(),
     **{("skyrl", n): _uncalled for n in ("TensorBatch", "TrainingInputBatch", "TrainingOutputBatch")},
 })  # fmt: skip
-"""SkyRL's classes are only passed to `_rebuild_tensor_batch`."""
+"""SkyRL's classes are only passed to `_rebuild_tensor_batch`; since 0.4.0 a tensor's form is a member of an enum."""
 
 DTYPES = {
     "Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,

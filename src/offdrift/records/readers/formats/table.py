@@ -87,7 +87,7 @@ VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
 
 (
     PRIME_RL, NEMO_RL, SLIME_TRAIN, MILES_TRAIN, SKYRL, OWN, OWN_ROLLOUTS, PLAIN, SLIME_ROLLOUT, MILES_ROLLOUT,
-    MILES_COLUMNS, PRIME_RL_TRACES, OPEN_INSTRUCT, TRL, AREAL, VERL, VERL_VALIDATION,
+    MILES_COLUMNS, PRIME_RL_TRACES, OPEN_INSTRUCT, TITAN_RL, TRL, AREAL, VERL, VERL_VALIDATION,
 ) = SOURCES = (
     Source(
         format="prime-rl", framework="prime-rl", what="prime-rl's token exports",
@@ -170,6 +170,13 @@ VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
             "group_id": "prompt_idx", "truncated": "finish_reason",
         },
         amend="open_instruct", note=ENGINE_ALONE,
+    ),
+    Source(
+        format="titan-rl", framework="titan-rl", what="TitanRL's rollout samples",
+        because="the keys is_validation, rollout_id and turns",
+        keys=frozenset({"is_validation", "group_id", "rollout_id", "turns"}), adapt="titan_rl",
+        note="they hold what its filter kept: by default the extreme rewards of a group, and neither tokens nor "
+        f"log-probs without log_tensors and log_logprobs; {ENGINE_ALONE}",
     ),
     Source(
         format="trl", framework="trl", what="TRL's completions",

@@ -1,7 +1,7 @@
 """Rows and dumps of each framework, translated to the plain schema; `table` names the functions.
 
-JSON lines of NeMo-RL, open-instruct, and prime-rl's token exports and episodes; dumps of `torch.save` and pickles:
-slime's and miles' debug dumps, SkyRL's training input.
+JSON lines of NeMo-RL, open-instruct, TitanRL, and prime-rl's token exports and episodes; dumps of `torch.save` and
+pickles: slime's and miles' debug dumps, SkyRL's training input.
 """
 
 from __future__ import annotations
@@ -179,6 +179,59 @@ def prime_rl_episode(record: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
+def titan_rl(record: Mapping[str, Any]) -> list[Row]:
+    """A row for each training sample of one of TitanRL's rollouts (`rollout_samples.jsonl`); none for a validation.
+
+    Turns whose prompt goes on where the turn before ended are one sample, as in its training: what comes between their
+    completions is context. The step is the newest version of the weights that drew any of them.
+
+    Source: torchtitan b5bcd76, torchtitan/experiments/rl/rollout_recorder.py; components/training_sample_builder.py.
+    """
+    if record["is_validation"]:
+        return []
+    about: Row = {name: record.get(key) for name, key in (("reward", "reward"), ("advantages", "advantage"))}
+    about |= {"group_id": str(record["group_id"]), "truncated": int(str(record["status"]).startswith("truncated"))}
+    samples: list[list[Mapping[str, Any]]] = []
+    so_far: list[int] | None = None
+    left = MOST
+    for turn in record["turns"]:
+        prompt, completion = turn.get("prompt_token_ids"), turn.get("completion_token_ids")
+        if completion is not None and not completion:
+            continue  # its prompt was too long
+        left -= len(prompt or ()) + len(completion or ())
+        if left < 0:
+            raise ValueError(f"its turns hold more than {MOST} tokens")
+        if so_far is not None and prompt is not None and prompt[: len(so_far)] == so_far:
+            samples[-1].append(turn)
+        else:
+            samples.append([turn])
+        so_far = None if prompt is None or completion is None else [*prompt, *completion]
+    return [{**_packed(turns), **about} for turns in samples]
+
+
+def _packed(turns: Sequence[Mapping[str, Any]]) -> Row:
+    """The response of one of TitanRL's samples, from its first sampled token; without tokens, of its one turn."""
+    bounds = [x for turn in turns for x in (turn.get("min_policy_version"), turn.get("max_policy_version"))]
+    versions = [x for x in bounds if x is not None]
+    row: Row = {**drawn_by_versions(sorted(versions)), "step": max(versions, default=None)}
+    last = turns[-1]
+    text = last.get("completion_message")
+    if isinstance(text, Mapping) and isinstance(text.get("content"), str):
+        row["completion"] = text["content"]
+    if last.get("completion_token_ids") is None:
+        return {**row, "logp_rollout": last["completion_logprobs"]} if last.get("completion_logprobs") else row
+    begin = len(turns[0]["prompt_token_ids"])
+    mask: list[int] = []
+    logp: list[float | None] = []
+    for turn in turns:
+        between, sampled = len(turn["prompt_token_ids"]) - begin - len(mask), len(turn["completion_token_ids"])
+        mask += [0] * between + [1] * sampled
+        logp += [None] * between + list(turn.get("completion_logprobs") or [None] * sampled)
+    tokens = [*last["prompt_token_ids"][begin:], *last["completion_token_ids"]]
+    scored = any(x is not None for x in logp)
+    return {**row, "tokens": tokens, "mask": mask, **({"logp_rollout": logp} if scored else {})}
+
+
 def _samples(nodes: list[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """The training samples of a trace: its paths, each from the first token that trains."""
     parents = [node.get("parent") for node in nodes]
@@ -352,7 +405,7 @@ def skyrl(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Row]]:
     response, right-aligned too. Rewards were removed before the dump, and the prompts' ids with them; the last
     `pad_size` rows are copies that fill up the batch.
 
-    Source: SkyRL a956457, skyrl/backends/skyrl_train/training_batch.py and skyrl/train/trainer.py.
+    Source: SkyRL a956457 and 0.4.0, skyrl/backends/skyrl_train/training_batch.py and skyrl/train/trainer.py.
 
     Raises: `RecordError` if the pickle is none of SkyRL's, or asks for anything but data.
     """
@@ -364,7 +417,7 @@ def skyrl(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Row]]:
     tensors = {
         name: tensor_of(x, limit)
         for name, x in state["batch_dict"].items()
-        if name in wanted and x is not None and x.get("format") != "tensor_list"
+        if name in wanted and x is not None and x.get("format") not in ("tensor_list", "packed_tensor", "numpy_view")
     }
     padding = (state.get("metadata") or {}).get("pad_size") or 0
     response = (tensors["response_mask"] if "response_mask" in tensors else tensors["loss_mask"]).bool()
