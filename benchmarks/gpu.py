@@ -291,7 +291,8 @@ def transfers(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         LogProbs.pack(log["rollout"], log["logp"], log["old"], segments=batch.fresh().segments)
     rows: dict[str, dict[str, list[str]]] = {}
     for name, row in METHODS.items():
-        lp, info = batch.fresh(), batch.batch_info_for(row)
+        lp = batch.fresh()
+        info = batch.batch_info_for(row, lp)
         lp.segments.check()
         int(lp.segments.num_tokens)
         with waits() as pushing:

@@ -40,15 +40,14 @@ class Batch:
         given, leaf = self.packed, self.packed["logp"].detach().requires_grad_()
         return LogProbs(given["rollout"], segments, leaf, given["old"], given["ref"])
 
-    def batch_info_for(self, row: Method, logprobs: LogProbs) -> BatchInfo:
+    def batch_info_for(self, row: Method, logprobs: LogProbs | None = None) -> BatchInfo:
         """The batch's side information with what the row's parts read alone; distributions are over a vocabulary of two."""
         found = {name: self.batch_info.divergences[name] for name in row.divergences}
-        if hasattr(row.objective, "reads"):  # a penalty that is differentiated
-            name = row.objective.reads  # type: ignore[attr-defined]
+        if name := getattr(row.objective, "reads", None):  # a penalty that is differentiated
             found[name] = Divergence.exact(name, found[name].lo.detach().requires_grad_())
         both = None
         if "distributions" in row.needs:
-            both = Distributions.of_two(self.packed["old"], logprobs.current)
+            both = Distributions.of_two(self.packed["old"], (logprobs or self.fresh()).current)
         return replace(self.batch_info, divergences=found, distributions=both)
 
 
