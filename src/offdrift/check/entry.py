@@ -17,6 +17,7 @@ from offdrift.check.bench import Bench, EngineSpec, checkpoint_of
 from offdrift.check.check import BUNDLED, Prompt, check_max_kl, encoded, read_prompts
 from offdrift.check.check import check as measure_all
 from offdrift.check.claim import check_digest
+from offdrift.check.ends import ends_of
 from offdrift.check.factors import chosen, left_out
 from offdrift.check.live import LiveCheck, named_alone, server_spec
 from offdrift.check.live_result import live_result
@@ -182,14 +183,13 @@ class Engines:
             times = f"{slow:.0f} times slower than float32"
             watch(f"this processor emulates bfloat16, {times} (no AVX-512 BF16, no AMX)", 0, 0)
         watch(f"this takes about {minutes} on a quiet machine, loading aside", 0, 0)
-        stop = getattr(tokenizer, "eos_token_id", None)
         vocab_size = policy.config.get_text_config().vocab_size
         ids = encoded(draw.prompts, tokenizer, vocab_size=vocab_size, chat=draw.chat)
         with Bench(
             policy,
             tokenizer,
             [p for p in ids for _ in range(draw.samples)],
-            sampling=replace(draw.sampling, stop_token_ids=() if stop is None else (stop,)),
+            sampling=replace(draw.sampling, stop_token_ids=ends_of(policy, tokenizer)),
             seed=self.seed,
             name=name,
             folder=checkpoint_of(policy),

@@ -184,19 +184,34 @@ def outputs_of(model: nn.Module, row: int | None = None) -> Iterator[Outputs]:
         return x.reshape(len(x), -1).double().cpu()
 
     def note(name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        for parts, value in ((noted.parts, output), (noted.inputs, arguments[:1])):
+        read = tuple(x for x in arguments if isinstance(x, Tensor))[:1]
+        for parts, value in ((noted.parts, output), (noted.inputs, read)):
             if (x := rows_of(module, value)) is not None:
                 parts.setdefault(name, []).append(x)
 
     handles = [model.register_forward_pre_hook(begin, with_kwargs=True)]
     for name, module in model.named_modules():
         if name:
-            handles.append(module.register_forward_hook(partial(note, name)))
+            handles.append(module.register_forward_hook(partial(note, HEAD if is_head(module) else name)))
     try:
         yield noted
     finally:
         for handle in handles:
             handle.remove()
+
+
+HEAD = "lm_head"
+"""Name of the output head in transformers."""
+
+
+def is_head(module: nn.Module) -> bool:
+    """Whether this is vLLM's logits processor where it does nothing but multiply by the output head, which is never
+    called as a module there.
+
+    One that also scales or caps its logits has no module beside it in transformers.
+    """
+    plain = getattr(module, "soft_cap", 0) is None and getattr(module, "scale", None) == 1
+    return plain and type(module).__name__ == "LogitsProcessor"
 
 
 @torch.no_grad()
@@ -282,7 +297,7 @@ def rounding_limit(*dtypes: str) -> float | None:
 
 def modules_agree(bisected: Mapping[str, Any]) -> bool:
     """Whether a bisection found no module that differs by more than rounding, the output head included, in a dtype
-    where that tells something. (vLLM never calls its head as a module, so that its bisection cannot say so.)"""
+    where that tells something."""
     head = any(str(m["module"]).endswith("lm_head") for m in bisected.get("modules", ()))
     return head and bisected.get("rounding_limit") is not None and bisected.get("beyond_rounding") is None
 

@@ -417,12 +417,12 @@ def check_model(answer: Any, served: Served) -> None:
         )
 
 
-def optional(ask: Callable[[], Any]) -> Any:
-    """The answer, or None from a server that does not offer the question."""
+def optional(ask: Callable[[], Any], besides: Iterable[int] = ()) -> Any:
+    """The answer, or None from a server that does not offer the question: by usual statuses, and by those `besides`."""
     try:
         return ask()
     except StatusError as error:
-        if error.status in (401, 403, 404, 405, 501):
+        if error.status in (401, 403, 404, 405, 501, *besides):
             return None
         raise
 

@@ -259,6 +259,26 @@ class OpenAIEngine:
         answer = self._server.post(PATHS[api], asked if settings else left_open(asked))
         return response_tokens(api, answer, prompt)
 
+    def ends(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[bool] | None:
+        """Whether a response that leaves its settings to the server ends at each of these tokens: it is allowed to draw
+        nothing else, and twice. None if the server cannot be asked so (vLLM has `allowed_token_ids`).
+
+        Raises: `EngineError` if the server does not answer with token ids.
+        """
+
+        def ask(i: int) -> list[int]:
+            asked = request("completions", self.served.model, prompt, Sampling(2), evidence="sampled", seed=0)
+            body = left_open(asked) | {"allowed_token_ids": [tokens[i]]}
+            answer = optional(lambda: self._server.post(PATHS["completions"], body), (400, 422))
+            return [] if answer is None else response_tokens("completions", answer, prompt)
+
+        if self.served.software != "vllm" or not tokens:
+            return None
+        drawn = self._each(ask, len(tokens))
+        if any(set(response) != {token} for response, token in zip(drawn, tokens, strict=True)):
+            return None
+        return [len(response) == 1 for response in drawn]
+
     def asleep(self) -> bool:
         """Whether the server says that it sleeps, as beside a trainer on the same device."""
         answer = optional(lambda: self._server.get("/is_sleeping")) if self.served.software == "vllm" else None
