@@ -1,4 +1,4 @@
-"""Settings that a rollout engine declares and the trainer does not share: quantization, and the folder it was started on.
+"""Settings that a rollout engine declares and the trainer does not share: quantization, and the folder that it opened.
 
 A quantized engine is another policy at equal weights, whatever the size of the difference. And a server names the
 folder that it opened: where that can be read on this machine, its config.json and generation_config.json stand beside
@@ -139,8 +139,8 @@ def quantization_finding(declared: str | None, own: str | None) -> list[Finding]
             Evidence("quantized", 1.0, "=", 1.0, source="declared by the engine", scale="yes"),
             explanation="It is another policy at equal weights, not a noisy copy, and transformers has nothing that "
             "rounds alike, so that a fault of the weights could hide behind it.",
-            fix="Start the engine without it; if it is meant, train with decoupled_token_is from the first step on, and "
-            "check once without it.",
+            fix="Start the engine without it; if it is meant, train with decoupled_token_is from the first step on, "
+            "and check once without it.",
             refuted_by="Both sides declare the same grid.",
         )
     ]
@@ -172,7 +172,7 @@ def folder_findings(compared: Mapping[str, Any]) -> list[Finding]:
                     Evidence("entries that differ", float(len(entries)), ">", 0.0, source=what),
                     explanation="Its numbers, or what it draws where a request leaves settings open, follow that file.",
                     fix=fix,
-                    refuted_by="The server was told to ignore the file (vLLM: --generation-config vllm, --hf-overrides).",
+                    refuted_by="The server ignores the file (vLLM: --generation-config vllm, --hf-overrides).",
                 )
             )
     return findings

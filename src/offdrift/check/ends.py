@@ -1,8 +1,8 @@
 """Tokens that end a response: the trainer's, and whether an engine ends there, only there, or elsewhere.
 
-Log-probs do not show where a response ends. A record does: a response that is shorter than asked for stopped at its last
-token, and one that goes on behind an end did not stop there. A server can also be asked: it draws from a single allowed
-token, and either stops or goes on.
+Log-probs do not show where a response ends. A record does: a response that is shorter than asked for stopped at its
+last token, and one that goes on behind an end did not stop there. A server can also be asked: it draws from a single
+allowed token, and either stops or goes on.
 """
 
 from __future__ import annotations
