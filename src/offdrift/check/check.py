@@ -18,12 +18,13 @@ from typing import Any, Literal
 
 from offdrift.check.bench import Bench, EngineSpec, Pair
 from offdrift.check.branches import branches, quantized
-from offdrift.check.claim import Claim, claimed_equal, claimed_equal_to, with_digest, with_module
+from offdrift.check.claim import Claim, claimed_equal, claimed_equal_to, with_module
 from offdrift.check.declared import quantization_finding, quantization_of
 from offdrift.check.ends import end_findings, recorded_ends
 from offdrift.check.equality import attempted, bisect, determinism, modules_agree, repeated
 from offdrift.check.factors.base import Factor, Outcome
 from offdrift.check.measure import Measured, measure
+from offdrift.check.other_machine import with_digest
 from offdrift.check.paired import paired_rows
 from offdrift.check.precision import Explained, explained, unexplained, without_precision
 from offdrift.check.recommend import Level, broken_record, defects, level_of, recommended, sentence, thresholds, worst
@@ -85,7 +86,8 @@ def check(
         claim: "equal": every log-prob has the same bits in both engines; without that the check has not passed.
         against: another rollout engine with the same weights, which is led along the same tokens; a claim is then about
             the two rollout engines.
-        digest: of another machine's claim; the check has not passed if this one's is another.
+        digest: of another machine's claim, or the path of its check.json, by which the first difference is named; the
+            check has not passed if this one's is another.
         max_kl: the largest mean KL(rollout || train) per token to pass with, nats.
         rules: of the diagnosis; default: the built-in ones.
         watch: called before each stage.

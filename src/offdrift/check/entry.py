@@ -16,11 +16,11 @@ from offdrift.check import processor
 from offdrift.check.bench import Bench, EngineSpec, checkpoint_of
 from offdrift.check.check import BUNDLED, Prompt, check_max_kl, encoded, read_prompts
 from offdrift.check.check import check as measure_all
-from offdrift.check.claim import check_digest
 from offdrift.check.ends import ends_of
 from offdrift.check.factors import chosen, left_out
 from offdrift.check.live import LiveCheck, named_alone, server_spec
 from offdrift.check.live_result import live_result
+from offdrift.check.other_machine import other_claim
 from offdrift.check.result import Check
 from offdrift.errors import BadValueError, check_count
 from offdrift.judge import Rules, load_rules
@@ -86,7 +86,8 @@ def check(
         claim: "equal": every log-prob has the same bits in both engines.
         against: another server or engine that holds the same weights, written as `rollout`: it is led along the same
             tokens, and `claim` is about these two.
-        digest: that another machine's claim printed; not passed if this one's is another.
+        digest: that another machine's claim printed, or the path of its check.json, by which the first difference is
+            named; not passed if this one's is another.
         max_kl: the largest mean KL per token to pass with, nats.
         device: where the training engine runs; default cuda if there is one.
         rules: by which the result is judged, or the TOML file that changes the built-in ones.
@@ -129,7 +130,7 @@ def check(
         else:
             check_max_kl(max_kl)
             if digest is not None:
-                check_digest(digest)
+                other_claim(digest)
                 if claim is None:
                     raise BadValueError("digest is of a claim: --digest goes with --claim equal")
             engines = Engines(model, rollout, train, seed, where)

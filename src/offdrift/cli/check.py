@@ -95,7 +95,9 @@ def check(
     digest: Annotated[
         str | None,
         typer.Option(
-            metavar="HEX", help="With --claim equal: the digest that another machine printed; exit status 3 if not met."
+            metavar="HEX|FILE",
+            help="With --claim equal: the digest that another machine printed, or its check.json, by which the first "
+            "difference is named; exit status 3 if not met.",
         ),
     ] = None,
     max_kl: Annotated[
