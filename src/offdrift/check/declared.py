@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig
-
 from offdrift.check.bench import Bench
 from offdrift.engines.server.engine import OpenAIEngine
 from offdrift.judge import Evidence, Finding
+from offdrift.models import stored_configs
 
 LARGEST = 2**20
 """Bytes of a config.json that is read."""
@@ -39,9 +38,7 @@ SHOWN = 4
 
 def quantization_of(model: Any) -> str | None:
     """The method by which a model's checkpoint is quantized, as its config.json names it."""
-    stored = getattr(getattr(model, "config", None), "quantization_config", None)
-    stored = stored if isinstance(stored, Mapping) or stored is None else vars(stored)
-    return None if not stored else str(getattr(method := stored.get("quant_method"), "value", method))
+    return _method(getattr(getattr(model, "config", None), "quantization_config", None))
 
 
 def folder_of(engine: Any) -> Path | None:
@@ -61,10 +58,9 @@ def compare_folder(bench: Bench, folder: Path) -> dict[str, Any]:
     Returns: `quantization`, the served folder's; `config` and `generation`, entries that differ, each with the values
         of `trainer` and `server`; `not_neutral`, entries of generation_config.json that change what is drawn.
     """
-    theirs = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    theirs, served = stored_configs(folder)
     ours: Any = bench.model.config
-    config = _differing(_flat(ours.to_dict()), _flat(theirs.to_dict()))
-    served = _generation(folder)
+    config = _differing(_flat(ours.to_dict()), _flat(theirs))
     own = getattr(bench.model, "generation_config", None)
     trainer = {} if own is None else own.to_dict()
     generation = {
@@ -75,23 +71,17 @@ def compare_folder(bench: Bench, folder: Path) -> dict[str, Any]:
     loud = {name: served[name] for name in SAMPLING if name in NEUTRAL and served.get(name) not in NEUTRAL[name]}
     return {
         "folder": str(folder),
-        "quantization": _method(theirs),
+        "quantization": _method(theirs.get("quantization_config")),
         "config": config,
         "generation": generation,
         "not_neutral": loud,
     }
 
 
-def _method(config: Any) -> str | None:
-    return quantization_of(type("Holder", (), {"config": config}))
-
-
-def _generation(folder: Path) -> dict[str, Any]:
-    """Entries of generation_config.json; empty where there is none that can be read."""
-    try:
-        return GenerationConfig.from_pretrained(folder, local_files_only=True).to_dict()
-    except (OSError, ValueError):
-        return {}
+def _method(stored: Any) -> str | None:
+    """The method that a `quantization_config` names, a mapping or an object."""
+    stored = stored if isinstance(stored, Mapping) or stored is None else vars(stored)
+    return None if not stored else str(getattr(method := stored.get("quant_method"), "value", method))
 
 
 def _meant(name: str, value: object, config: Any) -> object:

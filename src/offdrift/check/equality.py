@@ -219,9 +219,9 @@ def bisect(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, An
     """The first module whose output differs between the engines, and by how much every module differs.
 
     The rollout engine follows one response as it draws, alone and from its cache; the training engine scores it whole,
-    padded among others. Outputs are compared at the places that response tokens are predicted from, where both engines
-    have a module of one name and as many numbers per token, in and out. A module that contains others comes after
-    them, so that the first one is the smallest that shows the difference.
+    padded among others. Outputs are compared at every place of prompt and response that both compute, where both
+    engines have a module of one name and as many numbers per token, in and out. A module that contains others comes
+    after them, so that the first one is the smallest that shows the difference.
 
     Returns: `first` (None where nothing differs), whose `within` is the module around it where its input differs
         already: then something between modules does it, such as the attention itself. And `modules`, in order: name,
@@ -246,14 +246,22 @@ def bisect(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, An
     count, widest = len(one.tokens), int(together.lengths_with_context.max())
 
     def compared(name: str, *, inputs: bool = False) -> tuple[Tensor, Tensor] | None:
-        """Numbers of trainer and rollout engine at the places that response tokens are predicted from."""
-        # Responses begin in one column: their predictions are the first of the last `widest + 1` columns.
-        x, y = ours.last(name, widest + 1, inputs=inputs), theirs.last(name, count, inputs=inputs)
-        if x is None or y is None or len(ours.parts[name]) > 1 or x.shape[1] != y.shape[1]:
+        """Numbers of trainer and rollout engine at every place that both computed."""
+        # Responses begin in one column: their predictions are the first of the last `widest + 1` columns, behind the
+        # rest of the prompt, which a head does not read and a prefix cache leaves out.
+        for before in (len(one.prompt_tokens) - 1, 0):
+            x = ours.last(name, before + widest + 1, inputs=inputs)
+            y = theirs.last(name, before + count, inputs=inputs)
+            if x is not None and y is not None:
+                x = x[: len(y)]
+                break
+        else:
+            return None
+        if len(ours.parts[name]) > 1 or x.shape[1] != y.shape[1]:
             return None
         # vLLM's act_fn also multiplies by the gate: of the same name, and another function of a wider input.
         widths = {parts[0].shape[1] for parts in (ours.inputs.get(name), theirs.inputs.get(name)) if parts}
-        return None if len(widths) > 1 else (x[:count], y)
+        return None if len(widths) > 1 else (x, y)
 
     modules: list[dict[str, Any]] = []
     for name in ours.parts:
