@@ -348,7 +348,7 @@ def repetition_penalty(folder: Path):
     _json(folder, "generation_config.json", repetition_penalty=1.1, do_sample=True)
 
 
-@_fault("smollm2 chat", "sampling", "a line break counts as the end of a text", "generation_config")
+@_fault("smollm2 chat", "sampling", "a line break counts as the end of a text", "generation_config", "ends_differ")
 def newline_ends(folder: Path):
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     newline = tokenizer["model"]["vocab"]["\u010a"]
@@ -451,7 +451,9 @@ def as_fault(outside: Outside, llama: str) -> planted.Fault:
         return outside.plant(folder)
 
     family = {"smollm2": llama}.get(outside.model, outside.model)
-    return planted.Fault(outside.name, family, plant=plant, serves=serves, at=outside.at)
+    # vLLM multiplies weights in float8 with activations in half precision alone.
+    dtype = "bfloat16" if outside.name == "quantisation_on" else "float32"
+    return planted.Fault(outside.name, family, plant=plant, serves=serves, at=outside.at, dtype=dtype)
 
 
 def at_server(outside: Outside | None) -> dict[str, Any]:

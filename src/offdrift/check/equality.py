@@ -169,7 +169,8 @@ def outputs_of(model: nn.Module, row: int | None = None) -> Iterator[Outputs]:
         tensors = [x for x in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(x, Tensor)]
         if not tensors or not tensors[0].is_floating_point():
             return None
-        x = tensors[0].detach()
+        # Gemma's embedding scales its rows in transformers; vLLM's model does that behind it.
+        x = tensors[0].detach() / getattr(module, "embed_scale", 1)
         if len(tensors) == 2 and type(module).__name__.endswith("DecoderLayer") and tensors[1].shape == x.shape:
             x = x.float() + tensors[1].float()  # vLLM adds the residual stream in the next layer
         if row is None:
@@ -278,6 +279,11 @@ def bisect(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, An
         first = {**first, "within": outer if read is not None and not torch.equal(*read) else first["module"]}
     limit = rounding_limit(rollout.dtype, train.dtype)
     beyond = next((m for m in modules if limit is not None and m["relative"] > limit), None)
+    if beyond is not None and beyond["module"] == HEAD and tied(model):
+        beyond = {
+            **beyond,
+            "tied_to": "model.embed_tokens",
+        }  # whose rows, and not these tokens', are the first to differ
     return {
         "rollout": str(rollout),
         "train": str(train),
@@ -287,6 +293,13 @@ def bisect(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, An
         "beyond_rounding": beyond,
         "modules": modules,
     }
+
+
+def tied(model: nn.Module) -> bool:
+    """Whether the output head of a model of transformers is its embedding."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(config, "tie_word_embeddings", False) is True
 
 
 def rounding_limit(*dtypes: str) -> float | None:
