@@ -315,7 +315,8 @@ class OpenAIEngine:
             if sglang:
                 body = request("sglang", self.served.model, forced[i], one, evidence="sampled", seed=0)
                 answer = self._server.post(PATHS["sglang"], body | {"return_routed_experts": True}, limit=2**28)
-                drawn = read("sglang", answer, forced[i], one, "sampled", self.vocab_size, self._recording)
+                known = {"vocab_size": self.vocab_size, "recording": self._recording}
+                drawn = read("sglang", answer, forced[i], one, "sampled", **known)
                 if drawn.draws.experts is None:
                     raise EngineError(f"{self.url} was asked for routed experts and gives none")
                 return drawn.draws.experts
@@ -369,7 +370,7 @@ class OpenAIEngine:
             answer = self._server.post(PATHS[self._api], body, limit=limit)
             check_model(answer, self.served)
             try:
-                return read(self._api, answer, prompt, sampling, evidence, self.vocab_size, recording)
+                return read(self._api, answer, prompt, sampling, evidence, self.vocab_size, recording=recording)
             except EngineError as error:
                 raise EngineError(f"request {i} of {len(prompts)} to {self.url}: {error}") from error
 
