@@ -278,21 +278,25 @@ def bisect(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, An
         outer = first["module"].rpartition(".")[0]
         first = {**first, "within": outer if read is not None and not torch.equal(*read) else first["module"]}
     limit = rounding_limit(rollout.dtype, train.dtype)
-    beyond = next((m for m in modules if limit is not None and m["relative"] > limit), None)
-    if beyond is not None and beyond["module"] == HEAD and tied(model):
-        beyond = {
-            **beyond,
-            "tied_to": "model.embed_tokens",
-        }  # whose rows, and not these tokens', are the first to differ
     return {
         "rollout": str(rollout),
         "train": str(train),
         "tokens": count,
         "first": first,
         "rounding_limit": limit,
-        "beyond_rounding": beyond,
+        "beyond_rounding": beyond_rounding(modules, limit, model),
         "modules": modules,
     }
+
+
+def beyond_rounding(
+    modules: Sequence[Mapping[str, Any]], limit: float | None, model: nn.Module
+) -> dict[str, Any] | None:
+    """The first module that differs by more than the limit; a tied head with the embedding that it is."""
+    beyond = next((dict(m) for m in modules if limit is not None and m["relative"] > limit), None)
+    if beyond is not None and beyond["module"] == HEAD and tied(model):
+        beyond["tied_to"] = "model.embed_tokens"  # whose other rows differ, which these tokens do not read
+    return beyond
 
 
 def tied(model: nn.Module) -> bool:
