@@ -9,7 +9,7 @@ first run, from words of the answer to the stricter one of `planted.py`, the mod
 
 Each fault is a function of a directory that holds a copy of the trainer's checkpoint. It spoils the copy that the
 rollout engine will read, and returns what has to be given to the engine besides (empty for most). The trainer keeps
-the clean checkpoint: SmolLM2-135M with --pretrained (4 responses), else its 30 layers a quarter as wide with random
+the clean checkpoint: SmolLM2-135M with --pretrained (4 responses), else its 30 layers half as wide with random
 weights (16), or the tiny mixture of experts of `planted.py`; responses of 16 tokens in float32.
 What only a server reads (tokenizer, template, `generation_config.json`, its own options) is planted into vLLM's server
 with --engine vllm; for transformers, prompts are rendered by the faulty tokenizer, and what it does not read is left out.
@@ -348,7 +348,7 @@ def repetition_penalty(folder: Path):
     _json(folder, "generation_config.json", repetition_penalty=1.1, do_sample=True)
 
 
-@_fault("smollm2 chat", "sampling", "a line break counts as the end of a text", "generation_config")
+@_fault("smollm2 chat", "sampling", "a line break counts as the end of a text", "generation_config", "ends_differ")
 def newline_ends(folder: Path):
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     newline = tokenizer["model"]["vocab"]["\u010a"]
@@ -404,8 +404,11 @@ def smollm2() -> tuple[Any, Any]:
 
 
 def narrow() -> LlamaForCausalLM:
-    """SmolLM2's 30 layers, 9 and 3 heads, a quarter as wide, over 64 tokens, with random weights."""
-    sizes = planted.SIZES | {"hidden_size": 144, "intermediate_size": 384, "num_hidden_layers": 30, "head_dim": 16}
+    """SmolLM2's 30 layers, 9 and 3 heads, half as wide, over 64 tokens, with random weights.
+
+    Half, not less: where a processor has AMX, vLLM's attention takes heads of 32 numbers and more.
+    """
+    sizes = planted.SIZES | {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 30, "head_dim": 32}
     sizes |= {"initializer_range": 0.06}  # thirty layers of the tiny models' 0.2 amplify rounding
     sizes |= {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192}
     rope = {"rope_type": "default", "rope_theta": 100000.0}
@@ -448,7 +451,9 @@ def as_fault(outside: Outside, llama: str) -> planted.Fault:
         return outside.plant(folder)
 
     family = {"smollm2": llama}.get(outside.model, outside.model)
-    return planted.Fault(outside.name, family, plant=plant, serves=serves, at=outside.at)
+    # vLLM multiplies weights in float8 with activations in half precision alone.
+    dtype = "bfloat16" if outside.name == "quantisation_on" else "float32"
+    return planted.Fault(outside.name, family, plant=plant, serves=serves, at=outside.at, dtype=dtype)
 
 
 def at_server(outside: Outside | None) -> dict[str, Any]:

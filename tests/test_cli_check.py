@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,37 @@ def test_what_cannot_be_is_one_message(run, tmp_path, words, said):
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+LOADED = """
+import sys
+from offdrift import cli
+sys.argv = ["offdrift", "check", "--model", sys.argv[1]]
+try:
+    cli.main()
+finally:
+    print("torch" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("model", ["tiny-qwem3", "./no-such-folder"])
+def test_a_mistyped_model_ends_before_torch_is_imported(model, tmp_path):
+    words = [sys.executable, "-c", LOADED, model]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 1
+    assert model.removeprefix("./") in done.stderr
+    assert done.stderr.split()[-1] == "False"
+
+
+@pytest.mark.parametrize("option", ["--rollout", "--against"])
+def test_a_server_that_is_not_there_costs_no_model(run, monkeypatch, option):
+    def load_model(*arguments, **options):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("offdrift.check.entry.load_model", load_model)
+    done = run(*TINY, "--factors", "none", option, "openai:http://127.0.0.1:9/v1")
+    assert done.code == 1
+    assert "is the server running at this address" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(("slow", "dtype"), [(1.0, "bfloat16"), (4.0, "float32")], ids=["native", "emulated"])

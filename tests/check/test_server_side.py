@@ -25,6 +25,8 @@ class Filling(Played):
         self.defaults = {"temperature": 1.0, "top_k": 0} | defaults
         self.end: int | None = None
         """A token at which responses end, unless the request says otherwise."""
+        self.allows = True
+        """Whether it draws from allowed tokens alone, where it is told to."""
         self.rendered: dict[str, list[int]] | None = dict(zip(TEXTS, IDS))
 
     def answer(self, path, body):
@@ -34,6 +36,9 @@ class Filling(Played):
 
     def rows(self, params, length):
         tokens, logp, shown = super().rows(self.defaults | params, length)
+        if self.allows and "allowed_token_ids" in params:
+            tokens = params["allowed_token_ids"] * length
+            logp = [0.0] * length
         if "ignore_eos" not in params and self.end in tokens:
             count = tokens.index(self.end) + 1
             tokens, logp = tokens[:count], logp[:count]
@@ -60,9 +65,29 @@ def rules(answer: dict) -> list[str]:
 
 
 def test_a_server_like_the_trainer_gives_no_finding(model):
-    answer = found(Filling(), model)
-    assert answer == {"prompts": {"same": True, "chat": False}, "defaults": {"repeats": True, "neutral": True}}
+    server = Filling()
+    server.end = 1
+    answer = found(server, model, ends=(1,))
+    assert answer["prompts"] == {"same": True, "chat": False}
+    assert answer["defaults"] == {"repeats": True, "neutral": True}
+    assert (answer["ends"]["extra"], answer["ends"]["missing"]) == ([], [])
     assert rules(answer) == []
+
+
+@pytest.mark.parametrize(("end", "extra", "missing"), [(2, [2], [1]), (None, [], [1])], ids=["another", "none"])
+def test_a_server_is_asked_where_it_ends(model, end, extra, missing):
+    """The tokenizer ends at 1; no response that was drawn has to hold either token."""
+    server = Filling()
+    server.end = end
+    answer = found(server, model, ends=(1,))
+    assert answer["ends"]["asked"] >= 2
+    assert (answer["ends"]["extra"], answer["ends"]["missing"]) == (extra, missing)
+
+
+def test_a_server_that_draws_what_it_likes_says_nothing_of_its_ends(model):
+    server = Filling()
+    server.allows = False
+    assert found(server, model)["ends"] is None
 
 
 @pytest.mark.parametrize("defaults", [{"temperature": 0.3}, {"top_k": 1}], ids=["temperature", "top_k"])
@@ -129,12 +154,17 @@ def test_a_real_server_with_another_template_and_a_penalty_is_found_out(tmp_path
         tokenizer.chat_template = template
         save_for_engine(tiny("dense"), tokenizer, str(folder))
     settings = theirs / "generation_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "repetition_penalty": 1.8}))
+    newline = tokenizer.encode("\n")[0]
+    edited = {"repetition_penalty": 1.8, "eos_token_id": [tokenizer.eos_token_id, newline]}
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **edited}))
     with serving(str(theirs), tmp_path, *FLAGS) as url:
         words = ("--max-prompts", "4", "--max-tokens", "16", "--factors", "none", "--out", str(tmp_path / "out"))
         command(monkeypatch, capsys, "check", "--model", str(ours), "--rollout", f"openai:{url}", *words)
     check = json.loads((tmp_path / "out" / "check.json").read_text())
     assert check["baseline"]["kl_mean"] < 1e-9
-    assert {f["rule"] for f in check["findings"]} == {"server_prompt", "server_defaults"}
+    by_rule = {f["rule"]: f for f in check["findings"]}
+    assert set(by_rule) == {"server_prompt", "server_defaults", "generation_config", "ends_differ"}
+    assert set(check["server"]["folder"]["generation"]) == {"repetition_penalty", "eos_token_id"}
+    assert (check["server"]["ends"]["extra"], check["server"]["ends"]["missing"]) == ([newline], [])
     assert (check["verdict"]["level"], check["passed"]) == ("act", True)
     assert check["server"]["prompts"]["trainer"] == "="

@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 LEVELS = {
     "offdrift": [
         {"errors"},
-        {"numerics", "texts", "hosts", "step_policy"},
+        {"numerics", "texts", "hosts", "step_policy", "model_names"},
         {"notebook"},
         {"segments", "setting"},
         {"logprobs"},

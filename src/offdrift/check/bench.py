@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from offdrift.check.rescore import Scored, rescored
+from offdrift.divergence.head import Head
 from offdrift.engines import Engine, make_engine
 from offdrift.engines.hf_fixed_order import batch_invariant, check_invariance
-from offdrift.engines.output_head import recast
+from offdrift.engines.output_head import head_of, recast
 from offdrift.errors import EngineError
 from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import EvidenceKind, FullVocab, HiddenStates, Rollouts
@@ -214,7 +215,9 @@ class Bench(AbstractContextManager):
         options: dict[str, Any] = dict(spec.options)
         if spec.kind == "openai":  # wrong log-probs are to be measured, not refused
             source = options.pop("url", "")
-            options = {"vocab_size": self.vocab_size, "on_raw": "record", **options}
+            config: Any = self.model.config.get_text_config()  # type: ignore[union-attr,operator]
+            known = {"experts_per_token": getattr(config, "num_experts_per_tok", None), "head": self._head}
+            options = {"vocab_size": self.vocab_size, "on_raw": "record", **known, **options}
         try:
             engine = make_engine(spec.kind, source, dtype=spec.dtype, **options)
         except TypeError as error:
@@ -306,6 +309,10 @@ class Bench(AbstractContextManager):
             self._written.cleanup()
             self._written = self._folder = None
 
+    def _head(self) -> Head:
+        """The output head of these weights, in float32."""
+        return head_of(self.model)
+
     def _exact(
         self, spec: EngineSpec, sampling: Sampling, prompts: Sequence[Sequence[int]]
     ) -> tuple[EvidenceKind, ...]:
@@ -313,7 +320,8 @@ class Bench(AbstractContextManager):
         entries = len(prompts) * sampling.max_tokens * self.vocab_size
         if spec.kind == "openai":
             few = (min(LIKELIEST, self.vocab_size), "sampled")
-            return ("full", *few) if entries <= FULL_ENTRIES["openai"] else few
+            exact = "full" if entries <= FULL_ENTRIES["openai"] else "hidden"
+            return few if exact == "hidden" and sampling.filtered else (exact, *few)
         return ("full",) if sampling.filtered or entries <= FULL_ENTRIES[spec.kind] else ("hidden", "full")
 
 

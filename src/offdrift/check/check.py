@@ -18,10 +18,13 @@ from typing import Any, Literal
 
 from offdrift.check.bench import Bench, EngineSpec, Pair
 from offdrift.check.branches import branches, quantized
-from offdrift.check.claim import Claim, claimed_equal, claimed_equal_to, with_digest, with_module
+from offdrift.check.claim import Claim, claimed_equal, claimed_equal_to, with_module
+from offdrift.check.declared import quantization_finding, quantization_of
+from offdrift.check.ends import end_findings, recorded_ends
 from offdrift.check.equality import attempted, bisect, determinism, modules_agree, repeated
 from offdrift.check.factors.base import Factor, Outcome
 from offdrift.check.measure import Measured, measure
+from offdrift.check.other_machine import with_digest
 from offdrift.check.paired import paired_rows
 from offdrift.check.precision import Explained, explained, unexplained, without_precision
 from offdrift.check.recommend import Level, broken_record, defects, level_of, recommended, sentence, thresholds, worst
@@ -83,7 +86,8 @@ def check(
         claim: "equal": every log-prob has the same bits in both engines; without that the check has not passed.
         against: another rollout engine with the same weights, which is led along the same tokens; a claim is then about
             the two rollout engines.
-        digest: of another machine's claim; the check has not passed if this one's is another.
+        digest: of another machine's claim, or the path of its check.json, by which the first difference is named; the
+            check has not passed if this one's is another.
         max_kl: the largest mean KL(rollout || train) per token to pass with, nats.
         rules: of the diagnosis; default: the built-in ones.
         watch: called before each stage.
@@ -144,7 +148,8 @@ def check(
     stopped = [(f, "the check was interrupted") for f in factors if f.name not in done]
     not_run = _not_run(bench, rollout, [*stopped, *left_out])
     mixture = num_experts(bench.model) > 1
-    served = server_findings(equality.get("server", {}))
+    equality["ends"] = recorded_ends(rollouts)
+    served = [*_declared(bench, rollouts, equality), *server_findings(equality.get("server", {}))]
     concluded = _judged(
         baseline, precision, rollouts, outcomes, served, pair=pair, rules=rules, mixture=mixture, max_kl=max_kl
     )
@@ -182,6 +187,14 @@ def _paired(
     assert baseline.logged.logp_old is not None
     logp = baseline.logged.logp_old
     return paired_rows(bench, pair.rollout, rollouts, logp, train=pair.train, against=against)
+
+
+def _declared(bench: Bench, rollouts: Rollouts, measured: Mapping[str, Any]) -> list[Finding]:
+    """Findings about the rollout engine's quantization, and about where it ends responses."""
+    server = measured.get("server") or {}
+    quantization = rollouts.provenance.quantization or (server.get("folder") or {}).get("quantization")
+    ends = end_findings(measured["ends"], server.get("ends"), bench.tokenizer)
+    return [*quantization_finding(quantization, quantization_of(bench.model)), *ends]
 
 
 def rendered_texts(bench: Bench) -> tuple[list[str], list[list[int]]]:

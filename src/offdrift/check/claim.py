@@ -17,7 +17,6 @@ and is not seen; hold checksums of the files against each other for those.
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -38,6 +37,8 @@ from offdrift.records.rollouts import FullVocab, Rollouts
 from offdrift.segments import Segments
 
 HEADER = b"offdrift-equal-1\n"
+MOST_NUMBERS = 8192
+"""Tokens of which a claim keeps the log-probs, at most."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ class Claim:
     """The engine that the rollout engine was compared with; "": the trainer."""
     computed: str = ""
     """How that other engine's log-probs came about: decoded, or read at once."""
+    numbers: dict[str, Any] | None = None
+    """Tokens and the rollout engine's log-probs of each request, by which another machine finds the first that differs;
+    None of more than `MOST_NUMBERS` tokens."""
 
     def __str__(self) -> str:
         """One sentence.
@@ -165,6 +169,7 @@ def _claim(
         kl_low=0.0 if equal else max(0.0, mean - reach),
         kl_high=0.0 if equal else mean + reach,
         first=first,
+        numbers=numbers_of(rollouts, theirs) if len(same) <= MOST_NUMBERS else None,
     )
 
 
@@ -206,6 +211,17 @@ def digest(rollouts: Rollouts, logp: Float[Tensor, " n"]) -> str:
     return whole.hexdigest()
 
 
+def numbers_of(rollouts: Rollouts, logp: Float[Tensor, " n"]) -> dict[str, Any]:
+    """Prompts, tokens and log-probs of every request: a float32 is the same again after JSON."""
+    prompts = rollouts.prompt_tokens.split(rollouts.prompt_cu_seqlens.diff().tolist())
+    lengths = rollouts.lengths.tolist()
+    return {
+        "prompts": [x.tolist() for x in prompts],
+        "tokens": [x.tolist() for x in rollouts.tokens.split(lengths)],
+        "logp": [x.tolist() for x in logp.detach().cpu().split(lengths)],
+    }
+
+
 def with_module(claim: Claim, bisected: dict[str, Any]) -> dict[str, Any]:
     """A claim's entry with the first module that differs, where the engine shows its layers."""
     entry = claim.as_dict()
@@ -221,23 +237,3 @@ def with_module(claim: Claim, bisected: dict[str, Any]) -> dict[str, Any]:
     elif claim.first is not None and (why := bisected.get("why")):
         entry["text"] += f"; the module is not known: {why}"
     return entry
-
-
-def with_digest(entry: dict[str, Any], expected: str | None) -> dict[str, Any]:
-    """A claim's entry with the comparison of its digest with another machine's.
-
-    Raises: `BadValueError` for anything but 64 hexadecimal digits.
-    """
-    if expected is None:
-        return entry
-    same = entry["digest_rollout"] == check_digest(expected)
-    words = "the same as the other machine's" if same else f"not the other machine's, {expected.lower()}"
-    text = f"{entry['text']}; the digest is {words}"
-    return {**entry, "expected_digest": expected.lower(), "same_digest": same, "text": text}
-
-
-def check_digest(digest: str) -> str:
-    """A digest in lower case. Raises: `BadValueError` for anything but 64 hexadecimal digits."""
-    if not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
-        raise BadValueError(f"digest = {digest[:80]!r} is not 64 hexadecimal digits, as a claim prints them")
-    return digest.lower()

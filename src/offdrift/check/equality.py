@@ -169,7 +169,8 @@ def outputs_of(model: nn.Module, row: int | None = None) -> Iterator[Outputs]:
         tensors = [x for x in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(x, Tensor)]
         if not tensors or not tensors[0].is_floating_point():
             return None
-        x = tensors[0].detach()
+        # Gemma's embedding scales its rows in transformers; vLLM's model does that behind it.
+        x = tensors[0].detach() / getattr(module, "embed_scale", 1)
         if len(tensors) == 2 and type(module).__name__.endswith("DecoderLayer") and tensors[1].shape == x.shape:
             x = x.float() + tensors[1].float()  # vLLM adds the residual stream in the next layer
         if row is None:
@@ -184,14 +185,15 @@ def outputs_of(model: nn.Module, row: int | None = None) -> Iterator[Outputs]:
         return x.reshape(len(x), -1).double().cpu()
 
     def note(name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        for parts, value in ((noted.parts, output), (noted.inputs, arguments[:1])):
+        read = tuple(x for x in arguments if isinstance(x, Tensor))[:1]
+        for parts, value in ((noted.parts, output), (noted.inputs, read)):
             if (x := rows_of(module, value)) is not None:
                 parts.setdefault(name, []).append(x)
 
     handles = [model.register_forward_pre_hook(begin, with_kwargs=True)]
     for name, module in model.named_modules():
         if name:
-            handles.append(module.register_forward_hook(partial(note, name)))
+            handles.append(module.register_forward_hook(partial(note, HEAD if is_head(module) else name)))
     try:
         yield noted
     finally:
@@ -199,14 +201,28 @@ def outputs_of(model: nn.Module, row: int | None = None) -> Iterator[Outputs]:
             handle.remove()
 
 
+HEAD = "lm_head"
+"""Name of the output head in transformers."""
+
+
+def is_head(module: nn.Module) -> bool:
+    """Whether this is vLLM's logits processor where it does nothing but multiply by the output head, which is never
+    called as a module there.
+
+    One that also scales or caps its logits has no module beside it in transformers.
+    """
+    plain = getattr(module, "soft_cap", 0) is None and getattr(module, "scale", None) == 1
+    return plain and type(module).__name__ == "LogitsProcessor"
+
+
 @torch.no_grad()
 def bisect(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, Any]:
     """The first module whose output differs between the engines, and by how much every module differs.
 
     The rollout engine follows one response as it draws, alone and from its cache; the training engine scores it whole,
-    padded among others. Outputs are compared at the places that response tokens are predicted from, where both engines
-    have a module of one name and as many numbers per token, in and out. A module that contains others comes after
-    them, so that the first one is the smallest that shows the difference.
+    padded among others. Outputs are compared at every place of prompt and response that both compute, where both
+    engines have a module of one name and as many numbers per token, in and out. A module that contains others comes
+    after them, so that the first one is the smallest that shows the difference.
 
     Returns: `first` (None where nothing differs), whose `within` is the module around it where its input differs
         already: then something between modules does it, such as the attention itself. And `modules`, in order: name,
@@ -231,14 +247,22 @@ def bisect(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, An
     count, widest = len(one.tokens), int(together.lengths_with_context.max())
 
     def compared(name: str, *, inputs: bool = False) -> tuple[Tensor, Tensor] | None:
-        """Numbers of trainer and rollout engine at the places that response tokens are predicted from."""
-        # Responses begin in one column: their predictions are the first of the last `widest + 1` columns.
-        x, y = ours.last(name, widest + 1, inputs=inputs), theirs.last(name, count, inputs=inputs)
-        if x is None or y is None or len(ours.parts[name]) > 1 or x.shape[1] != y.shape[1]:
+        """Numbers of trainer and rollout engine at every place that both computed."""
+        # Responses begin in one column: their predictions are the first of the last `widest + 1` columns, behind the
+        # rest of the prompt, which a head does not read and a prefix cache leaves out.
+        for before in (len(one.prompt_tokens) - 1, 0):
+            x = ours.last(name, before + widest + 1, inputs=inputs)
+            y = theirs.last(name, before + count, inputs=inputs)
+            if x is not None and y is not None:
+                x = x[: len(y)]
+                break
+        else:
+            return None
+        if len(ours.parts[name]) > 1 or x.shape[1] != y.shape[1]:
             return None
         # vLLM's act_fn also multiplies by the gate: of the same name, and another function of a wider input.
         widths = {parts[0].shape[1] for parts in (ours.inputs.get(name), theirs.inputs.get(name)) if parts}
-        return None if len(widths) > 1 else (x[:count], y)
+        return None if len(widths) > 1 else (x, y)
 
     modules: list[dict[str, Any]] = []
     for name in ours.parts:
@@ -254,16 +278,32 @@ def bisect(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, An
         outer = first["module"].rpartition(".")[0]
         first = {**first, "within": outer if read is not None and not torch.equal(*read) else first["module"]}
     limit = rounding_limit(rollout.dtype, train.dtype)
-    beyond = next((m for m in modules if limit is not None and m["relative"] > limit), None)
     return {
         "rollout": str(rollout),
         "train": str(train),
         "tokens": count,
         "first": first,
         "rounding_limit": limit,
-        "beyond_rounding": beyond,
+        "beyond_rounding": beyond_rounding(modules, limit, model),
         "modules": modules,
     }
+
+
+def beyond_rounding(
+    modules: Sequence[Mapping[str, Any]], limit: float | None, model: nn.Module
+) -> dict[str, Any] | None:
+    """The first module that differs by more than the limit; a tied head with the embedding that it is."""
+    beyond = next((dict(m) for m in modules if limit is not None and m["relative"] > limit), None)
+    if beyond is not None and beyond["module"] == HEAD and tied(model):
+        beyond["tied_to"] = "model.embed_tokens"  # whose other rows differ, which these tokens do not read
+    return beyond
+
+
+def tied(model: nn.Module) -> bool:
+    """Whether the output head of a model of transformers is its embedding."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(config, "tie_word_embeddings", False) is True
 
 
 def rounding_limit(*dtypes: str) -> float | None:
@@ -282,7 +322,7 @@ def rounding_limit(*dtypes: str) -> float | None:
 
 def modules_agree(bisected: Mapping[str, Any]) -> bool:
     """Whether a bisection found no module that differs by more than rounding, the output head included, in a dtype
-    where that tells something. (vLLM never calls its head as a module, so that its bisection cannot say so.)"""
+    where that tells something."""
     head = any(str(m["module"]).endswith("lm_head") for m in bisected.get("modules", ()))
     return head and bisected.get("rounding_limit") is not None and bisected.get("beyond_rounding") is None
 

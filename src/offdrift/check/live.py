@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from offdrift.check.bench import DTYPES, SERVERS, Bench, EngineSpec
 from offdrift.check.check import Prompt, encoded
 from offdrift.check.checkpoint_folder import checkpoint_folder, step_of
+from offdrift.check.ends import ends_of
 from offdrift.check.factors.base import few
 from offdrift.check.live_parts import StalePart, part_of_other
 from offdrift.check.precision import SEQUENCES, Explained, compared, multiple_of, not_compared
@@ -223,7 +224,7 @@ class LiveCheck:
         prompts = encoded(self.texts, tokenizer, vocab_size=model.config.get_text_config().vocab_size, chat=self.chat)
         with Bench(model, tokenizer, prompts, sampling=Sampling(self.max_tokens), seed=self.seed) as bench:
             server: Any = bench.engine(self.rollout)
-            heard = self._heard(server, prompts, _stop_tokens(model, tokenizer))
+            heard = self._heard(server, prompts, ends_of(model, tokenizer))
             dtype = DTYPES.get(server.dtype)
             measured = self.compared(model, heard, dtype)
             self._tell("asking the server once more")
@@ -379,10 +380,3 @@ def _moved(server: OpenAIEngine, heard: Heard, precision: Sequence[Explained]) -
         again = server.forced(first)
         return misfit(again.logp_rollout, first.logp_rollout) > precision[1].multiple * precision[1].explained
     return True  # it read them a moment ago: restarted, or given other weights
-
-
-def _stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a response: the tokenizer's, and those of the folder's generation_config.json."""
-    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = [named] if isinstance(named, int) else [*(named or ())]
-    return tuple(sorted({i for i in (*ids, getattr(tokenizer, "eos_token_id", None)) if isinstance(i, int)}))

@@ -1,4 +1,4 @@
-"""Two questions to a server that tokens and settings given by a check go around: its prompts and its defaults.
+"""Questions to a server that tokens and settings given by a check go around: prompts, defaults, ends, and its folder.
 
 A check sends token ids and every sampling setting, so a chat template, a tokenizer or a `generation_config.json` that
 is not the trainer's leaves no trace in what it draws. The requests of a framework that sends texts, or leaves settings
@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offdrift.check.bench import Bench, EngineSpec
+from offdrift.check.declared import compare_folder, folder_findings, folder_of
+from offdrift.check.ends import ends_of, served_ends
+from offdrift.check.equality import attempted
 from offdrift.engines.server.engine import OpenAIEngine
 from offdrift.errors import NotOfferedError
 from offdrift.judge import Evidence, Finding
@@ -26,20 +29,27 @@ MARGIN = 6
 def server_side(
     bench: Bench, rollout: EngineSpec, texts: Sequence[str], ours: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """Prompts that the server renders, and responses to requests that leave settings open.
+    """Prompts that the server renders, responses to requests that leave settings open, ends, and the folder it opened.
 
     Args:
         texts, ours: prompts, and what the trainer's tokenizer makes of each, in its chat template where it has one.
 
     Returns: `prompts`: None if the server does not render, or `same`, and the first text with both renderings;
-        `defaults`: `repeats` (the same request gave the same tokens), `neutral`, and the first token that differs.
+        `defaults`: `repeats` (the same request gave the same tokens), `neutral`, and the first token that differs;
+        `ends`: see `served_ends`; `folder`: see `compare_folder`, None if it is not on this machine.
 
     Raises: `NotOfferedError` for an engine that is not a server; `EngineError` if it cannot be asked.
     """
     engine = bench.engine(rollout)
     if not isinstance(engine, OpenAIEngine):
         raise NotOfferedError("only a server renders prompts and has defaults")
-    return {"prompts": compare_prompts(bench, engine, texts, ours), "defaults": compare_defaults(bench, engine)}
+    folder = folder_of(engine)
+    return {
+        "prompts": compare_prompts(bench, engine, texts, ours),
+        "defaults": compare_defaults(bench, engine),
+        "ends": served_ends(engine, bench.prompts[0], bench.model, bench.tokenizer),
+        "folder": None if folder is None else attempted(compare_folder, bench, folder),
+    }
 
 
 def compare_prompts(
@@ -61,7 +71,7 @@ def compare_prompts(
 
 def compare_defaults(bench: Bench, engine: OpenAIEngine) -> dict[str, Any]:
     """Compare responses with every setting given, twice, and with all of them left open."""
-    ends = set(bench.sampling.stop_token_ids)
+    ends = {*bench.sampling.stop_token_ids, *ends_of(bench.model, bench.tokenizer)}
     repeats = True
     for index, prompt in enumerate(bench.prompts[:TEXTS]):
         length = min(TOKENS, bench.sampling.max_tokens)
@@ -84,8 +94,9 @@ def _first(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def server_findings(found: Mapping[str, Any]) -> list[Finding]:
-    """Findings about prompts that the server renders otherwise, and about defaults that change what is drawn."""
-    findings = []
+    """Findings about a folder that is not the trainer's, prompts that the server renders otherwise, and defaults that
+    change what is drawn."""
+    findings = folder_findings(found.get("folder") or {})
     prompts, defaults = found.get("prompts") or {}, found.get("defaults") or {}
     if prompts.get("same") is False:
         what = "chat template or tokenizer" if prompts["chat"] else "tokenizer"

@@ -323,7 +323,9 @@ def bisected(check: Fields) -> str:
         more = f"; no module differs by more than rounding ({short(limit)} of its size){elsewhere}"
         if beyond:
             size = short(number(beyond.get("relative")))
-            more = f"; first by more than rounding in {safe(text(beyond.get('module')))} ({size} of its size)"
+            module, tied_to = (safe(text(beyond.get(name))) for name in ("module", "tied_to"))
+            module += f", tied to {tied_to}" * bool(tied_to)
+            more = f"; first by more than rounding in {module} ({size} of its size)"
     if within != name:
         return f"first difference in {within or 'the model'}, before its module {name} ({by}){more}"
     return f"first difference in {name} ({by}){more}"

@@ -9,6 +9,7 @@ import typer
 
 from offdrift.cli.app import BEFORE, RulesFile, Screen, app
 from offdrift.cli.exit_codes import ExitCode
+from offdrift.model_names import check_model_name
 
 if TYPE_CHECKING:
     from offdrift.check.result import Check
@@ -95,7 +96,9 @@ def check(
     digest: Annotated[
         str | None,
         typer.Option(
-            metavar="HEX", help="With --claim equal: the digest that another machine printed; exit status 3 if not met."
+            metavar="HEX|FILE",
+            help="With --claim equal: the digest that another machine printed, or its check.json, by which the first "
+            "difference is named; exit status 3 if not met.",
         ),
     ] = None,
     max_kl: Annotated[
@@ -139,6 +142,8 @@ def check(
         --train transformers:float16,batch_invariant=true
     """
     with screen.watching(every=True) as watch:
+        if model is not None:
+            check_model_name(model)  # before anything heavy is imported
         watch("loading", 0, 1)
         from offdrift.check.entry import check as measured
 

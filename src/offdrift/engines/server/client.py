@@ -12,7 +12,7 @@ import os
 import ssl
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -21,6 +21,8 @@ import httpcore
 import httpx
 import torch
 
+from offdrift.engines.server.sglang_record import Offers
+from offdrift.engines.server.sglang_record import offers as offers_of
 from offdrift.errors import EngineError
 from offdrift.hosts import on_this_machine
 from offdrift.records.provenance import Sampling
@@ -308,6 +310,8 @@ class Served:
     mode: Mode | None = None
     aliases: tuple[str, ...] = ()
     """Names under which it serves these weights; answers bear one of them."""
+    offers: Offers = field(default_factory=Offers)
+    """What SGLang was started to record."""
 
 
 def identify(server: Server, model: str | None) -> Served:
@@ -404,6 +408,7 @@ def _sglang(server: Server) -> dict[str, Any]:
         "version": str(info.get("version", "unknown"))[:40],
         "dtype": _dtype(info.get("dtype")),
         "quantization": None if quantization is None else str(quantization)[:80],
+        "offers": offers_of(info),
     }
 
 
@@ -417,12 +422,12 @@ def check_model(answer: Any, served: Served) -> None:
         )
 
 
-def optional(ask: Callable[[], Any]) -> Any:
-    """The answer, or None from a server that does not offer the question."""
+def optional(ask: Callable[[], Any], besides: Iterable[int] = ()) -> Any:
+    """The answer, or None from a server that does not offer the question: by usual statuses, and by those `besides`."""
     try:
         return ask()
     except StatusError as error:
-        if error.status in (401, 403, 404, 405, 501):
+        if error.status in (401, 403, 404, 405, 501, *besides):
             return None
         raise
 

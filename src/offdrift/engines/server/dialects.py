@@ -24,11 +24,12 @@ from torch import Tensor
 
 from offdrift.engines.generate import Generation
 from offdrift.engines.server.recorded import read_experts, read_mask
+from offdrift.engines.server.sglang_record import Recording, on_mask, read_flat_experts, read_states, renormalized
 from offdrift.engines.vllm.taps import IMPOSED
 from offdrift.errors import EngineError
 from offdrift.records.plausible import implausible
 from offdrift.records.provenance import Sampling
-from offdrift.records.rollouts import EvidenceKind, FullVocab, TopK
+from offdrift.records.rollouts import EvidenceKind, FullVocab, HiddenStates, TopK
 
 API = Literal["completions", "generate", "sglang"]
 
@@ -167,15 +168,27 @@ def size_limit(prompt: Sequence[int], sampling: Sampling, entries: int) -> int:
 
 
 def read(
-    api: API, content: Any, prompt: Sequence[int], sampling: Sampling, evidence: EvidenceKind, vocab_size: int
+    api: API,
+    content: Any,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    evidence: EvidenceKind,
+    vocab_size: int,
+    recording: Recording | None = None,
 ) -> Answer:
     """One response from the server's answer.
+
+    Args:
+        recording: what SGLang was asked to record besides.
 
     Raises: `EngineError` naming the field that is missing, of another type or out of range; or if
         the response was cut, or ended by a token that ends nothing here.
     """
     try:
-        return _read(_PARSERS[api](content, prompt), sampling, evidence, vocab_size)
+        parsed = _PARSERS[api](content, prompt)
+        if recording is not None and recording.masks(sampling):
+            parsed = _filtered(parsed)
+        return _read(parsed, sampling, evidence, vocab_size, recording)
     except RecursionError:
         raise _odd("it is nested too deeply") from None
 
@@ -198,7 +211,19 @@ def read_forced(api: API, content: Any, tokens: Sequence[int]) -> Float[Tensor, 
     return torch.tensor([_logp(x) for _, x in rows], dtype=torch.float32)
 
 
-def _read(answer: _Parsed, sampling: Sampling, evidence: EvidenceKind, vocab_size: int) -> Answer:
+def _filtered(answer: _Parsed) -> _Parsed:
+    """The answer with log-probs behind the filters, where SGLang's own are before them."""
+    if not isinstance(answer.mask, list):
+        raise _odd("it was asked for its sampling mask and gives none")
+    logp = renormalized(answer.on_mask, answer.mask, answer.tokens)
+    shift = [_logp(before) - _logp(behind) for before, behind in zip(answer.logp, logp, strict=True)]
+    top = on_mask(answer.top, answer.mask, shift) if answer.top else answer.top
+    return answer._replace(logp=logp, top=top)
+
+
+def _read(
+    answer: _Parsed, sampling: Sampling, evidence: EvidenceKind, vocab_size: int, recording: Recording | None = None
+) -> Answer:
     for i, token in enumerate(answer.tokens):
         if not (_whole(token) and 0 <= token < vocab_size):
             raise _odd(f"token {i} is {_short(token)}; the vocabulary has {vocab_size} tokens")
@@ -217,6 +242,12 @@ def _read(answer: _Parsed, sampling: Sampling, evidence: EvidenceKind, vocab_siz
     support = read_mask(answer.mask, answer.tokens, vocab_size)
     positions = answer.prompt + len(answer.tokens) - 1  # the last token was not computed yet
     experts = None if answer.experts is None else read_experts(answer.experts, positions)
+    if recording is not None and recording.routes and answer.flat_experts is not None:
+        experts = read_flat_experts(answer.flat_experts, positions, recording.experts_per_token or 1)
+    if recording is not None and evidence == "hidden":
+        head = recording.served_head()
+        states = read_states(answer.states, len(answer.tokens), head.weight.shape[1], head.weight.dtype)
+        recorded = HiddenStates(states, head)
     return Answer(Generation(tokens, length, logp, recorded, support=support, experts=experts), answer.spans)
 
 
@@ -235,6 +266,12 @@ class _Parsed(NamedTuple):
     """`routed_experts`, as the server encodes it."""
     prompt: int = 0
     """Tokens of the prompt."""
+    on_mask: Any = None
+    """`output_token_sampling_logprobs` of SGLang."""
+    flat_experts: Any = None
+    """`routed_experts` of SGLang."""
+    states: Any = None
+    """`hidden_states` of SGLang."""
 
 
 def _completions(content: Any, prompt: Sequence[int]) -> _Parsed:
@@ -286,9 +323,12 @@ def _sglang(content: Any, prompt: Sequence[int]) -> _Parsed:
         raise _odd(f"weight_version is {_short(last)}, and weight_versions end with {_short(spans[-1].label)}")
     if not spans and last is not None:
         spans = (Span(str(last), 0, len(tokens)),)
-    return _Parsed(
+    parsed = _Parsed(
         tokens, [x for _, x in rows], top, finish=finish.get("type"), reason=finish.get("matched"), spans=spans
     )
+    mask, on_mask = (meta.get(f"output_token_sampling_{what}") for what in ("mask", "logprobs"))
+    experts, states = meta.get("routed_experts"), meta.get("hidden_states")
+    return parsed._replace(mask=mask, on_mask=on_mask, flat_experts=experts, states=states, prompt=len(prompt))
 
 
 _PARSERS = {"completions": _completions, "generate": _generate, "sglang": _sglang}
@@ -314,7 +354,7 @@ def _spans(listed: Any, tokens: int) -> tuple[Span, ...]:
 
 
 def _evidence(answer: _Parsed, evidence: EvidenceKind, vocab_size: int) -> FullVocab | TopK | None:
-    if evidence == "sampled":
+    if evidence in ("sampled", "hidden"):
         return None
     k = vocab_size if evidence == "full" else int(evidence)
     if len(answer.top) != len(answer.tokens):

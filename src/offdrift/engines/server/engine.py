@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from offdrift.divergence.head import Head
 from offdrift.engines.generate import check_request, entries, prompts_of, request_seed, responses_of, rollouts_from
 from offdrift.engines.routing import route_lengths
 from offdrift.engines.server.client import (
@@ -49,10 +50,15 @@ from offdrift.engines.server.dialects import (
 )
 from offdrift.engines.server.forced import ForcedDecoding
 from offdrift.engines.server.recorded import read_experts
+from offdrift.engines.server.sglang_record import Recording
 from offdrift.errors import EngineError
 from offdrift.records.provenance import Provenance, Sampling
 from offdrift.records.rollouts import EvidenceKind, Rollouts, Routes, cumulative
 
+MOST_LAYERS = 256
+"""Layers whose experts an answer may list, at most."""
+NUMBER = 32
+"""Bytes that one number may take on its way."""
 PROBED = 20
 """Likeliest tokens from which the kind of log-probs is told: what vLLM gives unless told otherwise."""
 
@@ -76,6 +82,9 @@ class OpenAIEngine:
         retries: further tries of a request that the server was too busy for.
         insecure: whether `http://` may go to another machine.
         evidence_limit_mib: memory that recorded evidence may take, MiB.
+        experts_per_token: k of the model's routers, which SGLang's answers leave out.
+        head: makes the output head of the server's weights, in float32: with it, hidden states that SGLang returns are
+            evidence of whole distributions.
         version: trainer version of the weights that the server holds, optimizer steps.
 
     Raises: `EngineError` if there is no server, no such model, or it computes in another dtype.
@@ -101,6 +110,8 @@ class OpenAIEngine:
         retries: int = 3,
         insecure: bool = False,
         evidence_limit_mib: int = 1024,
+        experts_per_token: int | None = None,
+        head: Callable[[], Head] | None = None,
         name: str = "openai",
         version: int = 0,
     ) -> None:
@@ -129,6 +140,7 @@ class OpenAIEngine:
         self._on_raw, self._sync, self._concurrency = on_raw, sync, concurrency
         self._mode: Mode | None = self.served.mode
         self._weights = Weights(self._server, self.served, folder=sync_folder, version=version)
+        self._recording = Recording(self.served.offers, experts_per_token, head, self.dtype)
         self._decoding = ForcedDecoding(self._server, self.served, vocab_size)
         self._closed = False
 
@@ -142,7 +154,8 @@ class OpenAIEngine:
         """
         self._check(prompts, sampling, evidence)
         # Without temperature and filters raw log-probs are right, too.
-        right = faithful("raw", sampling) or faithful(self.logprobs_mode(prompts[0]), sampling)
+        right = faithful("raw", sampling) or self._recording.masks(sampling)
+        right = right or faithful(self.logprobs_mode(prompts[0]), sampling)
         if not right and self._on_raw == "refuse":
             raise EngineError(
                 f"the log-probs of {self.url} are {self._mode or 'raw, it seems'}: not those of what is "
@@ -259,6 +272,26 @@ class OpenAIEngine:
         answer = self._server.post(PATHS[api], asked if settings else left_open(asked))
         return response_tokens(api, answer, prompt)
 
+    def ends(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[bool] | None:
+        """Whether a response that leaves its settings to the server ends at each of these tokens: it is allowed to draw
+        nothing else, and twice. None if the server cannot be asked so (vLLM has `allowed_token_ids`).
+
+        Raises: `EngineError` if the server does not answer with token ids.
+        """
+
+        def ask(i: int) -> list[int]:
+            asked = request("completions", self.served.model, prompt, Sampling(2), evidence="sampled", seed=0)
+            body = left_open(asked) | {"allowed_token_ids": [tokens[i]]}
+            answer = optional(lambda: self._server.post(PATHS["completions"], body), (400, 422))
+            return [] if answer is None else response_tokens("completions", answer, prompt)
+
+        if self.served.software != "vllm" or not tokens:
+            return None
+        drawn = self._each(ask, len(tokens))
+        if any(set(response) != {token} for response, token in zip(drawn, tokens, strict=True)):
+            return None
+        return [len(response) == 1 for response in drawn]
+
     def asleep(self) -> bool:
         """Whether the server says that it sleeps, as beside a trainer on the same device."""
         answer = optional(lambda: self._server.get("/is_sleeping")) if self.served.software == "vllm" else None
@@ -269,14 +302,24 @@ class OpenAIEngine:
 
         Raises: `EngineError` if the server does not say (`--enable-return-routed-experts`).
         """
-        if self.served.software != "vllm":
-            raise EngineError(f"routed experts are read from vLLM, and {self.url} is something else")
+        sglang = self.served.software == "sglang"
+        if self.served.software != "vllm" and not (sglang and self._recording.routes):
+            why = "it was not started with --enable-return-routed-experts" if sglang else "it is something else"
+            raise EngineError(f"routed experts are read from vLLM and SGLang, and of {self.url} {why}")
         lengths = route_lengths(rollouts)
         pairs = zip(prompts_of(rollouts), responses_of(rollouts), strict=True)
         forced = [(prompt + response)[:-1] for prompt, response in pairs]
         one = Sampling(1)
 
         def ask(i: int) -> Tensor:
+            if sglang:
+                body = request("sglang", self.served.model, forced[i], one, evidence="sampled", seed=0)
+                answer = self._server.post(PATHS["sglang"], body | {"return_routed_experts": True}, limit=2**28)
+                known = {"vocab_size": self.vocab_size, "recording": self._recording}
+                drawn = read("sglang", answer, forced[i], one, "sampled", **known)
+                if drawn.draws.experts is None:
+                    raise EngineError(f"{self.url} was asked for routed experts and gives none")
+                return drawn.draws.experts
             body = request("completions", self.served.model, forced[i], one, evidence="sampled", seed=0)
             # A prefix that is cached may not be routed again.
             body["cache_salt"] = uuid.uuid4().hex
@@ -314,19 +357,31 @@ class OpenAIEngine:
         logprobs: Literal["processed", "raw"],
     ) -> Rollouts:
         width = entries(evidence, self.vocab_size)
+        # Raw log-probs are measured, or recorded, as they are: without a mask to renormalize them by.
+        recording = self._recording if logprobs == "processed" else self._recording.without_masks()
 
         def ask(i: int) -> Answer:
             prompt, own_seed = prompts[i], request_seed(seed, i)
             body = request(self._api, self.served.model, prompt, sampling=sampling, evidence=evidence, seed=own_seed)
             limit = size_limit(prompt, sampling, width)
+            if self._api == "sglang":
+                body |= recording.asked(sampling, evidence)
+                limit += self._record_bytes(len(prompt) + sampling.max_tokens, sampling, evidence)
             answer = self._server.post(PATHS[self._api], body, limit=limit)
             check_model(answer, self.served)
             try:
-                return read(self._api, answer, prompt, sampling, evidence, self.vocab_size)
+                return read(self._api, answer, prompt, sampling, evidence, self.vocab_size, recording=recording)
             except EngineError as error:
                 raise EngineError(f"request {i} of {len(prompts)} to {self.url}: {error}") from error
 
         return self._asked(ask, prompts, sampling, logprobs)
+
+    def _record_bytes(self, places: int, sampling: Sampling, evidence: EvidenceKind) -> int:
+        """Bytes by which an honest answer grows with what it records."""
+        width = self._recording.served_head().weight.shape[1] if evidence == "hidden" else 0
+        experts = MOST_LAYERS * (self._recording.experts_per_token or 0) if self._recording.routes else 0
+        kept = sampling.top_k if self._recording.masks(sampling) else 0
+        return places * (6 * experts + 2 * NUMBER * kept + NUMBER * width)
 
     def _asked(
         self,
@@ -367,8 +422,11 @@ class OpenAIEngine:
     def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling, evidence: EvidenceKind) -> None:
         if self._closed:
             raise EngineError(f"engine {self.name!r} is closed; construct another one")
-        if evidence == "hidden":
-            raise EngineError('a server gives no hidden states; record evidence = "full", or 20')
+        if evidence == "hidden" and not (self._api == "sglang" and self._recording.states):
+            raise EngineError(
+                f"{self.url} gives no hidden states (SGLang does, started with --enable-return-hidden-states, to an "
+                'engine that knows the output head); record evidence = "full", or 20'
+            )
         check_request(
             prompts, sampling, evidence, vocab_size=self.vocab_size, state_bytes=0, limit_mib=self.evidence_limit_mib
         )
