@@ -69,6 +69,7 @@ REASONS: dict[str, str] = {
     "dispo": "four weights, one for each regime of sign and outcome, each over all tokens",
     "tbpo": "geometric means of two ratios for each response, and a clip on both sides",
     "st_ppo": "clips twice: once to see, in float64, what the step's clip removes",
+    "troll": "searches for a multiplier at every token, here over a vocabulary of two",
     "deepseek_v32": "gate and clip, and a k3 penalty with an importance ratio of its own",
 }
 """What the formula of a slow row needs, for the rows that are or come near to being slow."""
