@@ -484,8 +484,8 @@ OUTSIDE_ARE = (
     'anything of the check. "narrow" is the shape of SmolLM2-135M, 30 layers, half as wide with random weights '
     '(`--pretrained` takes the model itself), "smollm2 chat" the model itself behind its template. With `--engine vllm`, '
     "what only a server reads (tokenizer, template, `generation_config.json`, its own options) is planted into vLLM's "
-    "server; the rest into vLLM in this process. Quantization in float8 is planted there in bfloat16, the only dtype that "
-    "vLLM multiplies it with. `quantization_differs`, `ends_differ`, `generation_config` and the bisection of vLLM's head "
+    "server; the rest into vLLM in this process. Quantization in float8 was not run there: vLLM multiplies it in bfloat16 "
+    "alone, which this processor emulates. `quantization_differs`, `ends_differ`, `generation_config` and the bisection of vLLM's head "
     "were built after the list was run a first time, by the kinds that it missed; then it was run again. In transformers a "
     "line break that ends texts shows only if a response has one, and none of the four had: it is missed there, and a "
     "server is asked. A fault whose cell is empty was not run there."

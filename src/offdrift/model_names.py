@@ -36,7 +36,7 @@ def check_model_name(source: str) -> None:
 
 
 def no_model(source: str, problem: str, *, offline: str = "") -> str:
-    """What is said of a model that cannot be loaded."""
+    """Build the error about a model that cannot be loaded."""
     return (
         f"model = {source!r} cannot be loaded{offline}; {problem}. Give a folder written by "
         "save_pretrained, a hub id that is reachable or already downloaded, or a model that needs "

@@ -222,7 +222,7 @@ def test_what_a_log_lacks_is_a_sentence_and_nothing_else_changes(absent: tuple[s
             assert any(w in row["why_not"] for w in (*wanted, "log-probs of the rollout policy"))
     expected = {
         ("logp",): 0,
-        ("logp_rollout",): len(CANDIDATES) - 35,  # those compare the trainer's two policies alone
+        ("logp_rollout",): len(CANDIDATES) - 36,  # those compare the trainer's two policies alone
         ("rewards", "group_ids"): 3,  # topr, dispo, dispo_paper
         ("divergences",): 4,  # trm_max, trm_max_tv, trm_avg, trm_max_avg
         ("rollout_version",): 3,  # a3po, echo2, roll_flash

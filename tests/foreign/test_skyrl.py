@@ -1,6 +1,7 @@
 """SkyRL's own registry, losses and configuration beside the adapter."""
 
 import dataclasses
+import logging
 import shlex
 import typing
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from torch import Tensor
 from offdrift.adapters.contrib import skyrl
 from offdrift.errors import FrameworkError
 from offdrift.judge import load_rules
-from tests.adapters.hooked import Batch, code
+from tests.adapters.hooked import Batch, code, heard
 from tests.foreign import real
 
 pytestmark = pytest.mark.foreign
@@ -50,7 +51,6 @@ def test_losses_and_gradients_are_skyrls(
     theirs: Any, name: str, settings: Any, correction: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its regular loss with its own correction, and the method through its registry, which proves itself."""
-    caplog.set_level("INFO", "offdrift.skyrl")
     from skyrl.train.config.config import AlgorithmConfig, OffPolicyCorrectionConfig
 
     one = real.doubles()
@@ -60,7 +60,8 @@ def test_losses_and_gradients_are_skyrls(
     registered = skyrl.register(name, settings=settings, on_idle="warn")
     try:
         ours = theirs.PolicyLossRegistry.get(registered)
-        total, gradient = run(ours, one, AlgorithmConfig())
+        with heard(logging.getLogger("offdrift.skyrl"), caplog):
+            total, gradient = run(ours, one, AlgorithmConfig())
     finally:
         theirs.PolicyLossRegistry.unregister(registered)
     assert "ppo_policy_loss: loss" in caplog.text

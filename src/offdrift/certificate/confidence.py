@@ -199,11 +199,11 @@ def power_any(
     """
     reached, chunk, generator = 0, max(1, 2**20 // size), np.random.default_rng(0)
     for start in range(0, samples, chunk):
-        drawn = generator.integers(0, len(variables[0][0]), (min(chunk, samples - start), size))
+        rows = generator.integers(0, len(variables[0][0]), (min(chunk, samples - start), size))
         capitals = []
         for x, low in variables:
             scale = _scale(low, math.inf)
-            y, m = (x[drawn] - low) / scale, -low / scale
+            y, m = (x[rows] - low) / scale, -low / scale
             capitals.append(np.log1p(np.minimum(_bets(y, alpha, (size,)), LARGEST_BET / m) * (y - m)).cumsum(-1))
         capital = np.logaddexp.reduce(np.stack(capitals))
         reached += int((capital.max(-1) >= math.log(len(variables) / alpha)).sum())

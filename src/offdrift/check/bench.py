@@ -216,8 +216,8 @@ class Bench(AbstractContextManager):
         if spec.kind == "openai":  # wrong log-probs are to be measured, not refused
             source = options.pop("url", "")
             config: Any = self.model.config.get_text_config()  # type: ignore[union-attr,operator]
-            known = {"experts_per_token": getattr(config, "num_experts_per_tok", None), "head": self._head}
-            options = {"vocab_size": self.vocab_size, "on_raw": "record", **known, **options}
+            model_facts = {"experts_per_token": getattr(config, "num_experts_per_tok", None), "head": self._head}
+            options = {"vocab_size": self.vocab_size, "on_raw": "record", **model_facts, **options}
         try:
             engine = make_engine(spec.kind, source, dtype=spec.dtype, **options)
         except TypeError as error:

@@ -21,9 +21,11 @@ LARGEST = 2**20
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "eos_token_id")
 """Entries of generation_config.json that a server applies to what a request leaves open."""
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "temperature": (None, 1, 1.0), "top_k": (None, 0, -1), "top_p": (None, 1, 1.0), "min_p": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0), "max_new_tokens": (None,),
-}  # fmt: skip
+    **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), (None, 1, 1.0)),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0, 0.0),
+    "max_new_tokens": (None,),
+}
 """Values that change nothing."""
 ASIDE = {
     *("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache"),
@@ -60,9 +62,14 @@ def compare_folder(bench: Bench, folder: Path) -> dict[str, Any]:
     """
     theirs, served = stored_configs(folder)
     ours: Any = bench.model.config
-    config = _differing(_flat(ours.to_dict()), _flat(theirs))
-    own = getattr(bench.model, "generation_config", None)
-    trainer = {} if own is None else own.to_dict()
+    entries, stored = _flat(ours.to_dict()), _flat(theirs)
+    config = {
+        name: {"trainer": entries.get(name), "server": stored.get(name)}  # one that is absent on a side is its None
+        for name in dict.fromkeys([*entries, *stored])
+        if entries.get(name) != stored.get(name)
+    }
+    configured = getattr(bench.model, "generation_config", None)
+    trainer = {} if configured is None else configured.to_dict()
     generation = {
         name: {"trainer": trainer.get(name), "server": served.get(name)}
         for name in SAMPLING
@@ -85,7 +92,7 @@ def _method(stored: Any) -> str | None:
 
 
 def _meant(name: str, value: object, config: Any) -> object:
-    """What an entry comes to: one of the values that change nothing is as good as none; ends are a set."""
+    """An entry by its effect: one of the values that change nothing is as good as none; ends are a set."""
     if name == "eos_token_id":
         value = getattr(config, "eos_token_id", None) if value is None else value
         return frozenset(value if isinstance(value, list | tuple) else [value]) - {None}
@@ -100,16 +107,6 @@ def _flat(entries: Mapping[str, Any], before: str = "") -> dict[str, Any]:
             continue
         flat |= _flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
     return flat
-
-
-def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries that differ; one that is absent on a side is its None."""
-    names = [*ours, *(name for name in theirs if name not in ours)]
-    return {
-        name: {"trainer": ours.get(name), "server": theirs.get(name)}
-        for name in names
-        if ours.get(name) != theirs.get(name)
-    }
 
 
 def quantization_finding(declared: str | None, own: str | None) -> list[Finding]:

@@ -34,23 +34,23 @@ def ends_of(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def recorded_ends(rollouts: Rollouts) -> dict[str, Any]:
-    """Where a record's responses end, against the stop tokens that were asked for.
+    """Ends of a record's responses, against the stop tokens that were asked for.
 
     Returns: `early`: responses that are shorter than asked for and end with no stop token; `beyond`: those that go on
         behind one; and of the first such response its number `sequence`, the `place` and the `token` there.
     """
     asked, limit = rollouts.provenance.sampling.stop_token_ids, rollouts.provenance.sampling.max_tokens
-    found: dict[str, Any] = {"early": 0, "beyond": 0}
+    counts: dict[str, Any] = {"early": 0, "beyond": 0}
     for number, part in enumerate(rollouts.tokens.split(rollouts.lengths.tolist())):
         tokens = part.tolist()
         inside = next((i for i, token in enumerate(tokens[:-1]) if token in asked), None)
         early = 0 < len(tokens) < limit and tokens[-1] not in asked
-        found["early"] += early
-        found["beyond"] += inside is not None
-        if (early or inside is not None) and "sequence" not in found:
+        counts["early"] += early
+        counts["beyond"] += inside is not None
+        if (early or inside is not None) and "sequence" not in counts:
             place = len(tokens) - 1 if inside is None else inside
-            found |= {"sequence": number, "place": place, "token": tokens[place]}
-    return found
+            counts |= {"sequence": number, "place": place, "token": tokens[place]}
+    return counts
 
 
 def candidates_of(tokenizer: Any, ends: Sequence[int]) -> list[int]:
@@ -86,17 +86,17 @@ def served_ends(engine: OpenAIEngine, prompt: Sequence[int], model: Any, tokeniz
 
 def end_findings(recorded: Mapping[str, Any], served: Mapping[str, Any] | None, tokenizer: Any) -> list[Finding]:
     """Findings that an engine ends responses elsewhere than the trainer, by its record or by its answers."""
-    seen = {
+    places = {
         "ends a response at": (recorded.get("early"), recorded.get("token"), "responses that end there"),
         "goes on behind": (recorded.get("beyond"), recorded.get("token"), "responses that go on"),
     }
     if recorded.get("early") and recorded.get("beyond"):  # one token was noted, of the first of both
-        seen.pop("goes on behind")
+        places.pop("goes on behind")
     extra, missing = ((served or {}).get(name) or () for name in ("extra", "missing"))
     if extra:
-        seen["ends a response at"] = (len(extra), extra[0], "tokens at which it ends")
+        places["ends a response at"] = (len(extra), extra[0], "tokens at which it ends")
     if missing:
-        seen["goes on behind"] = (len(missing), missing[0], "ends at which it goes on")
+        places["goes on behind"] = (len(missing), missing[0], "ends at which it goes on")
     return [
         Finding(
             rule="ends_differ",
@@ -112,6 +112,6 @@ def end_findings(recorded: Mapping[str, Any], served: Mapping[str, Any] | None, 
             refuted_by="The same prompt ends at the same token on both sides.",
             source="check",
         )
-        for does, (count, token, metric) in seen.items()
+        for does, (count, token, metric) in places.items()
         if count and token is not None
     ]

@@ -34,8 +34,8 @@ def other_claim(given: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise BadValueError(f"digest: {path} cannot be read: {str(error)[:200]}") from error
     claim = stored.get("claim") if isinstance(stored, dict) else None
-    known = claim.get("digest_rollout") if isinstance(claim, dict) else None
-    if not (isinstance(claim, dict) and isinstance(known, str) and re.fullmatch(r"[0-9a-f]{64}", known)):
+    digest = claim.get("digest_rollout") if isinstance(claim, dict) else None
+    if not (isinstance(claim, dict) and isinstance(digest, str) and re.fullmatch(r"[0-9a-f]{64}", digest)):
         raise BadValueError(f"digest: {path} holds no claim; it is the check.json of offdrift check --claim equal")
     return claim
 
@@ -51,11 +51,11 @@ def with_digest(entry: dict[str, Any], expected: str | None) -> dict[str, Any]:
     digest = other["digest_rollout"]
     same = entry["digest_rollout"] == digest
     words = "the same as the other machine's" if same else f"not the other machine's, {digest}"
-    found = {"expected_digest": digest, "same_digest": same}
+    comparison = {"expected_digest": digest, "same_digest": same}
     if not same and (first := first_difference(entry.get("numbers"), other.get("numbers"))) is not None:
-        found["first_of_machines"] = first
+        comparison["first_of_machines"] = first
         words += f", {first['text']}"
-    return {**entry, **found, "text": f"{entry['text']}; the digest is {words}"}
+    return {**entry, **comparison, "text": f"{entry['text']}; the digest is {words}"}
 
 
 def first_difference(here: Any, there: Any) -> dict[str, Any] | None:
@@ -76,7 +76,9 @@ def first_difference(here: Any, there: Any) -> dict[str, Any] | None:
     for request in range(len(here["prompts"])):
         if here["prompts"][request] != there["prompts"][request]:
             return {"request": request, "text": f"first at request {request}: it has another prompt"}
-        ours, theirs = (_pairs(side, request) for side in (here, there))
+        ours, theirs = (
+            list(zip(side["tokens"][request], side["logp"][request], strict=False)) for side in (here, there)
+        )
         at = next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=False)) if x != y), None)
         if at is None and len(ours) != len(theirs):
             at = min(len(ours), len(theirs))
@@ -85,12 +87,8 @@ def first_difference(here: Any, there: Any) -> dict[str, Any] | None:
     return None
 
 
-def _pairs(side: Mapping[str, Any], request: int) -> list[tuple[Any, Any]]:
-    return list(zip(side["tokens"][request], side["logp"][request], strict=False))
-
-
 def _at(ours: list[tuple[Any, Any]], theirs: list[tuple[Any, Any]], request: int, at: int) -> dict[str, Any]:
-    """What differs at one place, as values and in words."""
+    """The difference at one place, as values and in words."""
     where = f"first at request {request}, token {at}"
     if not ours or not theirs:
         return {"text": f"{where}: the response ends there {'here' if not ours else 'on the other machine'}"}

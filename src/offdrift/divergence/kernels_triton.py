@@ -570,33 +570,15 @@ def _halves(words):
 
 @triton.jit
 @no_type_check
-def _sweep_loaded(sums, furthest, a, b, offsets, minus_over_t, PACKED: tl.constexpr, WIDE: tl.constexpr):
-    if PACKED:
-        low_a, high_a = _halves(a)
-        low_b, high_b = _halves(b)
-        sums, low = _sweep_tile(sums, low_a, low_b, True, offsets, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE)
-        sums, high = _sweep_tile(
-            sums, high_a, high_b, True, offsets, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE
-        )
-        x = tl.maximum(low, high)
-    else:
-        sums, x = _sweep_tile(
-            sums, a.to(tl.float32), b.to(tl.float32), True, offsets, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE
-        )
-    return sums, tl.maximum(furthest, x)
-
-
-@triton.jit
-@no_type_check
 def _sweep(
     sums,
     furthest,
-    row_mu,
-    row_pi,
-    width,
     start,
     stop,
     offsets,
+    row_mu,
+    row_pi,
+    width,
     minus_over_t,
     LANES: tl.constexpr,
     R: tl.constexpr,
@@ -620,7 +602,21 @@ def _sweep(
         for j in tl.static_range(UNROLL):
             a = _load(at_mu, j * step, LAST_USE)
             b = _load(at_pi, j * step, LAST_USE)
-            sums, furthest = _sweep_loaded(sums, furthest, a, b, offsets, minus_over_t, PACKED=PACKED, WIDE=WIDE)
+            if PACKED:
+                low_a, high_a = _halves(a)
+                low_b, high_b = _halves(b)
+                sums, low = _sweep_tile(
+                    sums, low_a, low_b, True, offsets, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE
+                )
+                sums, high = _sweep_tile(
+                    sums, high_a, high_b, True, offsets, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE
+                )
+                x = tl.maximum(low, high)
+            else:
+                a = a.to(tl.float32)
+                b = b.to(tl.float32)
+                sums, x = _sweep_tile(sums, a, b, True, offsets, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE)
+            furthest = tl.maximum(furthest, x)
     for first in tl.range(width // entries * entries, width if REST else 0, step):
         rest = columns_of(first, LANES, R)
         rest_a = load_scores(row_mu, rest, width, True, True)
@@ -645,8 +641,8 @@ def _tv_loaded(tv, a, b, offsets, minus_over_t, PACKED: tl.constexpr, WIDE: tl.c
     if PACKED:
         low_a, high_a = _halves(a)
         low_b, high_b = _halves(b)
-        tv = _tv_tile(tv, low_a, low_b, True, offsets, minus_over_t, MASKED=False, WIDE=WIDE)
-        return _tv_tile(tv, high_a, high_b, True, offsets, minus_over_t, MASKED=False, WIDE=WIDE)
+        tv = _tv_tile(tv, low_a, low_b, True, offsets, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE)
+        return _tv_tile(tv, high_a, high_b, True, offsets, minus_over_t=minus_over_t, MASKED=False, WIDE=WIDE)
     else:
         return _tv_tile(tv, a.to(tl.float32), b.to(tl.float32), True, offsets, minus_over_t, MASKED=False, WIDE=WIDE)
 
@@ -696,13 +692,13 @@ def one_sweep_rows(
         sums, furthest = _sweep(
             none,
             nearest,
-            row_mu,
-            row_pi,
-            width,
             0,
             blocks,
             offsets,
-            minus_over_t,
+            row_mu=row_mu,
+            row_pi=row_pi,
+            width=width,
+            minus_over_t=minus_over_t,
             LANES=LANES,
             R=R,
             PACKED=PACKED,
@@ -718,13 +714,13 @@ def one_sweep_rows(
         sums, furthest = _sweep(
             none,
             nearest,
-            row_mu,
-            row_pi,
-            width,
             0,
             part,
             offsets,
-            minus_over_t,
+            row_mu=row_mu,
+            row_pi=row_pi,
+            width=width,
+            minus_over_t=minus_over_t,
             LANES=LANES,
             R=R,
             PACKED=PACKED,
@@ -738,13 +734,13 @@ def one_sweep_rows(
             sums, furthest = _sweep(
                 sums,
                 furthest,
-                row_mu,
-                row_pi,
-                width,
                 part,
                 blocks,
                 offsets,
-                minus_over_t,
+                row_mu=row_mu,
+                row_pi=row_pi,
+                width=width,
+                minus_over_t=minus_over_t,
                 LANES=LANES,
                 R=R,
                 PACKED=PACKED,
@@ -760,13 +756,13 @@ def one_sweep_rows(
             sums, furthest = _sweep(
                 none,
                 nearest,
-                row_mu,
-                row_pi,
-                width,
                 0,
                 blocks,
                 offsets,
-                minus_over_t,
+                row_mu=row_mu,
+                row_pi=row_pi,
+                width=width,
+                minus_over_t=minus_over_t,
                 LANES=LANES,
                 R=R,
                 PACKED=PACKED,
@@ -794,7 +790,7 @@ def one_sweep_rows(
             rest = columns_of(start, LANES, R)
             rest_a = load_scores(row_mu, rest, width, True, True)
             rest_b = load_scores(row_pi, rest, width, True, True)
-            tv = _tv_tile(tv, rest_a, rest_b, rest < width, shifted, minus_over_t, MASKED=True, WIDE=True)
+            tv = _tv_tile(tv, rest_a, rest_b, rest < width, shifted, minus_over_t=minus_over_t, MASKED=True, WIDE=True)
         # Backward: what the first sweep read last is what the L2 still holds.
         first_mu = _words(row_mu, PACKED) + columns_of(0, LANES, R)
         first_pi = _words(row_pi, PACKED) + columns_of(0, LANES, R)

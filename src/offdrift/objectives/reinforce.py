@@ -192,7 +192,7 @@ class ProjectedSurrogate:
 
 
 def _differs(of_batch: PerToken, of_logits: PerToken) -> Bool[Tensor, " n"]:
-    """Whether a log-prob of the batch is not that of its logits; NaN is."""
+    """Mark tokens whose log-prob in the batch is not that of their logits; NaN is not."""
     of_batch = of_batch.detach().double().clamp(max=0)
     return ~((of_batch - of_logits).abs() <= CLOSE) & (of_batch > LOWEST)
 

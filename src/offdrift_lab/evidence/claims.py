@@ -103,12 +103,12 @@ def pairs(contrast: Row, results: Path) -> list[float]:
 
 def _by_seed(runs: Iterable[Row], arm: str, where: Row, what: str) -> dict[int, float]:
     """Mean over the runs of an arm and of these values, seed by seed."""
-    found: dict[int, list[float]] = {}
+    by_seed: dict[int, list[float]] = {}
     for run in runs:
         values = run["values"]
         if run["arm"] == arm and all(values.get(key) == value for key, value in where.items()) and what in run:
-            found.setdefault(run["seed"], []).append(run[what])
-    return {seed: fmean(x) for seed, x in found.items()}
+            by_seed.setdefault(run["seed"], []).append(run[what])
+    return {seed: fmean(x) for seed, x in by_seed.items()}
 
 
 def _runs(document: Any, contrast: Row) -> Iterator[dict[str, Any]]:
@@ -208,12 +208,12 @@ def verdict(row: Row, far: Sequence[str], p: float | None = None) -> str:
         >>> verdict(row, [], p=0.125), verdict(row, [], p=0.01), verdict(row | {"seeds": 8}, ["lr"])
         ('undecided', 'reproduced', 'other regime')
     """
-    found = row["found"]
-    if found not in DECIDED:
-        return found
+    finding = row["found"]
+    if finding not in DECIDED:
+        return finding
     if row["kind"] == "runs" and row["seeds"] < SEEDS and (1.0 if p is None else p) >= LEVEL:
         return "undecided"
-    return "other regime" if far else found
+    return "other regime" if far else finding
 
 
 def judged(evidence: Path, results: Path) -> list[dict[str, Any]]:

@@ -297,7 +297,7 @@ def missing(row: Method) -> tuple[str, ...]:
         str(getattr(p, "unit", "")).startswith("turn") or type(p).__name__ == "TurnNormalized" for p in row.parts
     )
     lacks = {
-        "divergences of whole distributions": row.needs_divergences,
+        "divergences of whole distributions": row.needs_divergences and "distributions" not in row.needs,
         "rollout and old log-probs at once": reads_rollout(share) and share.needs_old,
         "turns": reads_turns,
         "log-probs of the reference policy (use actor.use_kl_loss with another row)": row.needs_reference,

@@ -273,8 +273,10 @@ class OpenAIEngine:
         return response_tokens(api, answer, prompt)
 
     def ends(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[bool] | None:
-        """Whether a response that leaves its settings to the server ends at each of these tokens: it is allowed to draw
-        nothing else, and twice. None if the server cannot be asked so (vLLM has `allowed_token_ids`).
+        """Ask for each token whether a response that leaves its settings to the server ends there.
+
+        It is allowed to draw nothing else, and twice. None if the server cannot be asked so (vLLM has
+        `allowed_token_ids`).
 
         Raises: `EngineError` if the server does not answer with token ids.
         """
@@ -287,10 +289,10 @@ class OpenAIEngine:
 
         if self.served.software != "vllm" or not tokens:
             return None
-        drawn = self._each(ask, len(tokens))
-        if any(set(response) != {token} for response, token in zip(drawn, tokens, strict=True)):
+        responses = self._each(ask, len(tokens))
+        if any(set(response) != {token} for response, token in zip(responses, tokens, strict=True)):
             return None
-        return [len(response) == 1 for response in drawn]
+        return [len(response) == 1 for response in responses]
 
     def asleep(self) -> bool:
         """Whether the server says that it sleeps, as beside a trainer on the same device."""
@@ -315,11 +317,11 @@ class OpenAIEngine:
             if sglang:
                 body = request("sglang", self.served.model, forced[i], one, evidence="sampled", seed=0)
                 answer = self._server.post(PATHS["sglang"], body | {"return_routed_experts": True}, limit=2**28)
-                known = {"vocab_size": self.vocab_size, "recording": self._recording}
-                drawn = read("sglang", answer, forced[i], one, "sampled", **known)
-                if drawn.draws.experts is None:
+                facts = {"vocab_size": self.vocab_size, "recording": self._recording}
+                response = read("sglang", answer, forced[i], one, "sampled", **facts)
+                if response.draws.experts is None:
                     raise EngineError(f"{self.url} was asked for routed experts and gives none")
-                return drawn.draws.experts
+                return response.draws.experts
             body = request("completions", self.served.model, forced[i], one, evidence="sampled", seed=0)
             # A prefix that is cached may not be routed again.
             body["cache_salt"] = uuid.uuid4().hex
@@ -380,8 +382,8 @@ class OpenAIEngine:
         """Bytes by which an honest answer grows with what it records."""
         width = self._recording.served_head().weight.shape[1] if evidence == "hidden" else 0
         experts = MOST_LAYERS * (self._recording.experts_per_token or 0) if self._recording.routes else 0
-        kept = sampling.top_k if self._recording.masks(sampling) else 0
-        return places * (6 * experts + 2 * NUMBER * kept + NUMBER * width)
+        mask_tokens = sampling.top_k if self._recording.masks(sampling) else 0
+        return places * (6 * experts + 2 * NUMBER * mask_tokens + NUMBER * width)
 
     def _asked(
         self,

@@ -1,4 +1,4 @@
-"""What SGLang records of a draw besides its log-probs, as its releases from 0.5.23 on say it in `meta_info`.
+"""Records of SGLang of a draw besides its log-probs, as its releases from 0.5.23 on say it in `meta_info`.
 
     mask      `output_token_sampling_mask`, ids per token, with the log-probs on it, `output_token_sampling_logprobs`
     experts   `routed_experts`, base64 of int32, [prompt and response but the last token, layers, k] without a header
@@ -29,7 +29,7 @@ from offdrift.records.rollouts import EvidenceKind
 
 @dataclass(frozen=True)
 class Offers:
-    """What a server was started to record."""
+    """Records that a server was started to return."""
 
     mask_tokens: int = 0
     """Largest top-k of a request whose masks it returns (`--sampling-mask-max-tokens`); 0: it returns none."""
@@ -40,7 +40,7 @@ class Offers:
 
 
 def offers(info: Mapping[str, Any]) -> Offers:
-    """What `/get_server_info` says, read as untrusted text.
+    """Read `/get_server_info` as untrusted text.
 
     Example:
         >>> offers({"sampling_mask_max_tokens": 64, "enable_return_routed_experts": True})
@@ -56,7 +56,7 @@ def offers(info: Mapping[str, Any]) -> Offers:
 
 @dataclass
 class Recording:
-    """What is asked of a server with each draw, and what is needed to read its answer."""
+    """Requests for records with each draw, and facts of the model that reading the answer takes."""
 
     offered: Offers
     experts_per_token: int | None = None
@@ -71,7 +71,7 @@ class Recording:
         return sampling.filtered and 1 <= sampling.top_k <= self.offered.mask_tokens
 
     def without_masks(self) -> Recording:
-        """The same, but for masks."""
+        """A copy that asks for no masks."""
         return replace(self, offered=replace(self.offered, mask_tokens=0))
 
     @property
@@ -86,12 +86,12 @@ class Recording:
 
     def asked(self, sampling: Sampling, evidence: EvidenceKind) -> dict[str, Any]:
         """Fields of a request beside those of `dialects.request`."""
-        wanted = {
+        fields = {
             "return_sampling_mask": self.masks(sampling),
             "return_routed_experts": self.routes,
             "return_hidden_states": evidence == "hidden",
         }
-        return {name: True for name, asked in wanted.items() if asked}
+        return {name: True for name, asked in fields.items() if asked}
 
     def served_head(self) -> Head:
         """The output head in the server's dtype, as it multiplies."""
@@ -112,11 +112,11 @@ def renormalized(listed: Any, mask: Sequence[Sequence[Any]], tokens: Sequence[An
     if not isinstance(listed, list) or not len(listed) == len(mask) == len(tokens):
         raise EngineError("the server's answer cannot be used: its sampling mask is about other tokens")
     logp = []
-    for row, kept, token in zip(listed, mask, tokens, strict=True):
+    for row, ids, token in zip(listed, mask, tokens, strict=True):
         if isinstance(row, list):
-            if not isinstance(kept, list) or len(row) != len(kept) or token not in kept:
+            if not isinstance(ids, list) or len(row) != len(ids) or token not in ids:
                 raise EngineError("the server's answer cannot be used: a sampling mask leaves out the drawn token")
-            row = row[kept.index(token)]
+            row = row[ids.index(token)]
         logp.append(row)
     return logp
 
@@ -130,8 +130,8 @@ def on_mask(
         shift: log of the mass that each mask holds, nats.
     """
     rows = []
-    for row, kept, moved in zip(top, mask, shift, strict=True):
-        inside = set(kept)
+    for row, ids, moved in zip(top, mask, shift, strict=True):
+        inside = set(ids)
         rows.append(
             [(t, min(x - moved, 0.0) if t in inside else -9999.0) for t, x in row if isinstance(x, float | int)]
         )
