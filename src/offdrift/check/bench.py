@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from offdrift.check.rescore import Scored, rescored
-from offdrift.divergence.head import Head
 from offdrift.engines import Engine, make_engine
 from offdrift.engines.hf_fixed_order import batch_invariant, check_invariance
 from offdrift.engines.output_head import head_of, recast
@@ -216,7 +215,8 @@ class Bench(AbstractContextManager):
         if spec.kind == "openai":  # wrong log-probs are to be measured, not refused
             source = options.pop("url", "")
             config: Any = self.model.config.get_text_config()  # type: ignore[union-attr,operator]
-            model_facts = {"experts_per_token": getattr(config, "num_experts_per_tok", None), "head": self._head}
+            experts = getattr(config, "num_experts_per_tok", None)
+            model_facts = {"experts_per_token": experts, "head": lambda: head_of(self.model)}
             options = {"vocab_size": self.vocab_size, "on_raw": "record", **model_facts, **options}
         try:
             engine = make_engine(spec.kind, source, dtype=spec.dtype, **options)
@@ -308,10 +308,6 @@ class Bench(AbstractContextManager):
         if self._written is not None:
             self._written.cleanup()
             self._written = self._folder = None
-
-    def _head(self) -> Head:
-        """The output head of these weights, in float32."""
-        return head_of(self.model)
 
     def _exact(
         self, spec: EngineSpec, sampling: Sampling, prompts: Sequence[Sequence[int]]

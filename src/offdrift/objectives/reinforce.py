@@ -157,10 +157,14 @@ class ProjectedSurrogate:
 
     bound: float = 0.05
     coef: float = 1.0
-    on = "staleness"
     needs = ("distributions",)
     exact = True
     gradient = "unit"
+
+    @property
+    def on(self) -> RatioName:
+        """Name of the ratio that the projection bounds."""
+        return "staleness"
 
     def __post_init__(self) -> None:
         for name in ("bound", "coef"):
