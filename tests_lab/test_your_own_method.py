@@ -12,13 +12,14 @@ from tests.command import command
 from tests.house.test_docs_code import BLOCKS, COMMANDS
 
 from offdrift.laws.laws import LAWS, MEANT
+from offdrift.methods import Method
 from offdrift.methods.parts import INPUTS
 
 PASSED = f"all {len(LAWS)} laws hold, or are not asked"
 PAGE = "docs/your-own-method.md"
 TEXT = (Path(__file__).parents[1] / PAGE).read_text("utf-8")
 OURS = [block for block in BLOCKS if block.page == PAGE]
-CODE, LOOP = (block.text for block in OURS if block.language == "python")
+CODE, LOOP, COMPOSED = (block.text for block in OURS if block.language == "python")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
@@ -60,6 +61,12 @@ def test_the_loop_runs(folder, capsys):
     loss, keep = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"tensor\(-?\d\.\d+\)", loss)
     assert keep == "tensor([False, False,  True])"
+
+
+def test_what_it_composes_are_methods():
+    names: dict[str, object] = {}
+    exec(compile(COMPOSED, PAGE, "exec"), names)
+    assert sum(isinstance(x, Method) for x in names.values()) == COMPOSED.count("od.Method(")
 
 
 def test_the_failure_that_it_shows_is_the_one_that_is_found(folder, monkeypatch, capsys):

@@ -8,9 +8,10 @@ import torch
 
 from offdrift.check.bench import Bench, EngineSpec
 from offdrift.check.check import check
-from offdrift.check.claim import claimed_equal_to, with_digest
+from offdrift.check.claim import claimed_equal_to
 from offdrift.check.entry import check as asked
 from offdrift.check.measure import measure
+from offdrift.check.other_machine import with_digest
 from offdrift.check.paired import Paired, paired, paired_rows
 from offdrift.errors import BadValueError, EngineError
 from offdrift.records.provenance import Sampling
