@@ -1,5 +1,5 @@
 """Write docs/methods.md, metrics.md, rules.md, evidence.md, commands.md, settings.md and the tables of logs.md, plan.md,
-certificates.md and check.md: `make docs`.
+certificates.md and check.md: `make docs`. `python docs/generate.py methods` writes those alone that a new row changes.
 
 Nobody edits those; a test fails when they differ from what this prints.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -683,9 +684,17 @@ PAGES = {
     "../recipes/sweep.schema.json": lambda: schema_text(sweep_schema()),
 }
 
+OF_A_METHOD = (
+    "methods.md",
+    "../src/offdrift/methods/names.pyi",
+    "../recipes/recipe.schema.json",
+    "../recipes/sweep.schema.json",
+)
+"""Pages that a new row changes."""
+
 if __name__ == "__main__":
-    for name, page in PAGES.items():
-        (HERE / name).write_text(page(), encoding="utf-8")
+    for name in OF_A_METHOD if sys.argv[1:] == ["methods"] else PAGES:
+        (HERE / name).write_text(PAGES[name](), encoding="utf-8")
         print(HERE / name)
     TABLE.write_text(catalog_text(), encoding="utf-8")
     print(TABLE)

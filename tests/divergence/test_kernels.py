@@ -96,14 +96,16 @@ def test_every_kernel_compiles_to_machine_code_without_spilling(compiled_for, ar
 
 
 def test_the_sweeps_cost_what_their_documentation_says(compiled_for):
-    """30 instructions per entry of a bfloat16 pair, 2 of them exponentials; 17 more with 1 for TV (sm_90)."""
+    """26 instructions for a pair of bfloat16 scores, 1 of them an exponential, or 30 with 2; 15 more for TV (sm_90)."""
     compiled = compiled_for(90, "bf16")
     alone, with_tv = (compiled[f"one_sweep_rows{of} bf16"] for of in ("", ":tv"))
     for facts in (alone, with_tv):
-        # Those with less are of the rest of a row.
-        assert min(x["per_entry"] for x in facts["sweeps"] if x["exponentials_per_entry"] == 2) < 31
-        assert facts["registers"] <= 80
-    assert 16 < min(x["per_entry"] for x in with_tv["sweeps"] if x["exponentials_per_entry"] == 1) < 18
+        blocks = [x for x in facts["sweeps"] if x["instructions"] > 200]  # the others are of the rest of a row
+        one, two = ([x["per_entry"] for x in blocks if x["exponentials_per_entry"] == n] for n in (1, 2))
+        assert len([x for x in one if 25 < x < 26.5]) == 2  # the first part of a row, and what follows it
+        assert [x for x in two if 30 < x < 31]
+        assert facts["registers"] <= 56
+    assert 14 < min(x["per_entry"] for x in with_tv["sweeps"] if x["exponentials_per_entry"] == 1) < 16
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -12,7 +12,7 @@ PAGES = runpy.run_path(str(DOCS / "generate.py"))["PAGES"]
 @pytest.mark.parametrize("name", PAGES)
 def test_page_is_what_the_table_says(name):
     stored = (DOCS / name).read_text(encoding="utf-8")
-    assert stored == PAGES[name](), "run `make docs`"
+    assert stored == PAGES[name](), "run `make docs` (after a new method, `python docs/generate.py methods`)"
     assert stored.count("\n") > 10
 
 

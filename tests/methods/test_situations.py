@@ -41,8 +41,9 @@ def test_where_the_survey_begins_otherwise_the_reason_is_said(name):
 
 def test_numbers_of_suggestions_are_those_of_the_pages():
     said = {s.method: s.evidence for s in SITUATIONS["stale"].suggested}
-    faq, evidence = ((ROOT / "docs" / page).read_text() for page in ("faq.md", "evidence.md"))
-    assert ".82 of held-out reward against .23 without, .22 with truncated ratios" in faq
+    faq, evidence, training = ((ROOT / "docs" / f"{page}.md").read_text() for page in ("faq", "evidence", "training"))
+    assert "the clip ends at .82, a mask at .20 and nothing at .23" in faq
+    assert "| token_tis: ratios truncated at 2 | 0.33 → **0.22**" in training
     assert all(number in said["bypass_ppo_clip"] for number in (".82", ".23", ".22"))
     assert "gspo over whole episodes .623" in evidence
     assert ".62;" in said["gspo"]
