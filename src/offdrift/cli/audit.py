@@ -96,7 +96,7 @@ def audit(
 ) -> None:
     """Find drift in the logs of a run: how much, its cause, and the smallest fix.
 
-    Reads logs of verl, TRL, prime-rl, slime, miles, SkyRL, NeMo-RL, open-instruct and AReaL, records
+    Reads logs of verl, TRL, prime-rl, slime, miles, SkyRL, NeMo-RL, Titan-RL, open-instruct and AReaL, records
     of offdrift, and plain JSONL or Parquet (docs/logs.md). Shows the detected format, the questions
     that the log cannot answer, and what to log to answer them. Files may be larger than memory. You
     can interrupt it at any time: the same command continues. Of a run of several arms all are audited and compared;
