@@ -100,7 +100,7 @@ def test_on_policy_a_row_takes_the_score_function_gradient():
         torch.testing.assert_close(c, expected, rtol=1e-9, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("name", [n for n, row in METHODS.items() if not row.needs_whole_step])
+@pytest.mark.parametrize("name", [n for n, row in module.ROWS.items() if not row.needs_whole_step])
 def test_rows_that_are_enumerated_are_sums_over_sequences(name):
     """A sequence's coefficients do not depend on who else is in the batch."""
     bed = make_testbed("chain", horizon=8, kl_token=0.05)
@@ -108,6 +108,13 @@ def test_rows_that_are_enumerated_are_sums_over_sequences(name):
     whole = coefficients(METHODS[name], bed, drawn)
     half = coefficients(METHODS[name], bed, drawn.rows(slice(12, 24)))
     torch.testing.assert_close(whole[12:], half, rtol=1e-12, atol=1e-12)
+
+
+def test_a_row_whose_gradient_is_no_sum_over_drawn_tokens_is_refused():
+    bed = make_testbed("chain", horizon=8, kl_token=0.05)
+    with pytest.raises(BadValueError, match="through whole distributions"):
+        list(frontier(bed, rows={"troll": METHODS["troll"]}))
+    assert METHODS.keys() - module.ROWS.keys() == {"troll"}
 
 
 def test_samples_agree_with_what_is_exact(monkeypatch):

@@ -203,12 +203,12 @@ def frontier(
     offdrift lab frontier --testbeds chain --horizons 8,64,512
     offdrift lab frontier --methods token_is,full_is,minpro,vespo --kl 0.01
     """
-    from offdrift.methods import METHODS, method
-    from offdrift_lab.exact.frontier import Estimate, make_testbed
+    from offdrift.methods import method
+    from offdrift_lab.exact.frontier import ROWS, Estimate, make_testbed
     from offdrift_lab.exact.frontier import frontier as estimates_of
     from offdrift_lab.exact.views import frontier_panels, frontier_rows, frontier_table
 
-    rows = {n: method(n) for n in words_of(methods)} if methods else METHODS
+    rows = {n: method(n) for n in words_of(methods)} if methods else ROWS
     if wrong := [h for h in words_of(horizons) if not h.isdecimal()]:
         raise typer.BadParameter(f"--horizons: {wrong[0]!r} is not a number of tokens; give 8,64,512")
     lengths = sorted({int(h) for h in words_of(horizons)})

@@ -201,7 +201,12 @@ def coefficients(row: Method, bed: Testbed, drawn: DrawnSequences) -> Float[Tens
     """Minus the gradient of N times the row's loss with respect to each token's log-prob.
 
     On policy it is the advantage of the token's sequence. Gradient: none.
+
+    Raises: `BadValueError` for a row whose gradient goes through whole distributions.
     """
+    if "distributions" in row.needs:
+        what = type(row.objective).__name__
+        raise BadValueError(f"{what} takes its gradient through whole distributions, not drawn tokens; leave it out")
     sequences, horizon = drawn.tokens.shape
     turns = min(TURNS, horizon)
     policies = {"rollout": bed.rollout, "old": bed.old, "current": bed.current}
@@ -319,6 +324,9 @@ PLAIN = {
 
 ENUMERATED = 2**16
 """Largest number of sequences that is enumerated."""
+ROWS = {name: row for name, row in METHODS.items() if "distributions" not in row.needs}
+"""Methods whose gradient is a sum over drawn tokens of a coefficient times the gradient of the log-prob."""
+
 CONTROLS = ("none", "token_is", "full_is")
 """Rows of `known_moments` that serve as control variates."""
 ROUNDING = 1e-9
@@ -383,7 +391,7 @@ def family(row: Method) -> Family:
 
 
 def frontier(
-    bed: Testbed, *, rows: Mapping[str, Method] = METHODS, batch: int = 64, tokens: int = 2**20, seed: int = 0
+    bed: Testbed, *, rows: Mapping[str, Method] = ROWS, batch: int = 64, tokens: int = 2**20, seed: int = 0
 ) -> Iterator[Estimate]:
     """Bias, spread and progress of every row at the testbed's horizon, one after the other.
 
