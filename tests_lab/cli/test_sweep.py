@@ -133,7 +133,7 @@ def left(processes: list[psutil.Process], seconds: float) -> list[psutil.Process
 @pytest.mark.slow
 def test_on_ray_an_interrupt_a_kill_and_a_lost_worker_lose_nothing(folder):
     pytest.importorskip("ray")
-    changes = "--set batches=16 --set log.eval_every=16"
+    changes = "--set batches=24 --set log.eval_every=24"
 
     def start() -> Forked:
         return forked(f"sweep s.toml --ray local {changes}", folder, **IMPATIENT)
@@ -170,9 +170,8 @@ def test_on_ray_an_interrupt_a_kill_and_a_lost_worker_lose_nothing(folder):
     assert workers
     assert left(workers, 30) == []  # a run that went on would write beside the next one
 
-    reached = lines()
     process = start()
-    wait_for(lambda: lines() > reached and at_work(), process)
+    wait_for(at_work, process)  # at once: a worker that is still starting cannot have finished its run
     at_work()[0].kill()
     done = process.wait(240)
     assert done.returncode == 1, done

@@ -222,6 +222,7 @@ def _on_ray(
         board = boards.remote()
         running: dict[Any, Cell] = {}
         made: set[str] = set()
+        noted = {cell.folder: len(nodes_of(cell)) for cell in waiting}
 
         def reported() -> dict[Path, tuple[int, str]]:
             nonlocal board
@@ -262,7 +263,7 @@ def _on_ray(
                             ) from None
                         write_json(cell.folder / "error.json", {"error": str(cause), "traceback": str(e)})
                     except errors.RayError as e:
-                        _lost(ray, cell, e)
+                        _lost(ray, nodes_of(cell)[noted[cell.folder] :], cell, e)
                     made.add(cell.start)
                     report(Progress(cell, done=True))
                 begin()
@@ -272,9 +273,13 @@ ABSENT = "failed to import on the worker"
 """In what Ray says where a node lacks the function's module."""
 
 
-def _lost(ray: Any, cell: Cell, error: Exception) -> None:
-    """Record a run whose worker, or the node that it was on, is gone."""
-    last = nodes_of(cell)[-1:]
+def _lost(ray: Any, nodes: list[dict[str, Any]], cell: Cell, error: Exception) -> None:
+    """Record a run whose worker, or the node that it was on, is gone.
+
+    Args:
+        nodes: where this cluster has begun the run; empty if its worker died before it said so.
+    """
+    last = nodes[-1:]
     gone = [node for node in last if not is_alive(ray, str(node["id"]))]
     if not gone and not isinstance(error, ray.exceptions.NodeDiedError):
         _died(cell, type(error).__name__)
