@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -185,6 +186,125 @@ class Spent(NamedTuple):
     """In which workers loaded weights, summed over workers."""
 
 
+Values = dict[str, dict[str, Any]]
+Words = dict[str, str]
+RATES = ("rollout.t0", "rollout.t1", "rollout.prefill")
+
+
+def _count(section: Mapping[str, Any], name: str) -> int:
+    """Return a whole number of a recipe, 1 where it says none."""
+    return int(number(section.get(name)) or 1)
+
+
+@dataclass(frozen=True)
+class ArmRecord:
+    """Recipe and files of an arm; each method gives phases by part and key, and by field how they were come by."""
+
+    folder: Path
+    recipe: Mapping[str, Any]
+
+    @property
+    def pipeline(self) -> Mapping[str, Any]:
+        return mapping(self.recipe.get("pipeline"))
+
+    @property
+    def workers(self) -> int:
+        return _count(self.pipeline, "workers")
+
+    @property
+    def groups(self) -> int:
+        """Groups of an update."""
+        rollout, optim = (mapping(self.recipe.get(name)) for name in ("rollout", "optim"))
+        return _count(rollout, "prompts") * _count(optim, "accumulate")
+
+    @cached_property
+    def spent(self) -> list[Spent]:
+        return seconds_of(self.folder, self.workers)
+
+    @cached_property
+    def rollouts(self) -> dict[int, Rollouts]:
+        """Responses by batch, of all batches that the folder still has."""
+        return _drawn(self.folder)
+
+    @property
+    def batches(self) -> list[tuple[Spent, Rollouts]]:
+        """Batches of which both seconds and responses are there."""
+        return [(s, self.rollouts[s.batch]) for s in self.spent if s.batch in self.rollouts]
+
+    def settings(self) -> tuple[Values, Words]:
+        """Numbers of the recipe."""
+        samples = _count(mapping(self.recipe.get("rollout")), "samples")
+        batch: dict[str, Any] = {"groups": self.groups, "samples": samples}
+        rollout = {"workers": self.workers, "devices": 1}
+        if self.pipeline:
+            rollout |= {name: _count(self.pipeline, name) for name in ("slots", "steps")}
+            if self.pipeline.get("store"):
+                batch["store"] = self.pipeline["store"]
+        return {"batch": batch, "rollout": rollout, "trainer": {"devices": 1}}, {}
+
+    def lengths(self) -> tuple[Values, Words]:
+        """Lengths, and responses to a prompt as they were trained on."""
+        every = [rollouts for _, rollouts in self.batches] or list(self.rollouts.values())
+        if not every:
+            return {}, {}
+        samples = max(1, round(sum(r.num_sequences for r in every) / len(every) / self.groups))
+        return {"lengths": lengths_of(every), "batch": {"samples": samples}}, {}
+
+    def training(self) -> tuple[Values, Words]:
+        """Seconds of training and of loading weights."""
+        if not self.spent:
+            return {}, {}
+        train = float(np.mean([s.span - s.waited - s.published for s in self.spent]))
+        loads = float(np.mean([s.loaded / self.workers + s.published for s in self.spent]))
+        values = {
+            "trainer": {"group": max(0.0, train) / self.groups, "update": 0.0},
+            "sync": {"push": loads, "load": loads},
+            "colocated": {"switch": loads},
+        }
+        return values, {
+            "trainer.group": f"all of the {train:.4g} s that it trains per update",
+            "trainer.update": "counted in trainer.group",
+            "sync.push": "loading alone",
+            "colocated.switch": "as long as loading",
+        }
+
+    def generation(self) -> tuple[Values, Words]:
+        """Rates of the engine, from responses that began together, or else from all of its seconds."""
+        together = [
+            (s, begun)
+            for s, rollouts in self.batches
+            if (begun := _begun_together(self.folder, self.recipe, rollouts, s)) is not None
+        ]
+        if together:
+            return self._fitted_rates(together)
+        # Responses begin at any time here, so that who ran beside whom is not in the record.
+        seconds = sum(s.drawn for s in self.spent)
+        if not (self.batches and seconds):
+            return {}, {}
+        tokens = sum(int(r.lengths.sum()) for _, r in self.batches)
+        rates = {"t0": 0.0, "t1": sum(s.drawn for s, _ in self.batches) / tokens, "prefill": 0.0}
+        words = "engine seconds per token, all of it counted per response: true at this run's number of responses"
+        return {"rollout": rates}, dict.fromkeys(RATES, words)
+
+    def _fitted_rates(self, together: Sequence[tuple[Spent, list[Draws]]]) -> tuple[Values, Words]:
+        """Rates of an engine whose responses began together; with a pipeline, seconds between its calls as well."""
+        values: Values = {"rollout": {}}
+        how: Words = {}
+        steps, call = _count(self.pipeline, "steps"), 0.0
+        if self.pipeline:
+            ends = [[float(d.seconds.max()) for d in draws] for _, draws in together]
+            calls = sum(-(-int(d.lengths.max()) // steps) for _, draws in together for d in draws)
+            call = max(0.0, sum(map(sum, ends)) - sum(s.drawn for s, _ in self.batches)) / calls
+            values["rollout"]["overhead"] = call / steps
+            how["rollout.overhead"] = f"{call:.3g} s between two calls of {steps} steps"
+            waits = [s.waited - max(of_workers) for (s, _), of_workers in zip(together, ends, strict=True)]
+            values["sync"] = {"push": max(0.0, float(np.mean(waits)))}
+            how["sync.push"] = "what the trainer waits beyond the slowest response"
+        rates = fit_rates([d for _, draws in together for d in draws], steps=steps, call=call)
+        values["rollout"] |= {"t0": rates.t0, "t1": rates.t1, "prefill": rates.prefill}
+        return values, how | dict.fromkeys(RATES, rates.words)
+
+
 def read_arm(path: Path) -> MeasuredSource:
     """Read what an arm measured; of a run with several, the one that draws and trains in turn, or the first."""
     folder = path if (path / "metrics.jsonl").is_file() else _arm_of(path)
@@ -192,61 +312,14 @@ def read_arm(path: Path) -> MeasuredSource:
         recipe = mapping(mapping(read_json(folder.parents[1] / "run.json")).get("recipe"))
     except (OSError, ValueError, IndexError, AttributeError) as e:
         raise RecordError(f"{folder} belongs to no run: there is no readable run.json two folders above it") from e
-    pipeline, rollout, optim = (mapping(recipe.get(name)) for name in ("pipeline", "rollout", "optim"))
-    groups = int((number(rollout.get("prompts")) or 1) * (number(optim.get("accumulate")) or 1))
-    workers = int(number(pipeline.get("workers")) or 1)
-    values: dict[str, Any] = {
-        "name": f"{recipe.get('name') or path.name}, as measured in arm {folder.name}",
-        "batch": {"groups": groups, "samples": int(number(rollout.get("samples")) or 1)},
-        "rollout": {"workers": workers, "devices": 1},
-        "trainer": {"devices": 1},
-    }
-    if pipeline:
-        values["rollout"] |= {name: int(number(pipeline.get(name)) or 1) for name in ("slots", "steps")}
-        if pipeline.get("store"):
-            values["batch"]["store"] = pipeline["store"]
-    spent = seconds_of(folder, workers)
-    rollouts_by_batch = _drawn(folder)
-    batches = [(s, rollouts_by_batch[s.batch]) for s in spent if s.batch in rollouts_by_batch]
-    how: dict[str, str] = {}
-    if every := [rollouts for _, rollouts in batches] or list(rollouts_by_batch.values()):
-        values["lengths"] = lengths_of(every)
-        values["batch"]["samples"] = max(1, round(sum(r.num_sequences for r in every) / len(every) / groups))
-    if spent:
-        train = float(np.mean([s.span - s.waited - s.published for s in spent]))
-        values["trainer"] |= {"group": max(0.0, train) / groups, "update": 0.0}
-        how["trainer.group"] = f"all of the {train:.4g} s that it trains per update"
-        how["trainer.update"] = "counted in trainer.group"
-        loads = float(np.mean([s.loaded / workers + s.published for s in spent]))
-        values["sync"] = {"push": loads, "load": loads}
-        values["colocated"] = {"switch": loads}
-        how |= {"sync.push": "loading alone", "colocated.switch": "as long as loading"}
-    together = [
-        begun
-        for s, rollouts in batches
-        if (begun := _begun_together(folder, recipe, rollouts, s)) is not None
-    ]  # fmt: skip
-    if together:
-        steps, call = int(number(pipeline.get("steps")) or 1), 0.0
-        if pipeline:
-            ends = [[float(d.seconds.max()) for d in draws] for draws in together]
-            calls = sum(-(-int(d.lengths.max()) // steps) for draws in together for d in draws)
-            call = max(0.0, sum(map(sum, ends)) - sum(s.drawn for s, _ in batches)) / calls
-            values["rollout"]["overhead"] = call / steps
-            how["rollout.overhead"] = f"{call:.3g} s between two calls of {steps} steps"
-            waits = [s.waited - max(of_workers) for (s, _), of_workers in zip(batches, ends, strict=True)]
-            values["sync"]["push"] = max(0.0, float(np.mean(waits)))
-            how["sync.push"] = "what the trainer waits beyond the slowest response"
-        rates = fit_rates([d for draws in together for d in draws], steps=steps, call=call)
-        values["rollout"] |= {"t0": rates.t0, "t1": rates.t1, "prefill": rates.prefill}
-        how |= dict.fromkeys(("rollout.t0", "rollout.t1", "rollout.prefill"), rates.words)
-    elif batches and spent and sum(s.drawn for s in spent):
-        # Responses begin at any time here, so that who ran beside whom is not in the record.
-        tokens = sum(int(r.lengths.sum()) for _, r in batches)
-        values["rollout"] |= {"t0": 0.0, "t1": sum(s.drawn for s, _ in batches) / tokens, "prefill": 0.0}
-        words = "engine seconds per token, all of it counted per response: true at this run's number of responses"
-        how |= dict.fromkeys(("rollout.t0", "rollout.t1", "rollout.prefill"), words)
-    name = f"{folder}, {len(spent)} batches" if spent else str(folder)
+    arm = ArmRecord(folder, recipe)
+    values: dict[str, Any] = {"name": f"{recipe.get('name') or path.name}, as measured in arm {folder.name}"}
+    how: Words = {}
+    for stated, words in (arm.settings(), arm.lengths(), arm.training(), arm.generation()):
+        for part, fields in stated.items():
+            values.setdefault(part, {}).update(fields)
+        how |= words
+    name = f"{folder}, {len(arm.spent)} batches" if arm.spent else str(folder)
     return MeasuredSource(values, name, how, folder)
 
 
