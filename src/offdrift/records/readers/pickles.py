@@ -198,7 +198,7 @@ class Machine:
         self.marks.append(len(self.stack))
 
     def constant(self, name: str, arg: Any) -> None:
-        """A text, bytes or a large number."""
+        """Push a text, bytes or a large number."""
         self.budget.spend(sys.getsizeof(arg))
         self.stack.append(arg)
 
@@ -211,15 +211,15 @@ class Machine:
         self.stack.append(self.memo[arg])
 
     def empty(self, name: str, arg: Any) -> None:
-        """An empty container; a set is a list here."""
+        """Push an empty container; a set is a list here."""
         self.stack.append({"EMPTY_TUPLE": tuple, "EMPTY_DICT": dict}.get(name, list)())
 
     def tuple_of(self, name: str, arg: Any) -> None:
-        """A tuple of what is marked, or of the uppermost 1 to 3 values."""
+        """Push a tuple of what is marked, or of the uppermost 1 to 3 values."""
         self.stack.append(tuple(self.marked(int(name[-1]) if name[-1].isdigit() else None)))
 
     def frozenset_of(self, name: str, arg: Any) -> None:
-        """A list of what is marked."""
+        """Push a list of what is marked."""
         self.stack.append(self.marked())
 
     def append(self, name: str, arg: Any) -> None:
@@ -240,7 +240,7 @@ class Machine:
             to.update(zip(values[::2], values[1::2], strict=True))
 
     def look_up(self, name: str, arg: Any) -> None:
-        """What a name of a module stands for."""
+        """Push what a name of a module stands for."""
         if name == "STACK_GLOBAL":
             arg = " ".join(map(str, (self.stack.pop(-2), self.stack.pop())))
         module, _, attribute = str(arg).partition(" ")
@@ -252,7 +252,7 @@ class Machine:
         self.stack.append(self.names[key] if key in self.names else Inert(asked))
 
     def new_object(self, name: str, arg: Any) -> None:
-        """An object of a class, which is inert."""
+        """Take the arguments of an object of a class, which is inert."""
         if not self.inert:
             self.refused(name, arg)
         del self.stack[-2 if name == "NEWOBJ_EX" else -1 :]
@@ -260,7 +260,7 @@ class Machine:
             raise RecordError("the pickle makes an object of what is no class; it was refused")
 
     def call(self, name: str, arg: Any) -> None:
-        """What a function of `names` makes of its arguments."""
+        """Push what a function of `names` makes of its arguments."""
         args, function = self.stack.pop(), self.stack.pop()
         if isinstance(function, Inert):
             self.stack.append(function)
@@ -283,7 +283,7 @@ class Machine:
         value.build(state)
 
     def refer(self, name: str, arg: Any) -> None:
-        """What an id stands for that points outside of the pickle."""
+        """Push what an id stands for that points outside of the pickle."""
         if self.persistent is None:
             return self.refused(name, arg)
         self.stack.append(self.persistent(self.stack.pop()))
