@@ -18,8 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from offdrift.divergence.evidence import Distributions, Divergence
-from offdrift.errors import EvidenceError
+from offdrift.errors import BadValueError, EvidenceError, ShapeError
 from offdrift.logprobs import LogProbs
+from offdrift.numerics import check_tensor
 
 StepSums = dict[str, Tensor]
 """What one part saw of one batch: scalars are summed over pieces, vectors joined end to end; a scalar
@@ -30,6 +31,8 @@ LOGITS = (
     "which bounds the KL of the drawn token against the rest; `offdrift train` projects"
 )
 """Way out of a method that projects whole distributions."""
+PER_SEQUENCE = ("rewards", "sample_weight")
+"""Tensors of `BatchInfo` with a value for every sequence; the others have one for every token."""
 WAY_OUT = {
     "entropy": "give BatchInfo(entropy=...) (nats per token, of the old policy; `engines.score` returns it)",
     "rewards": "give BatchInfo(rewards=...) (one per sequence)",
@@ -98,6 +101,33 @@ class BatchInfo:
         if value is None:
             raise EvidenceError(f"this method needs {name}, which the batch lacks; {WAY_OUT[name]}")
         return value
+
+    def inputs(self, logprobs: LogProbs, advantages: Tensor) -> dict[str, Tensor]:
+        """Advantages and every tensor of the side information by name, checked to be about the batch of `logprobs`.
+
+        Raises: `BadValueError` for what is not a tensor of numbers on the batch's device; `ShapeError` for one that has
+            no value for each token (of `PER_SEQUENCE`: for each sequence).
+        """
+        inputs = {"advantages": advantages}
+        for name in ("entropy", "version_lag", *PER_SEQUENCE):
+            if (x := getattr(self, name)) is not None:
+                inputs[name] = x
+        inputs |= {name: d.lo for name, d in self.divergences.items()}
+        if self.distributions is not None:
+            inputs["distributions"] = self.distributions.tokens
+        device, n, b = logprobs.logp_rollout.device, logprobs.logp_rollout.shape, (len(logprobs.segments),)
+        for name, x in inputs.items():
+            check_tensor(name, x)
+            if x.device != device:
+                raise BadValueError(f"{name} is on {x.device}, the log-probs on {device}; move it there")
+            expected = b if name in PER_SEQUENCE else n
+            if x.shape != expected:
+                raise ShapeError(
+                    f"{name} has shape {tuple(x.shape)}, expected {tuple(expected)}: the batch has "
+                    f"{n[0]} tokens in {b[0]} sequences; spread per-sequence values with segments.spread, "
+                    "pack padded ones with logprobs.like_caller"
+                )
+        return inputs
 
     def map(self, function: Callable[[Tensor], Tensor]) -> BatchInfo:
         """The side information of other tokens: `function` applied to every tensor per token."""

@@ -13,14 +13,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.aggregate import accepted_scale, aggregate, normalizer_of
-from offdrift.batch_info import NO_INFO, BatchInfo, Observed, without_unscored
+from offdrift.batch_info import NO_INFO, PER_SEQUENCE, BatchInfo, Observed, without_unscored
 from offdrift.correction import Corrected
 from offdrift.errors import BadValueError, EvidenceError, MethodError, ShapeError
 from offdrift.logprobs import LogProbs
 from offdrift.methods import Method
 from offdrift.methods import method as row
 from offdrift.notebook import box, paragraph
-from offdrift.numerics import check_tensor, concrete, transformed
+from offdrift.numerics import concrete, transformed
 from offdrift.ratios import log_ratio
 from offdrift.segments import Segments
 from offdrift.stats.drift import REFUSED, DriftStats
@@ -148,19 +148,20 @@ def policy_loss(
     corrected = method.correction(anchored, advantages, batch_info)
     scored = without_unscored(anchored, advantages, batch_info)
     token_losses = method.objective(*scored).scatter_to_all(anchored)
-    # where, not a product: a rejected token's loss may be huge, and huge * 0 is how NaN is born.
-    token_loss = (corrected.weight * token_losses.loss).where(corrected.keep, 0.0)
     scale = None  # what turns sampled denominators into the ones that the method asks for
     if method.normalizer != "sampled":
         counts = observed.parts["normalizer"]
         scale = accepted_scale(segments, corrected.keep, counts, how=how, name=method.normalizer)
-    token_loss = token_loss if scale is None else token_loss * scale.to(token_loss.dtype)
+
+    def accepted(x: Tensor) -> Tensor:
+        # where, not a product: a rejected token's loss may be huge, and huge * 0 is how NaN is born.
+        x = x.where(corrected.keep, 0.0)
+        return x if scale is None else x * scale.to(x.dtype)
+
+    token_loss = accepted(corrected.weight * token_losses.loss)
     regularizer, kl = _regularizer(method, anchored, token_losses.regularizer)
     if regularizer is not None:
-        if method.gate_scope == "all":
-            regularizer = regularizer.where(corrected.keep, 0.0)
-            regularizer = regularizer if scale is None else regularizer * scale.to(regularizer.dtype)
-        token_loss = token_loss + regularizer
+        token_loss = token_loss + (accepted(regularizer) if method.gate_scope == "all" else regularizer)
     if batch_info.sample_weight is not None:
         token_loss = token_loss * segments.spread(batch_info.sample_weight).to(token_loss.dtype)
     if normalizer is None:
@@ -206,26 +207,7 @@ def _check(
         if not isinstance(x, kind):
             way = "make them with LogProbs.pack" if kind is LogProbs else "give a name or a Method"
             raise MethodError(f"{name} is a {type(x).__name__}, not a {kind.__name__}; {way}")
-    n, b = logprobs.logp_rollout.shape, (len(logprobs.segments),)
-    shapes = {"advantages": n, "entropy": n, "version_lag": n, "rewards": b, "sample_weight": b}
-    inputs = {"advantages": advantages}
-    inputs |= {k: x for k in list(shapes)[1:] if (x := getattr(batch_info, k)) is not None}
-    for name, d in batch_info.divergences.items():
-        shapes[name], inputs[name] = n, d.lo
-    if batch_info.distributions is not None:
-        shapes["distributions"], inputs["distributions"] = n, batch_info.distributions.tokens
-    for name, x in inputs.items():
-        check_tensor(name, x)
-        if x.device != logprobs.logp_rollout.device:
-            raise BadValueError(
-                f"{name} is on {x.device}, the log-probs on {logprobs.logp_rollout.device}; move it there"
-            )
-        if x.shape != shapes[name]:
-            raise ShapeError(
-                f"{name} has shape {tuple(x.shape)}, expected {tuple(shapes[name])}: the batch has "
-                f"{n[0]} tokens in {b[0]} sequences; spread per-sequence values with segments.spread, "
-                "pack padded ones with logprobs.like_caller"
-            )
+    inputs = batch_info.inputs(logprobs, advantages)
     read = ("advantages", "sample_weight", *(k for k in ("entropy", "rewards", "version_lag") if k in method.needs))
     numbers = {k: x for k in read if (x := inputs.get(k)) is not None and len(x)}
     if logprobs.unread is not None:
@@ -269,7 +251,7 @@ def _raise_not_finite(name: str, x: Tensor, segments: Segments) -> None:
     x = whole
     at = int((~x.isfinite()).nonzero()[0])
     sequence, where = at, ""
-    if name not in ("rewards", "sample_weight"):
+    if name not in PER_SEQUENCE:
         sequence = int(segments.seq_ids[at])
         where = f" at trainable token {at - int(segments.cu_seqlens[sequence])}"
     raise BadValueError(

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from offdrift.certificate.regions import TrustRegion, length_neutral, sample_ratio_error
+from offdrift.certificate.regions import TrustRegion, sample_ratio_error
 from offdrift.errors import BadValueError, MethodError
 
 
@@ -18,13 +18,6 @@ def test_weights_and_their_sum_are_those_of_the_golden():
     three = TrustRegion(horizon=3, eps=0.05, delta=0.01)
     assert three.weights() == pytest.approx([0.1, 0.05, 0.0])
     assert TrustRegion(horizon=1, delta=0.01).weights().tolist() == [0.0]
-
-
-def test_length_neutral_bound_of_the_golden():
-    # bound.F1: W of the two sequences of FX-A
-    mean = (0.05631482 + 0.02326059) / 2
-    assert length_neutral(mean) == pytest.approx(0.07957541, abs=1e-8)
-    assert length_neutral(mean, constants="sharp") == pytest.approx(0.07957541 / 2, abs=1e-8)
 
 
 def test_sample_ratio_error_of_the_golden():
@@ -105,5 +98,3 @@ def test_impossible_limits_are_refused_by_name(field, value):
 def test_other_bad_input_is_refused_by_name():
     with pytest.raises(MethodError, match="constants = 'best'"):
         sample_ratio_error(horizon=4, tau=0.1, constants="best")
-    with pytest.raises(BadValueError, match="mean_score = -1"):
-        length_neutral(-1.0)

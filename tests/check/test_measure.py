@@ -9,7 +9,7 @@ from offdrift.check import bench as pair
 from offdrift.check import rescore
 from offdrift.check.bench import EngineSpec
 from offdrift.check.measure import Measured, clustered_error, logged, measure, measured, surprise_z
-from offdrift.check.rescore import THETAS, Scored, rescored, surprise_cgf, tail_caps
+from offdrift.check.rescore import THETAS, Scored, rescored, smallest_caps, surprise_cgf, tail_sums
 from offdrift.divergence.interval import topk_divergences
 from offdrift.engines.generate import Generation, rollouts_from
 from offdrift.errors import EvidenceError
@@ -106,7 +106,7 @@ def test_the_cap_on_the_tail_is_the_smallest_that_covers():
     train = rollout + 0.2 * torch.randn(n, v, generator=generator)
     log_mu, log_pi = rollout.log_softmax(-1), train.log_softmax(-1)
     tokens = torch.multinomial(log_mu.exp(), 1, generator=generator).squeeze(1)
-    caps = tail_caps(log_mu, log_pi, tokens)
+    caps = smallest_caps(*tail_sums(log_mu, log_pi, tokens))
     assert bool((caps > 0).all())
     top = log_mu.topk(rescore.TOP)
     record = (top.indices, top.values, tokens, log_mu.gather(1, tokens[:, None]).squeeze(1))
@@ -126,7 +126,7 @@ def test_the_cap_on_the_tail_is_the_smallest_that_covers():
 def test_without_a_tail_there_is_no_cap():
     log_mu = torch.randn(3, rescore.TOP).log_softmax(-1)
     log_pi = torch.randn(3, rescore.TOP).log_softmax(-1)
-    assert tail_caps(log_mu, log_pi, torch.zeros(3, dtype=torch.int64)).tolist() == [0.0] * 3
+    assert smallest_caps(*tail_sums(log_mu, log_pi, torch.zeros(3, dtype=torch.int64))).tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
@@ -225,7 +225,7 @@ def test_the_cap_on_a_tail_that_one_policy_has_more_of():
     """20 known tokens, and a tail of 100 with r = 0.2 and s = 0.05: the two masses are not alike."""
     mu = torch.tensor([0.04] * 20 + [0.002] * 100)
     pi = torch.tensor([0.0475] * 20 + [0.0005] * 100)
-    cap = float(tail_caps(mu.log()[None], pi.log()[None], torch.tensor([0])))
+    cap = float(smallest_caps(*tail_sums(mu.log()[None], pi.log()[None], torch.tensor([0]))))
     # sum mu log(mu / pi) - mu + pi over the tail, and the bound that is to equal it.
     terms = 0.2 * math.log(4) - 0.2 + 0.05
     bound = cap * math.tanh(cap / 2) * 0.05 + (cap / math.tanh(cap) - 1) * (0.2 - 0.05)

@@ -25,6 +25,8 @@ RIDDLES |= {"seen", "known", "mine"}
 HEADLESS = re.compile(r"(What|Whether|How|Of|The same|Both|Which|Where)\b")
 """Openings of docstrings that neither name a thing nor say what is done. "Whether" is fine for a truth value."""
 BODY, BRANCHES, POSITIONAL = 60, 20, 6
+NAMED_BY_PATH = re.compile(r"\boffdrift(?:_lab)?(?:\.\w+)+\.(\w+)\b")
+"""What users are told to name by its whole path, in another framework's configuration or in a loop of their own."""
 KERNELS = re.compile(r"offdrift\.divergence\.kernels")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -199,8 +201,10 @@ class Census:
             ROOT / "docs/api.json",
         ]
         prose = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+        tables = SOURCE.glob("**/*.toml")
         promised = {w for p in code if p.is_file() for w in words.findall(p.read_text("utf-8"))}
         promised |= {w for p in prose for w in re.findall(r"\b(\w+)\(", p.read_text("utf-8"))}
+        promised |= {w for p in (*prose, *tables) for w in NAMED_BY_PATH.findall(p.read_text("utf-8"))}
         only = tested - promised - used
         return [
             f"{m}.{f.name}"

@@ -7,7 +7,7 @@ import torch
 
 from offdrift.errors import MethodError
 from offdrift.logprobs import LogProbs
-from offdrift.objectives.ewma import ProximalEwma, ewma_decay, ewma_update
+from offdrift.objectives.ewma import ProximalEwma, ewma_update
 from offdrift.segments import Segments
 from tests.objectives.checks import loss_and_grad
 from tests.oracles.fixtures import double
@@ -78,17 +78,6 @@ def test_the_average_carries_no_gradient():
     assert not ewma_update(x, x, weight=1, decay=0.5)[0].requires_grad
 
 
-@pytest.mark.parametrize(("center_of_mass", "decay"), [(9, 0.9), (0, 0.0), (1, 0.5)])
-def test_decay_of_a_center_of_mass(center_of_mass, decay):
-    assert ewma_decay(center_of_mass) == pytest.approx(decay, abs=1e-15)  # ewma.com
-    # the mean age of what is averaged, long after the start
-    ages = torch.arange(2000, dtype=torch.float64)
-    weights = decay**ages
-    assert ((ages * weights).sum() / weights.sum()).item() == pytest.approx(center_of_mass, abs=1e-9)
-
-
-def test_ages_and_decays_that_mean_nothing_are_refused():
-    with pytest.raises(MethodError):
-        ewma_decay(-1.0)
+def test_decays_that_mean_nothing_are_refused():
     with pytest.raises(MethodError):
         ewma_update(double(0.0), double(1.0), weight=1.0, decay=1.0)

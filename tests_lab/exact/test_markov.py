@@ -19,7 +19,6 @@ from offdrift_lab.exact.markov import (
     last_tokens,
     markov_divergences,
     markov_returns,
-    memoryless,
     pattern,
     product,
     prompts,
@@ -56,11 +55,11 @@ def _generator(seed: int = 0) -> torch.Generator:
 def _coin(*heads: float, horizon: int) -> MarkovPolicy:
     """Independent coins, one policy per probability."""
     p = torch.tensor(heads, dtype=torch.float64)
-    return MarkovPolicy(memoryless(2), torch.stack([1 - p, p], -1)[:, None, None], horizon)
+    return MarkovPolicy(counter(2, 1), torch.stack([1 - p, p], -1)[:, None, None], horizon)
 
 
 MACHINES = {
-    "memoryless": memoryless(3),
+    "memoryless": counter(3, 1),
     "parity": counter(2, 2),
     "count modulo 3": counter(3, 3, token=2),
     "last two": last_tokens(2, 2),
@@ -163,7 +162,7 @@ def test_tiny_drift_keeps_its_digits():
 def test_what_the_rollout_policy_cannot_draw():
     never = torch.tensor([[[[1.0, 0.0]]]], dtype=torch.float64)
     fair = torch.tensor([[[[0.5, 0.5]]]], dtype=torch.float64)
-    mu, pi = MarkovPolicy(memoryless(2), never, 3), MarkovPolicy(memoryless(2), fair, 3)
+    mu, pi = MarkovPolicy(counter(2, 1), never, 3), MarkovPolicy(counter(2, 1), fair, 3)
     d = markov_divergences(pi, mu)
     assert float(d.kl_max) == float(d.kl_seq) == math.inf
     assert float(d.tv_seq_high) == pytest.approx(math.sqrt(1 - 1 / 8))
@@ -226,7 +225,7 @@ def test_samples_follow_the_laws():
 
 def test_a_token_of_probability_zero_is_never_drawn():
     rows = torch.tensor([[[[0.0, 0.5, 0.0, 0.5, 0.0]]]], dtype=torch.float64)
-    tokens, _ = MarkovPolicy(memoryless(5), rows, 50).sample(2000, generator=_generator())
+    tokens, _ = MarkovPolicy(counter(5, 1), rows, 50).sample(2000, generator=_generator())
     assert sorted(set(tokens.flatten().tolist())) == [1, 3]
     lowest = torch.zeros(1, 1, dtype=torch.float64)  # the one uniform number at which it might be
     assert markov._draw(rows[0, 0].cumsum(-1), lowest).tolist() == [1]
@@ -280,7 +279,7 @@ def test_what_cannot_be_a_pair_is_refused():
     with pytest.raises(BadValueError, match=r"rewards go from 0 to 1\.5"):
         markov_returns(policy, policy, torch.tensor([[0.0, 1.5]], dtype=torch.float64))
     with pytest.raises(BadValueError, match="vocabulary of 1 token"):
-        memoryless(1)
+        last_tokens(1)
     with pytest.raises(BadValueError, match="leaves the 1 states"):
         Automaton(torch.tensor([[0, 1]]), torch.ones(1, dtype=torch.float64))
     with pytest.raises(BadValueError, match="start is not a law"):
@@ -288,4 +287,4 @@ def test_what_cannot_be_a_pair_is_refused():
     with pytest.raises(ShapeError, match="start has 2 states"):
         Automaton(torch.tensor([[0, 0]]), torch.tensor([0.5, 0.5], dtype=torch.float64))
     with pytest.raises(ShapeError, match="vocabularies of 2 and 3"):
-        product(memoryless(2), memoryless(3))
+        product(counter(2, 1), counter(3, 1))

@@ -371,8 +371,18 @@ def bars_of(histogram: Fields) -> list[Bar]:
     if any(low >= high for low, high, _ in bars):
         return []
     filled = [i for i, bar in enumerate(bars) if bar[2] > 0]
-    joined: list[Bar] = []  # neighbors together until each is wide enough to be visible
-    for low, high, count in bars[filled[0] : filled[-1] + 1] if filled else []:
+    return visible(bars[filled[0] : filled[-1] + 1] if filled else [])
+
+
+def visible(bars: Iterable[Bar]) -> list[Bar]:
+    """Join neighbors until each bar is wide enough to be seen.
+
+    Example:
+        >>> visible([(0.0, 1e-6, 2.0), (1e-6, 1.0, 1.0)])
+        [(0.0, 1.0, 3.0)]
+    """
+    joined: list[Bar] = []
+    for low, high, count in bars:
         if joined and place(joined[-1][1]) - place(joined[-1][0]) < NARROWEST:
             first, _, before = joined[-1]
             joined[-1] = (first, high, before + count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +18,7 @@ from offdrift.certificate.prompts import PromptDesign
 from offdrift.errors import RecordError
 from offdrift.judge import Context, Rules, decide, diagnose, escalate, load_rules, regime, verdict
 from offdrift.judge.kl_choice import kl_of
-from offdrift.judge.verdict import Action, correlation_broken
+from offdrift.judge.verdict import Action, Escalation, correlation_broken
 from offdrift.records.atomic import plain, write_json
 from offdrift.records.provenance import Sampling
 from offdrift.show.anchors import on_page
@@ -229,6 +229,92 @@ BAND = "(0.99_1.01)"
 """Names the rows of the table that try the presets with the band that is advised."""
 
 
+@dataclass(frozen=True)
+class DriftOfLog:
+    """The numbers of a whole log that decide which correction it asks for; NaN where one is not known."""
+
+    on: str
+    """The ratio that is corrected: "mismatch" where the old policy was logged, else "full"."""
+    chi2_token: float
+    pearson: float
+    ppl_ratio: float
+    prob_diff_max: float
+    ess_frac: float
+    kl: float
+    """Where only k1 can be believed, its size counts: it is a bias then."""
+    lag: float
+    limits: Mapping[str, float]
+
+    @classmethod
+    def of(cls, overall: Mapping[str, Any], limits: Mapping[str, float]) -> DriftOfLog | None:
+        """Take the numbers of the first ratio of `LADDERS` that was measured; None if none was."""
+        on = next((x for x in LADDERS if not math.isnan(_number(overall, f"{x}/chi2_token"))), None)
+        if on is None:
+            return None
+        names = ("chi2_token", "pearson", "ppl_ratio", "prob_diff_max", "ess_frac")
+        estimate = kl_of([overall], on, limits["ratio_mean_z"])
+        return cls(
+            on,
+            *(_number(overall, f"{on}/{name}") for name in names),
+            kl=math.nan if estimate is None else abs(estimate[0]),
+            lag=_number(overall, "version_lag/mean"),
+            limits=limits,
+        )
+
+    @property
+    def size(self) -> str:
+        return f"KL is {self.kl:.2g} nats per token and token chi2 {self.chi2_token:.2g} ({self.on})"
+
+    @property
+    def is_mild(self) -> bool:
+        """Whether nothing has to be corrected."""
+        t = self.limits
+        broken = correlation_broken(self.pearson, prob_diff_max=self.prob_diff_max, kl=self.kl, limits=t)
+        return self.kl < t["kl_large"] and self.chi2_token < t["chi2_moderate"] and not broken
+
+    @property
+    def mildness(self) -> str:
+        """Mild drift in words."""
+        t = self.limits
+        decorrelated = self.pearson < t["pearson_clean"] and not self.prob_diff_max <= t["prob_diff_visible"]
+        clean = self.kl < t["kl_clean"] and not decorrelated and not abs(self.ppl_ratio - 1) > t["ppl_near"]
+        what = "mismatch between the engines" if self.on == "mismatch" else "drift"
+        return f"there is no meaningful {what}" if clean else f"{what} is mild and correcting it optional"
+
+    def escalated(self, masked: float, ess: float, *, pearson: float | None) -> Escalation:
+        """The survey's escalation at the share that rejection masks, and the sample size that it leaves."""
+        known: dict[str, Any] = {"prob_diff_max": self.prob_diff_max, "kl": self.kl, "limits": self.limits}
+        return escalate(self.chi2_token, masked, ess_after_rs=ess, pearson=pearson, **known)
+
+    def reweighted(self, tail: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Token weights alone, where age explains the drift and they are usable; else None.
+
+        Where the log says that weights were older, their age explains a low correlation too. Where it does not say,
+        only what the centered band would reject is set aside. Policies of equal weights have nothing to catch up with:
+        their engines disagree.
+
+        Args:
+            tail, weights: rows of the table, of the methods in `TAILS`.
+        """
+        if not self.ess_frac >= self.limits["ess_half"] or self.lag == 0:
+            return None
+        outside = 1 - tail["kept_tokens"]
+        unexplained = None if self.lag > 0 else self.pearson
+        if self.escalated(outside, self.ess_frac, pearson=unexplained).action == "systems fix":
+            return None
+        age = f"tokens are {self.lag:.3g} updates old on average"
+        if not self.lag > 0:
+            age = "the log does not say that the policies hold the same weights; "
+            age += "if they do, repair the engines instead"
+        return _suggestion(
+            "token TIS",
+            weights["name"],
+            f"{self.size}, with no heavy tail: {outside:.1%} of tokens have a ratio outside [0.5, 5]; a band around no "
+            f"drift would mask most of the batch, weights leave an effective sample size of "
+            f"{weights['ess_frac']:.1%}; {age}",
+        )
+
+
 def suggest(
     rows: Sequence[Mapping[str, Any]], overall: Mapping[str, Any], *, limits: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
@@ -253,56 +339,26 @@ def suggest(
     if missing > t["data_most"]:
         why = f"{missing:.0%} of the log is missing, so the rest may suggest the wrong method"
         return _suggestion(None, None, why)
-    on = next((x for x in LADDERS if not math.isnan(_number(overall, f"{x}/chi2_token"))), None)
-    if on is None:
+    drift = DriftOfLog.of(overall, t)
+    if drift is None:
         log = "log the rollout engine's log-probs, and those of the training engine for the same tokens"
         return _suggestion(None, None, f"drift cannot be measured: {log}")
-    names = ("chi2_token", "pearson", "ppl_ratio", "prob_diff_max", "ess_frac")
-    chi2, pearson, ppl, prob_diff, ess_raw = (_number(overall, f"{on}/{name}") for name in names)
-    # Where only k1 can be believed, its size counts: it is a bias then.
-    estimate = kl_of([overall], on, t["ratio_mean_z"])
-    kl = math.nan if estimate is None else abs(estimate[0])
-    size = f"KL is {kl:.2g} nats per token and token chi2 {chi2:.2g} ({on})"
-    broken = correlation_broken(pearson, prob_diff_max=prob_diff, kl=kl, limits=t)
-    nothing, reject, both = LADDERS[on]
-    if kl < t["kl_large"] and chi2 < t["chi2_moderate"] and not broken:
-        decorrelated = pearson < t["pearson_clean"] and not prob_diff <= t["prob_diff_visible"]
-        clean = kl < t["kl_clean"] and not decorrelated and not abs(ppl - 1) > t["ppl_near"]
-        what = "mismatch between the engines" if on == "mismatch" else "drift"
-        kind = f"there is no meaningful {what}" if clean else f"{what} is mild and correcting it optional"
-        return _suggestion("none", nothing, f"{kind}: {size}")
+    on, (nothing, reject, both) = drift.on, LADDERS[drift.on]
+    if drift.is_mild:
+        return _suggestion("none", nothing, f"{drift.mildness}: {drift.size}")
     tried = {row["name"]: row for row in rows if row["why_not"] is None}
     alone, weighted = tried.get(reject + BAND), tried.get(both + BAND)
     if alone is None or weighted is None:
         return _suggestion(None, None, f"{reject} was not tried on this log, so its cost is unknown")
     ess = weighted["ess_frac"] / weighted["kept_tokens"] if weighted["kept_tokens"] else 0.0
-    measured = {"prob_diff_max": prob_diff, "kl": kl, "limits": t}
-    rung, why = escalate(chi2, 1 - alone["kept_tokens"], ess_after_rs=ess, pearson=pearson, **measured)
+    rung, why = drift.escalated(1 - alone["kept_tokens"], ess, pearson=drift.pearson)
     if rung != "systems fix":
         chosen = alone if rung == "rejection" else weighted
         left = f"{chosen['kept_tokens']:.1%} of tokens stay, effective sample size {chosen['ess_frac']:.1%}"
         return _suggestion(rung, chosen["name"].removesuffix(BAND), f"{why} ({on}); {left}", chosen["settings"])
-    # Token weights alone, where age explains the drift and they are usable. Where the log says that weights
-    # were older, their age explains a low correlation too. Where it does not say, only what the centered band
-    # would reject is set aside. Policies of equal weights have nothing to catch up with: their engines disagree.
+    repair = _suggestion(rung, None, f"repair the system; no correction is cheaper: {why} ({on})")
     tail, weights = (tried.get(name) for name in TAILS[on])
-    lag = _number(overall, "version_lag/mean")
-    if tail is not None and weights is not None and ess_raw >= t["ess_half"] and lag != 0:
-        outside = 1 - tail["kept_tokens"]
-        unexplained = None if lag > 0 else pearson
-        if escalate(chi2, outside, ess_after_rs=ess_raw, pearson=unexplained, **measured).action != "systems fix":
-            age = f"tokens are {lag:.3g} updates old on average"
-            if not lag > 0:
-                age = "the log does not say that the policies hold the same weights; "
-                age += "if they do, repair the engines instead"
-            return _suggestion(
-                "token TIS",
-                weights["name"],
-                f"{size}, with no heavy tail: {outside:.1%} of tokens have a ratio outside [0.5, 5]; a band around no "
-                f"drift would mask most of the batch, weights leave an effective sample size of "
-                f"{weights['ess_frac']:.1%}; {age}",
-            )
-    return _suggestion(rung, None, f"repair the system; no correction is cheaper: {why} ({on})")
+    return repair if tail is None or weights is None else drift.reweighted(tail, weights) or repair
 
 
 def _suggestion(rung: Rung | None, method: str | None, why: str, settings: Mapping[str, float] = {}) -> dict[str, Any]:

@@ -7,10 +7,10 @@ and at most twenty short windows of tokens, coloured by log-ratio, or by exact K
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from offdrift.audit.charts import along, choices, explorable, histogram_chart, inhabited, labels, over_time
 from offdrift.audit.conclude import PAGE
@@ -79,6 +79,28 @@ class Heat:
         }
 
 
+class Fact(NamedTuple):
+    """A number about a sequence, and how it is written."""
+
+    name: str
+    text: str
+    write: Callable[[float], str] | None = None
+
+    def words(self, x: float) -> str:
+        return self.text.format(self.write(x) if self.write else x)
+
+
+FACTS = (
+    Fact("step", "step {:.0f}"),
+    Fact("max_abs_log_ratio", "worst |log ratio| {} nat", short),
+    Fact("k3_mean", "mean k3 {} nat", short),
+    Fact("reward", "reward {}", fixed),
+    Fact("advantage", "advantage {}", fixed),
+    Fact("length", "{:,.0f} tokens"),
+)
+"""What stands above the tokens of a sequence, where it is known."""
+
+
 def heats(audit: Fields) -> list[Heat]:
     """The worst sequences that hold any token, in the order stored."""
     stored = rows(at(audit, "worst", "sequences"))[:MAX_SEQUENCES]
@@ -118,20 +140,11 @@ def _heat(row: Fields) -> Heat:
     first, length = int(number(row.get("first")) or 0), number(row.get("length"))
     names = [text(tokens[i]) if i < len(tokens) else f"{first + i}" for i in range(count)]
     file, line = text(row.get("file")), text(row.get("row"))
-    facts = (
-        ("step", "step {:.0f}", None),
-        ("max_abs_log_ratio", "worst |log ratio| {} nat", short),
-        ("k3_mean", "mean k3 {} nat", short),
-        ("reward", "reward {}", fixed),
-        ("advantage", "advantage {}", fixed),
-        ("length", "{:,.0f} tokens", None),
-    )
-    values = ((words, write, number(row.get(key))) for key, words, write in facts)
     turns = numbers(row.get("turns"))
-    own_facts = [words.format(write(v) if write else v) for words, write, v in values if v is not None]
+    facts = [f.words(x) for f in FACTS if (x := number(row.get(f.name))) is not None]
     return Heat(
-        facts=(*own_facts, *([f"{len(turns)} turns"] if len(turns) > 1 else [])),
-        where=f"{file}:{line}" if file and line else file or (f"row {line}" if line else ""),
+        facts=(*facts, *([f"{len(turns)} turns"] if len(turns) > 1 else [])),
+        where=":".join(filter(None, (file, line))) if file else f"row {line}" if line else "",
         on=text(row.get("on")),
         prompt=clipped(text(row.get("prompt"))),
         completion=clipped(text(row.get("completion"))),

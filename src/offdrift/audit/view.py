@@ -44,18 +44,17 @@ def audit_view(audit: Fields, width: int = 100, *, folder: str = "") -> Renderab
     """Build the terminal report of `offdrift audit`, whose page is in `folder`."""
     framework = text(at(audit, "source", "framework"))
     findings = in_order(audit.get("findings"), framework)
-    parts: list[RenderableType] = []
-    if detected := text(at(audit, "source", "detected")):
-        parts.append(Text(safe(detected)))
+    detected, judged_by = text(at(audit, "source", "detected")), text(audit.get("judged_by"))
+    per_point, engines = number(audit.get("steps_per_point")) or 0, drawn_by(audit)
+    notes = [
+        (safe(judged_by), "dim"),
+        (MERGED.format(f"{per_point:,.0f}") if per_point > 1 else "", "dim"),
+        (f"rollout engine: {'; '.join(map(safe, engines))}" if engines else "", "dim"),
+        ("\n".join(safe(x) for x in missing(audit)), "yellow"),
+    ]
+    parts: list[RenderableType] = [Text(safe(detected))] if detected else []
     parts.append(Text(" · ".join(count_words(audit)), style="dim"))
-    if judged_by := text(audit.get("judged_by")):
-        parts.append(Text(safe(judged_by), style="dim"))
-    if (per_point := number(audit.get("steps_per_point")) or 0) > 1:
-        parts.append(Text(MERGED.format(f"{per_point:,.0f}"), style="dim"))
-    if engines := drawn_by(audit):
-        parts.append(Text(f"rollout engine: {'; '.join(map(safe, engines))}", style="dim"))
-    if sentences := missing(audit):
-        parts.append(Text("\n".join(safe(x) for x in sentences), style="yellow"))
+    parts += [Text(words, style=style) for words, style in notes if words]
     parts += [verdict_view(audit.get("verdict"), width=width), _numbers(headlines(audit), width)]
     for i, finding in enumerate(findings[:FINDINGS_SHOWN]):
         parts.append(Padding(shown_view(finding, width=width, brief=i > 0, folder=folder), (0, 0, 1, 0)))

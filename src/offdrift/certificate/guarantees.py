@@ -20,14 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
 
-from offdrift.certificate.bounds import Bound, check_constants, unified
+from offdrift.certificate.bounds import Bound, check_constants
 from offdrift.certificate.confidence import Estimate, Looks
-from offdrift.certificate.premises import Limits
 from offdrift.certificate.prompts import AVERAGED, DRAWS, PromptDesign
 from offdrift.certificate.regions import TrustRegion
 from offdrift.errors import BadValueError
@@ -60,31 +59,6 @@ class Guarantee:
     def scaled(self, factor: float) -> Guarantee:
         """Rescale the guarantee to rewards in a range of size `factor`."""
         return replace(self, error=factor * self.error, price=factor * self.price)
-
-
-def trm_guarantee(*, constants: str = "paper", **limits: Unpack[Limits]) -> Guarantee:
-    """Theorem 4.2: what masking sequences with a token of KL > delta guarantees.
-
-    1. Accepted sequences have KL <= delta at every token: by construction.
-    2. delta does not depend on T.
-    3. If KL <= delta at *every* reachable context, nothing is rejected, the masked surrogate is the
-       full one, and |J(pi) - J(mu) - L'(pi)| <= B*(delta, eps).
-
-    A batch can refute the condition of 3, never prove it. This is also Remark G.2's first choice:
-    r = 0, so the price is 0 and B_A = B*. With sharp constants KL_seq bounds the error too (`bounds.sequence_kl`).
-
-    Args, Raises: as in `offdrift.certificate.all_bounds`.
-
-    Example:
-        >>> trm_guarantee(horizon=4096, delta=1e-4, eps=5e-3, kl_seq=0.01, tv_seq=0.05).error
-        4.096
-
-    Reference: Li et al., arXiv:2512.23075v5, Theorem 4.2, Remark G.2.
-    """
-    best, eps = unified(constants=constants, **limits).value, limits.get("eps")
-    limit = "" if eps is None else f" and TV <= {eps:g}"
-    condition = f"KL(rollout || current) <= {limits['delta']:g}{limit} at every reachable context"
-    return Guarantee("TRM", "surrogate", best, 0.0, (condition,))
 
 
 def masked_guarantee(

@@ -64,31 +64,6 @@ class TrustRegion:
         return total_shift(self.horizon, delta=self.delta, eps=self.token_tv)
 
 
-def length_neutral(mean_score: float, *, constants: str = "paper") -> float:
-    """LN-TRM's bound from the mean score of sequences (Proposition F.1).
-
-        |Error| <= 2 E_mu[W(y)]      (paper)
-        |Error| <= E_mu[W(y)]        (sharp: the future shifts by one TV, not two)
-
-    It holds if KL <= delta at every context. E_mu|w_t - 1| = 2 Dbar_t makes it the adaptive bound
-    with the TV estimated from the drawn token; with exact TV at hand, that bound is less noisy. An
-    accepted sequence has W <= delta_W Z(T), which bounds E[W] only if all are accepted.
-
-    Args:
-        mean_score: E_mu[W(y)].
-
-    Example:
-        >>> length_neutral(0.04), length_neutral(0.04, constants="sharp")
-        (0.08, 0.04)
-
-    Reference: Li et al., arXiv:2512.23075v5, Appendix F.2, eqs. 98-99, Proposition F.1.
-    """
-    check_constants(constants)
-    if not mean_score >= 0:
-        raise BadValueError(f"mean_score = {mean_score}; a mean of |w - 1| is not negative")
-    return mean_score * (2 if constants == "paper" else 1)
-
-
 def sample_ratio_error(*, horizon: int, tau: float, constants: str = "paper") -> float:
     """Bound the distance of the masked surrogate from the accepted gain if accepted |log w_t| <= tau.
 

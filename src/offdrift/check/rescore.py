@@ -132,11 +132,11 @@ def _compared(
 
         def sums(mu: Tensor, pi: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
             log_mu, log_pi = mu.float().log_softmax(-1), pi.float().log_softmax(-1)
-            return surprise_cgf(log_mu), *_tail_sums(log_mu, log_pi, tokens)
+            return surprise_cgf(log_mu), *tail_sums(log_mu, log_pi, tokens)
 
         # A row at a time on CPUs, whose temporaries stay in the cache.
         cgf, *tail = by_rows(sums, (mu, pi, tokens.long()), compiled=False)
-        return (*plain, cgf, _smallest_caps(*tail))
+        return (*plain, cgf, smallest_caps(*tail))
 
 
 def surprise_cgf(log_mu: Float[Tensor, "c v"]) -> Float[Tensor, "c g"]:
@@ -160,25 +160,10 @@ def surprise_cgf(log_mu: Float[Tensor, "c v"]) -> Float[Tensor, "c g"]:
     return torch.stack(up + down, dim=1).log1p().clamp(min=0.0)
 
 
-def tail_caps(
-    log_mu: Float[Tensor, "c v"], log_pi: Float[Tensor, "c v"], tokens: Int[Tensor, " c"]
-) -> Float[Tensor, " c"]:
-    """The smallest cap L whose upper end covers the exact KL, if the top 20 of mu were recorded.
-
-        sum over the tail of mu log(mu / pi) - mu + pi  <=  L tanh(L/2) s + (L / tanh(L) - 1) (r - s)
-
-    r and s are the tail masses of mu and pi. The right side is the upper end of a capped interval
-    (`divergence.interval.most_under_cap`), which grows with L, so L follows by bisection.
-
-    Returns: nats; 0 where the tail is empty, +inf where no cap helps. Float32.
-    """
-    return _smallest_caps(*_tail_sums(log_mu, log_pi, tokens))
-
-
-def _tail_sums(
+def tail_sums(
     log_mu: Float[Tensor, "c v"], log_pi: Float[Tensor, "c v"], tokens: Int[Tensor, " c"]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """r, s and the left side of `tail_caps`, float64."""
+    """r, s and the left side of `smallest_caps`, float64, if the top 20 of mu were recorded."""
     listed = torch.zeros_like(log_mu, dtype=torch.bool)
     listed.scatter_(1, log_mu.topk(min(TOP, log_mu.shape[1]), dim=-1).indices, True)
     listed.scatter_(1, tokens[:, None], True)
@@ -190,7 +175,16 @@ def _tail_sums(
     return mu.sum(-1), pi.sum(-1), terms
 
 
-def _smallest_caps(r: Float[Tensor, " c"], s: Float[Tensor, " c"], terms: Float[Tensor, " c"]) -> Float[Tensor, " c"]:
+def smallest_caps(r: Float[Tensor, " c"], s: Float[Tensor, " c"], terms: Float[Tensor, " c"]) -> Float[Tensor, " c"]:
+    """The smallest cap L whose upper end covers the exact KL.
+
+        sum over the tail of mu log(mu / pi) - mu + pi  <=  L tanh(L/2) s + (L / tanh(L) - 1) (r - s)
+
+    r and s are the tail masses of mu and pi, from `tail_sums`. The right side is the upper end of a capped interval
+    (`divergence.interval.most_under_cap`), which grows with L, so L follows by bisection.
+
+    Returns: nats; 0 where the tail is empty, +inf where no cap helps. Float32.
+    """
     low, high = torch.zeros_like(terms), torch.full_like(terms, 64.0)
     for _ in range(40):
         cap = (low + high) / 2

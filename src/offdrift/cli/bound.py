@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -108,40 +107,33 @@ def bound(
     source = ""
     if measured is not None:
         drift = measured_drift(measured)
-        source, premises = drift.source, dict(drift.premises)
-        longest = premises.pop("horizon", None)
-        if kl_seq is not None or solve == "kl_seq":
-            premises.pop("kl_rate", None)
-        divergences |= {k: v for k, v in premises.items() if divergences[k] is None and k != solve}
-        if horizon is None and longest is not None and solve != "T":
-            horizon = int(longest)
-        if divergences["delta"] is None and solve != "delta":
-            divergences["delta"] = math.inf
-    if horizon is None and solve != "T":
-        raise typer.BadParameter("how many tokens has the longest sequence? give --T")
-    if divergences["delta"] is None and solve != "delta":
-        raise typer.BadParameter("give --delta, the largest token KL; inf if it is not known; or --from a run")
-    if reward_sd is not None and chi2 is None and solve != "chi2":
-        raise typer.BadParameter("--reward-sd belongs to --chi2: only the variance row depends on it")
-    if solve is None and target is not None:
-        raise typer.BadParameter("--target belongs to --solve")
+        source, divergences = drift.source, drift.completed(divergences, solve)
+        horizon = drift.horizon if horizon is None and solve != "T" else horizon
+    given = {solve, *(name for name, x in {"T": horizon, **divergences}.items() if x is not None)}
+    refusals = {
+        "how many tokens has the longest sequence? give --T": "T" not in given,
+        "give --delta, the largest token KL; inf if it is not known; or --from a run": "delta" not in given,
+        "--reward-sd belongs to --chi2: only the variance row depends on it": reward_sd is not None
+        and "chi2" not in given,
+        "--target belongs to --solve": solve is None and target is not None,
+        "--chart draws the bounds of given divergences; leave out --solve": chart is not None and solve is not None,
+        "--T is given and solved for; leave one out": solve == "T" and horizon is not None,
+    }
+    for message, wrong in refusals.items():
+        if wrong:
+            raise typer.BadParameter(message)
     if chart is not None:
-        if solve is not None:
-            raise typer.BadParameter("--chart draws the bounds of given divergences; leave out --solve")
         from offdrift.show.figures import chart_kind
 
         chart_kind(chart)  # before the table, not after it
+    notes = [Text(source, style="yellow")] if source else []
     if solve is not None:
-        if solve == "T" and horizon is not None:
-            raise typer.BadParameter("--T is given and solved for; leave one out")
         goal = reward_range if target is None else target
         rows = answer_rows(solve, target=goal, horizon=horizon, constants=columns, **divergences)
         if screen.as_json:
             screen.json(rows)
         else:
-            screen.show(answer_table(rows, target=goal, horizon=horizon))
-            if source:
-                screen.show(Text(source, style="yellow"))
+            screen.show(answer_table(rows, target=goal, horizon=horizon), *notes)
         screen.next("offdrift certify RUN/arms/NAME", "does a policy keep to it?")
         return
     assert horizon is not None
@@ -150,10 +142,7 @@ def bound(
         rows[-1]["source"] = source or None
         screen.json(rows)
     else:
-        narrow = screen.width < 96
-        screen.show(bound_table(horizon=horizon, **divergences, constants=columns, narrow=narrow))
-        if source:
-            screen.show(Text(source, style="yellow"))
+        screen.show(bound_table(horizon=horizon, **divergences, constants=columns, narrow=screen.width < 96), *notes)
     if chart is not None:
         screen.wrote(chart=write_bound_chart(chart, horizon=horizon, **divergences, constants=columns, source=source))
     screen.next(f"offdrift bound --T {horizon} --solve delta --target 0.1", "token KL for an error of 0.1")

@@ -101,25 +101,6 @@ class ProximalEwma:
         return ppo_ewma(logprobs, advantages, eps=self.eps, limit=self.limit)
 
 
-def ewma_decay(center_of_mass: float | int) -> float:
-    """Decay whose average looks back the given number of updates: 1 - 1 / (center_of_mass + 1).
-
-    Args:
-        center_of_mass: mean age of what is averaged, in updates; 0 keeps the newest alone.
-
-    Raises: `MethodError` if it is negative.
-
-    Example:
-        >>> ewma_decay(9)
-        0.9
-
-    Reference: Hilton et al., arXiv:2110.00641.
-    """
-    if not center_of_mass >= 0:
-        raise MethodError(f"center_of_mass={center_of_mass} must not be negative; it is an age")
-    return 1 - 1 / (center_of_mass + 1)
-
-
 def ewma_update(
     mean: Float[Tensor, "*s"], new: Float[Tensor, "*s"], *, weight: float | int, decay: float | int
 ) -> tuple[Float[Tensor, "*s"], float]:
@@ -132,7 +113,7 @@ def ewma_update(
         mean: the average so far; at first the initial weights, with weight 1.
         new: the current weights, same shape.
         weight: the second thing that the last call returned; 1 at first.
-        decay: in [0, 1), see `ewma_decay`; 0 forgets everything but `new`.
+        decay: in [0, 1); 1 - 1 / (m + 1) averages over a mean age of m updates, 0 forgets everything but `new`.
 
     Returns: mean' and weight'.
 
@@ -147,6 +128,6 @@ def ewma_update(
     Reference: Hilton et al., arXiv:2110.00641, and its official code.
     """
     if not 0 <= decay < 1:
-        raise MethodError(f"decay={decay} must lie in [0, 1); see ewma_decay")
+        raise MethodError(f"decay={decay} must lie in [0, 1): 1 - 1 / (m + 1) for a mean age of m updates")
     total = decay * weight + 1
     return mean.detach() * (decay * weight / total) + new.detach() / total, float(total)

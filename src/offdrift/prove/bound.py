@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from offdrift.certificate import Premises, all_bounds, premises, tightest
+from offdrift.certificate import Bound, Premises, all_bounds, premises, tightest
 from offdrift.certificate.bounds import LABELS
 from offdrift.certificate.inverse import (
     LONGEST,
@@ -93,20 +94,7 @@ def caption(
         alone = (f"{unified['from_delta'][c]:.4g} ({c})" for c in sorted(constants, reverse=True))
         lines.append(Text(f"From the largest token KL δ alone, B* = {', '.join(alone)}."))
     if not isinstance(mean_tv, Sequence) and not getattr(mean_tv, "ndim", 0):
-        first = {c: unified["vacuous_from"][c] for c in sorted(constants, reverse=True)}
-        fixed = ["KL_seq = T kl_rate"] if kl_rate is not None else []
-        if kl_rate is None and arguments["kl_seq"] is not None:
-            fixed.append("KL_seq")
-        sequences = {"tv_seq": "TV_seq"} | {
-            name: BEYOND[name][0] for name in BEYOND if name not in ("chi2", "reward_sd")
-        }
-        fixed += [symbol for name, symbol in sequences.items() if arguments.get(name) is not None]
-        if set(first.values()) == {None}:
-            lines.append(Text("B* stays below that range up to 10^12 tokens, if these divergences hold at every T."))
-        else:
-            at = (f"{'no T' if t is None else f'T = {t:,}'} ({c})" for c, t in first.items())
-            premise = f", {', '.join([*fixed[:-2], ' and '.join(fixed[-2:])])} at every T" if fixed else ""
-            lines.append(Text(f"B* reaches that range at {', '.join(at)}{premise}."))
+        lines.append(Text(vacuous_words(unified["vacuous_from"], constants, arguments, kl_rate)))
     routes = ", ".join(f"{ROUTES[name]} to token {last:,}" for name, _, last in unified["routes"])
     lines.append(Text(f"Smallest route to the context shift (Lemma 3.2): {routes}."))
     lines += [Text(note, style="yellow") for note in dict.fromkeys(r["note"] for r in rows) if note]
@@ -117,6 +105,26 @@ def caption(
         about.append("≤ adaptive: eps at every position, no mean TV given; not in the minimum.")
     lines += [Text(line, style="dim") for line in about]
     return Text("\n").join(lines)
+
+
+def vacuous_words(
+    first: Mapping[str, int | None], constants: Sequence[str], arguments: Mapping[str, Any], kl_rate: float | None
+) -> str:
+    """Say at which horizon B* reaches the reward's range, and what is taken to hold at every horizon.
+
+    Args:
+        first: the shortest such horizon by constants; None where there is none.
+    """
+    at = {c: "no T" if first[c] is None else f"T = {first[c]:,}" for c in sorted(constants, reverse=True)}
+    if not any(first[c] is not None for c in constants):
+        return "B* stays below that range up to 10^12 tokens, if these divergences hold at every T."
+    fixed = ["KL_seq = T kl_rate"] if kl_rate is not None else []
+    if kl_rate is None and arguments["kl_seq"] is not None:
+        fixed.append("KL_seq")
+    sequences = {"tv_seq": "TV_seq"} | {name: BEYOND[name][0] for name in BEYOND if name not in ("chi2", "reward_sd")}
+    fixed += [symbol for name, symbol in sequences.items() if arguments.get(name) is not None]
+    premise = f", {', '.join([*fixed[:-2], ' and '.join(fixed[-2:])])} at every T" if fixed else ""
+    return f"B* reaches that range at {', '.join(f'{t} ({c})' for c, t in at.items())}{premise}."
 
 
 def _verdict(rows: Sequence[dict[str, Any]], reward_range: float, constants: Sequence[str]) -> Text:
@@ -181,68 +189,112 @@ def bound_rows(
         >>> rows[-1]["bound"], round(rows[-1]["paper"], 3), round(rows[-1]["sharp"], 3)
         ('unified', 4.096, 0.01)
     """
-    kl_seq = kl_of_sequences(horizon, kl_seq, kl_rate)
     token: dict[str, Any] = {"delta": delta, "eps": eps, "tv_seq": tv_seq, "mean_tv": mean_tv, **beyond}
-    limits = premises(horizon=horizon, kl_seq=kl_seq, reward_range=reward_range, **token)
-    arguments = {"horizon": horizon, "kl_seq": kl_seq, "reward_range": reward_range} | token
-    paper, sharp = (all_bounds(**arguments, constants=c) for c in ("paper", "sharp"))
-    best = {"paper": tightest(paper).value, "sharp": tightest(sharp).value}
-    if mean_tv is None:
-        worst: dict[str, Any] = arguments | {"mean_tv": limits.eps}
-        paper, sharp = (all_bounds(**worst, constants=c) for c in ("paper", "sharp"))
-    by_name = {b.name: b for b in paper}
-    if mean_tv is None:  # at its worst the hybrid is below Pinsker-Marginal TV, as Table 1 notes
-        closed = by_name["pinsker_marginal_tv"].closed_form
-        by_name["adaptive"] = replace(by_name["adaptive"], closed_form=closed)
-    rows: list[dict[str, Any]] = []
-    for b in sharp:
-        if mean_tv is None and b.name in ("adaptive_kl", "adaptive_tv"):
-            continue
-        of_paper = by_name.get(b.name)
-        worst_case = mean_tv is None and b.name == "adaptive"
-        values = {"paper": None if of_paper is None else of_paper.value, "sharp": b.value}
-        candidate = b.unified and not worst_case
-        rows.append(
-            {
-                "bound": b.name,
-                "route": b.route,
-                "equation": b.equation,
-                "scaling": b.scaling,
-                **{name: _finite(value) for name, value in values.items()},
-                "closed_form": None if of_paper is None else _finite(of_paper.closed_form),
-                "below": _finite(b.below),
-                "worst_case": worst_case,
-                "attains": [k for k, v in values.items() if candidate and v is not None and v == best[k]],
-                "note": b.note,
-            }
-        )
+    given = GivenDrift(horizon, reward_range, kl_of_sequences(horizon, kl_seq, kl_rate), kl_rate, token)
+    bounds = given.bounds()
+    by_name = {b.name: b for b in bounds["paper"]}
+    rows = [given.row(b, by_name.get(b.name)) for b in bounds["sharp"]]
     rows.append({**dict.fromkeys(rows[0], ""), "bound": "unified", "route": "minimum", "equation": "eq. 21"})
-    sequence: dict[str, Any] = {"kl_seq": kl_seq} if kl_rate is None else {"kl_rate": kl_rate}
-    vacuous_from = (
-        dict.fromkeys(best)
-        if isinstance(mean_tv, np.ndarray)
-        else {c: vacuous_horizon(**token, **sequence, reward_range=reward_range, constants=c) for c in best}
-    )
-    routes = route_crossovers(horizon=horizon, delta=delta, eps=eps, kl_seq=kl_seq, tv_seq=tv_seq)
-    from_delta = None
-    others = [kl_seq, *(x for name, x in token.items() if name not in ("delta", "reward_sd"))]
-    if math.isfinite(delta) and any(x is not None for x in others):
-        alone: dict[str, Any] = {"horizon": horizon, "delta": delta, "reward_range": reward_range}
-        from_delta = {c: tightest(all_bounds(**alone, constants=c)).value for c in best}
-    rows[-1] |= {
-        **best,
+    rows[-1] |= given.smallest | {
         "closed_form": None,
         "below": None,
         "worst_case": False,
         "attains": [],
-        "vacuous_from": vacuous_from,
-        "kl_per_token": None if kl_seq is None else _finite(kl_seq / horizon),
-        "from_delta": from_delta,
-        "routes": [[r.name, r.first, r.last] for r in routes],
+        "vacuous_from": given.vacuous_from,
+        "kl_per_token": None if given.kl_seq is None else _finite(given.kl_seq / horizon),
+        "from_delta": given.from_delta,
+        "routes": given.routes,
     }
     for row in rows:
         row["vacuous"] = row["sharp"] is None or row["sharp"] >= reward_range
     return rows
+
+
+@dataclass(frozen=True)
+class GivenDrift:
+    """Divergences that bounds are asked of, and the horizon and the reward's range."""
+
+    horizon: int
+    reward_range: float
+    kl_seq: float | None
+    kl_rate: float | None
+    token: Mapping[str, Any]
+    """The other premises: delta, eps, tv_seq, mean_tv and those of `BEYOND`."""
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """As `all_bounds` takes them."""
+        return {"horizon": self.horizon, "kl_seq": self.kl_seq, "reward_range": self.reward_range, **self.token}
+
+    @cached_property
+    def proved(self) -> dict[str, list[Bound]]:
+        """Every bound on the error, with either set of constants."""
+        return {c: all_bounds(**self.arguments, constants=c) for c in ("paper", "sharp")}
+
+    @cached_property
+    def smallest(self) -> dict[str, float]:
+        """B* with either set of constants."""
+        return {c: tightest(bounds).value for c, bounds in self.proved.items()}
+
+    @property
+    def at_worst(self) -> bool:
+        """Whether the adaptive bound is that of the largest TV at every position, for lack of a mean."""
+        return self.token["mean_tv"] is None
+
+    def bounds(self) -> dict[str, list[Bound]]:
+        """Those `proved`, and without a mean TV the paper's adaptive bound at its largest value."""
+        if not self.at_worst:
+            return self.proved
+        largest = self.arguments | {"mean_tv": premises(**self.arguments).eps}
+        paper, sharp = (all_bounds(**largest, constants=c) for c in ("paper", "sharp"))
+        # At its worst the hybrid is below Pinsker-Marginal TV, as Table 1 notes.
+        closed = next(b.closed_form for b in paper if b.name == "pinsker_marginal_tv")
+        paper = [replace(b, closed_form=closed) if b.name == "adaptive" else b for b in paper]
+        return {"paper": paper, "sharp": [b for b in sharp if b.name not in ("adaptive_kl", "adaptive_tv")]}
+
+    def row(self, sharp: Bound, paper: Bound | None) -> dict[str, Any]:
+        """One bound with both sets of constants; `paper` is None where the paper has no such bound."""
+        worst_case = self.at_worst and sharp.name == "adaptive"
+        values = {"paper": None if paper is None else paper.value, "sharp": sharp.value}
+        candidate = sharp.unified and not worst_case
+        return {
+            "bound": sharp.name,
+            "route": sharp.route,
+            "equation": sharp.equation,
+            "scaling": sharp.scaling,
+            **{name: _finite(value) for name, value in values.items()},
+            "closed_form": None if paper is None else _finite(paper.closed_form),
+            "below": _finite(sharp.below),
+            "worst_case": worst_case,
+            "attains": [k for k, v in values.items() if candidate and v is not None and v == self.smallest[k]],
+            "note": sharp.note,
+        }
+
+    @property
+    def vacuous_from(self) -> dict[str, int | None]:
+        """The shortest horizon at which B* is not below the reward's range."""
+        if isinstance(self.token["mean_tv"], np.ndarray):
+            return dict.fromkeys(self.smallest)
+        sequence: dict[str, Any] = {"kl_seq": self.kl_seq} if self.kl_rate is None else {"kl_rate": self.kl_rate}
+        about = {**self.token, **sequence, "reward_range": self.reward_range}
+        return {c: vacuous_horizon(**about, constants=c) for c in self.smallest}
+
+    @property
+    def from_delta(self) -> dict[str, float] | None:
+        """B* from delta alone; None where nothing else was passed in."""
+        delta = self.token["delta"]
+        others = [self.kl_seq, *(x for name, x in self.token.items() if name not in ("delta", "reward_sd"))]
+        if not math.isfinite(delta) or all(x is None for x in others):
+            return None
+        alone: dict[str, Any] = {"horizon": self.horizon, "delta": delta, "reward_range": self.reward_range}
+        return {c: tightest(all_bounds(**alone, constants=c)).value for c in self.smallest}
+
+    @property
+    def routes(self) -> list[list[Any]]:
+        """By which route the context shift is smallest, first to last token."""
+        divergences = {name: self.token[name] for name in ("delta", "eps", "tv_seq")}
+        crossovers = route_crossovers(horizon=self.horizon, kl_seq=self.kl_seq, **divergences)
+        return [[r.name, r.first, r.last] for r in crossovers]
 
 
 def _finite(value: float | None) -> float | None:

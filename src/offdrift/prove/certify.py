@@ -101,6 +101,36 @@ def newest_policy(files: Sequence[Path]) -> tuple[int | None, list[Path]]:
     return newest, [file for file in files if pure.get(file) == newest or not versions[file]]
 
 
+Policy = tuple[Provenance, list[int]]
+"""What drew a file: engine and sampling, and the versions of the weights."""
+
+
+def drawn_by_one(rollouts: Rollouts, file: Path, *, like: Policy | None = None) -> Policy:
+    """Return what drew the rollouts of a file.
+
+    Raises: `RecordError` where that is not one policy, not the one that drew the files before, or not a sample of it.
+    """
+    provenance, versions = rollouts.provenance, rollouts.rollout_version.unique().tolist()
+    if provenance.logprobs != "processed":
+        raise RecordError(
+            f"{file} holds {provenance.logprobs} log-probs, not those of the policy that was sampled; "
+            "record processed ones"
+        )
+    if provenance.selected:
+        raise RecordError(
+            f"{file}: prompts or group sizes were chosen by the rewards of the responses ([draws] in the "
+            "recipe), or by how long they took, as in an asynchronous run that takes first what has finished "
+            "first; so they are no independent sample. Draw rollouts without either"
+        )
+    if len(versions) > 1 or like not in (None, (provenance, versions)):
+        defect = "holds several weight versions" if len(versions) > 1 else "differs from the files before"
+        raise RecordError(
+            f"{file} {defect} (versions {versions}, {provenance.sampling}): a certificate compares two "
+            "policies, so give rollouts that one policy drew with one sampling"
+        )
+    return provenance, versions
+
+
 @torch.no_grad()
 def judge(
     files: Sequence[Path],
@@ -138,36 +168,18 @@ def judge(
         are not those of the policy that was sampled, or more than one rollout policy;
         `ShapeError` for rollouts without rewards in some files and with rewards in others.
     """
-    for policy in (model, old):
-        if policy is not None:
-            policy.eval()
+    for network in (model, old):
+        if network is not None:
+            network.eval()
     drift: list[DriftStats] = []
     so_far: list[BatchEvidence] = []
     answered = torch.zeros(0, dtype=torch.int64)
     tokens = repeated = groups = 0
-    before: tuple[Provenance, list[int]] | None = None
+    policy: Policy | None = None
     for i, file in enumerate(files):
         rollouts = read(file)
         if rollouts.num_sequences:
-            provenance, versions = rollouts.provenance, rollouts.rollout_version.unique().tolist()
-            if provenance.logprobs != "processed":
-                raise RecordError(
-                    f"{file} holds {provenance.logprobs} log-probs, not those of the policy that was sampled; "
-                    "record processed ones"
-                )
-            if provenance.selected:
-                raise RecordError(
-                    f"{file}: prompts or group sizes were chosen by the rewards of the responses ([draws] in the "
-                    "recipe), or by how long they took, as in an asynchronous run that takes first what has finished "
-                    "first; so they are no independent sample. Draw rollouts without either"
-                )
-            if len(versions) > 1 or before not in (None, (provenance, versions)):
-                defect = "holds several weight versions" if len(versions) > 1 else "differs from the files before"
-                raise RecordError(
-                    f"{file} {defect} (versions {versions}, {provenance.sampling}): a certificate compares two "
-                    "policies, so give rollouts that one policy drew with one sampling"
-                )
-            before = provenance, versions
+            policy = drawn_by_one(rollouts, file, like=policy)
         if prompts == "drawn":
             ids, groups = _numbered(rollouts.group_ids, groups)
         elif prompts == "clustered":

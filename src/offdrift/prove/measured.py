@@ -5,7 +5,8 @@ Read from what these store, without torch and without trusting its shape.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,26 @@ class MeasuredDrift:
     """Those of horizon, delta, eps, kl_rate and mean_tv that were measured; horizon in tokens, KL in nats."""
     source: str
     """Where from, and what it cannot say."""
+
+    @property
+    def horizon(self) -> int | None:
+        """The longest response, where it was measured."""
+        tokens = self.premises.get("horizon")
+        return None if tokens is None else int(tokens)
+
+    def completed(self, divergences: Mapping[str, float | None], solve: str | None) -> dict[str, float | None]:
+        """Fill in what is not given and was measured; a largest token KL that is neither is infinite.
+
+        Args:
+            divergences: by premise, None where not given.
+            solve: the premise that is looked for, and stays as it is.
+        """
+        known = {"delta": math.inf, **self.premises}
+        if divergences["kl_seq"] is not None or solve == "kl_seq":
+            known.pop("kl_rate", None)
+        if solve is not None:
+            known.pop(solve, None)
+        return {name: known.get(name) if x is None else x for name, x in divergences.items()}
 
 
 MEASURED = {"delta": "kl_{}_max", "eps": "tv_{}_max", "kl_rate": "kl_{}_mean", "mean_tv": "tv_{}_mean"}

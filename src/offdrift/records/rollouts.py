@@ -104,9 +104,7 @@ class Support:
         tensors = [p for p in parts if p is not None]
         if not tensors or len(tensors) < len(parts):
             return None
-        return Support(
-            torch.cat([p.ids for p in tensors]), cumulative(torch.cat([p.cu_seqlens.diff() for p in tensors]))
-        )
+        return Support(torch.cat([p.ids for p in tensors]), joined_cuts([p.cu_seqlens for p in tensors]))
 
     def select(self, rows: Int[Tensor, " r"]) -> Support:
         """Return the support of the tokens at `rows`."""
@@ -166,6 +164,13 @@ class Turns:
         cuts = cumulative(context.lengths[sequences])
         return Turns(self.ids[rows], self.context_tokens[at], self.context_ids[at], cuts)
 
+    @staticmethod
+    def joined(parts: Sequence[Turns]) -> Turns:
+        """The turns of all parts' sequences."""
+        streams = ("ids", "context_tokens", "context_ids")
+        cuts = joined_cuts([part.context_cu_seqlens for part in parts])
+        return Turns(*(torch.cat([getattr(part, name) for part in parts]) for name in streams), context_cu_seqlens=cuts)
+
     def columns(self, cu_seqlens: Int[Tensor, " cuts"]) -> tuple[Int[Tensor, " n"], Int[Tensor, " c"]]:
         """Places behind the prompt, from 0, of every response token and of every context token.
 
@@ -219,7 +224,7 @@ class Routes:
     @staticmethod
     def joined(parts: Sequence[Routes]) -> Routes:
         """The routes of all parts' sequences."""
-        cuts = cumulative(torch.cat([part.cu_seqlens.diff() for part in parts]))
+        cuts = joined_cuts([part.cu_seqlens for part in parts])
         gates = [part.gates for part in parts if part.gates is not None]
         return Routes(torch.cat([part.experts for part in parts]), cuts, torch.cat(gates) if gates else None)
 
@@ -257,7 +262,7 @@ class Retention:
     @staticmethod
     def joined(parts: Sequence[Retention]) -> Retention:
         """That of all parts' sequences."""
-        cuts = cumulative(torch.cat([part.cu_seqlens.diff() for part in parts]))
+        cuts = joined_cuts([part.cu_seqlens for part in parts])
         return Retention(torch.cat([part.visible_until for part in parts]), cuts)
 
 
@@ -323,6 +328,9 @@ def expert_dtype(experts: int) -> torch.dtype:
     """Smallest integer dtype that holds the index of one of `experts`. (Torch cannot index with, or by, its uint16.)"""
     return torch.uint8 if experts <= 256 else torch.int16
 
+
+Recorded = Support | Turns | Routes | Retention | Speculation
+"""What a batch may hold besides numbers and evidence; `joined` makes one of those of several batches."""
 
 PER_TOKEN = ("tokens", "logp_rollout", "rollout_version", "mix_kl")
 """Tensors of `Rollouts` with a value for every response token."""
@@ -462,29 +470,18 @@ def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
 
     def joined(name: str) -> object:
         values = [getattr(b, name) for b in batches]
+        one = values[0]
         if any(v is None for v in values):
             return None
-        if isinstance(values[0], Tensor):
-            if name.endswith("cu_seqlens"):
-                return cumulative(torch.cat([v.diff() for v in values]))
-            return torch.cat(values)
-        if isinstance(values[0], Turns):
-            streams = {n: torch.cat([getattr(v, n) for v in values]) for n in ("ids", "context_tokens", "context_ids")}
-            cuts = cumulative(torch.cat([v.context_cu_seqlens.diff() for v in values]))
-            return Turns(**streams, context_cu_seqlens=cuts)
-        if isinstance(values[0], Routes | Retention):
-            return values[0].joined(values)
-        if isinstance(values[0], Routes):
-            return Routes.joined(values)
-        if isinstance(values[0], Speculation):
-            return Speculation.joined(values)
-        if isinstance(values[0], Support):
-            return Support.joined(values)
-        if isinstance(values[0], Mapping):
-            return {k: torch.cat([v[k] for v in values]) for k in values[0]}
-        if isinstance(values[0], Evidence):
+        if isinstance(one, Tensor):
+            return joined_cuts(values) if name.endswith("cu_seqlens") else torch.cat(values)
+        if isinstance(one, Recorded):
+            return one.joined(values)
+        if isinstance(one, Mapping):
+            return {k: torch.cat([v[k] for v in values]) for k in one}
+        if isinstance(one, Evidence):
             return joined_evidence(values)
-        return sum(values, ()) if isinstance(values[0], tuple) else values[0]
+        return sum(values, ()) if isinstance(one, tuple) else one
 
     return Rollouts(**{f.name: joined(f.name) for f in fields(Rollouts)})  # type: ignore[arg-type]
 
@@ -541,6 +538,11 @@ def cumulative(lengths: Shaped[Tensor, " b"]) -> Int[Tensor, " cuts"]:
     cuts = lengths.new_zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, dtype=torch.int64, out=cuts[1:])
     return cuts
+
+
+def joined_cuts(parts: Sequence[Int[Tensor, " _"]]) -> Int[Tensor, " cuts"]:
+    """Cuts of the segments of all parts, one part behind the other."""
+    return cumulative(torch.cat([cuts.diff() for cuts in parts]))
 
 
 def keys_of(tokens: Int[Tensor, " m"], cu_seqlens: Int[Tensor, " cuts"]) -> Int[Tensor, " b"]:

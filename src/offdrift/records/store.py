@@ -14,15 +14,16 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from jaxtyping import Integer
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -87,51 +88,115 @@ STATES = {torch.float32: torch.float32, torch.float16: torch.float16, torch.bflo
 """Dtypes of hidden states, and what their bits are stored as: Arrow has no bfloat16."""
 
 
-def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
-    """Write a batch to `path`, atomically: a killed run leaves the old file or the new one.
+@dataclass(frozen=True)
+class PartColumns:
+    """Something that a batch may hold beside its tokens, and its columns."""
 
-    The head of hidden-state evidence goes into `heads/` beside it first, unless it is there.
+    sign: str
+    """Column that tells whether a file holds it."""
+    columns: Callable[[Any, Tensor], dict[str, pa.Array]]
+    """Its columns, of it and the batch's `cu_seqlens`."""
+    read: Callable[[pa.Table, Tensor], Any]
+    """It, of a file's table and `cu_seqlens`; `ValueError` where its lengths are others than those of the tokens."""
 
-    Raises: `RecordError` naming the file if the disk is full or the folder cannot be written, or if the hidden states
-        have a dtype that no engine computes in.
-    """
-    path = Path(path)
-    offsets, evidence = rollouts.cu_seqlens, rollouts.evidence
-    columns: dict[str, pa.Array] = {
-        name: _list(getattr(rollouts, name), offsets, kind) for name, kind in TOKEN_COLUMNS.items()
+
+def turn_columns(turns: Turns, offsets: Tensor) -> dict[str, pa.Array]:
+    """Return the turn of each response token, and the tokens of each sequence's context with theirs."""
+    context = {"context_tokens": turns.context_tokens, "context_ids": turns.context_ids}
+    return {
+        "turn_ids": _list(turns.ids, offsets, pa.int32()),
+        **{name: _list(x, turns.context_cu_seqlens, pa.int32()) for name, x in context.items()},
     }
-    columns["prompt_tokens"] = _list(rollouts.prompt_tokens, rollouts.prompt_cu_seqlens, pa.int32())
-    if (turns := rollouts.turns) is not None:
-        columns["turn_ids"] = _list(turns.ids, offsets, pa.int32())
-        for name in ("context_tokens", "context_ids"):
-            columns[name] = _list(getattr(turns, name), turns.context_cu_seqlens, pa.int32())
-    if (routes := rollouts.routes) is not None:
-        _, layers, k = routes.experts.shape
-        chosen = pa.FixedSizeListArray.from_arrays(pa.array(routes.experts.reshape(-1).numpy()), k)
-        columns["routes"] = _cut(pa.FixedSizeListArray.from_arrays(chosen, layers), routes.cu_seqlens)
-    if rollouts.mix_kl is not None:
-        columns["mix_kl"] = _list(rollouts.mix_kl, offsets, pa.float32())
-    if (retention := rollouts.retention) is not None:
-        _, layers, heads = retention.visible_until.shape
-        by_head = pa.FixedSizeListArray.from_arrays(pa.array(retention.visible_until.reshape(-1).numpy()), heads)
-        columns["kept_until"] = _cut(pa.FixedSizeListArray.from_arrays(by_head, layers), retention.cu_seqlens)
-    if (support := rollouts.support) is not None:
-        columns["support_counts"] = _list(support.cu_seqlens.diff(), offsets, pa.int32())
-        columns["support_ids"] = _list(support.ids, support.cu_seqlens[offsets], pa.int32())
-    if (speculation := rollouts.speculation) is not None:
-        for name, (column, kind) in SPECULATION.items():
-            columns[column] = _list(getattr(speculation, name), offsets, kind)
-    columns["group_id"] = pa.array(rollouts.group_ids.numpy(), pa.int64())
-    columns["finish"] = pa.array(rollouts.finish, pa.string())
-    for name, column in NUMBERS.items():
-        if (numbers := getattr(rollouts, name)) is not None:
-            columns[column] = pa.array(numbers.numpy(), pa.float32())
-    for name, values in (rollouts.components or {}).items():
-        columns[COMPONENT + name] = pa.array(values.numpy(), pa.float32())
-    for name, column in TEXTS.items():
-        if (texts := getattr(rollouts, name)) is not None:
-            # Model output may hold lone surrogates, which no Parquet string can.
-            columns[column] = pa.array([t.encode("utf-8", "replace").decode() for t in texts], pa.string())
+
+
+def read_turns(table: pa.Table, cu_seqlens: Tensor) -> Turns:
+    """Return what `turn_columns` wrote."""
+    ids, of_tokens = _stream(table, "turn_ids")
+    context, cuts = _stream(table, "context_tokens")
+    before, of_context = _stream(table, "context_ids")
+    if not (torch.equal(of_tokens, cu_seqlens) and torch.equal(of_context, cuts)):
+        raise ValueError("turn_ids or context_ids have other lengths than the tokens they are about")
+    return Turns(ids, context, before, cuts)
+
+
+def support_columns(support: Support, offsets: Tensor) -> dict[str, pa.Array]:
+    """Return the number of ids at each response token, and the ids."""
+    return {
+        "support_counts": _list(support.cu_seqlens.diff(), offsets, pa.int32()),
+        "support_ids": _list(support.ids, support.cu_seqlens[offsets], pa.int32()),
+    }
+
+
+def read_support(table: pa.Table, cu_seqlens: Tensor) -> Support:
+    """Return what `support_columns` wrote."""
+    counts, of_tokens = _stream(table, "support_counts")
+    ids, cuts = _stream(table, "support_ids")
+    support = Support(ids, cumulative(counts))
+    if not (torch.equal(of_tokens, cu_seqlens) and torch.equal(cuts, support.cu_seqlens[cu_seqlens])):
+        raise ValueError("support_counts or support_ids have other lengths than the tokens they are about")
+    return support
+
+
+def position_column(values: Integer[Tensor, "p layers width"], cuts: Tensor) -> pa.Array:
+    """Return what is known at each position of the forward passes, prompts included, as one column."""
+    _, layers, width = values.shape
+    inner = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1).numpy()), width)
+    return _cut(pa.FixedSizeListArray.from_arrays(inner, layers), cuts)
+
+
+def read_positions(table: pa.Table, name: str, cu_seqlens: Tensor) -> tuple[Integer[Tensor, "p layers width"], Tensor]:
+    """Return what `position_column` wrote, and its cuts."""
+    chunk = table.column(name).chunk(0)
+    layers, width = chunk.values.type.list_size, chunk.values.values.type.list_size
+    cuts, of_prompts = _tensor(chunk.offsets), _stream(table, "prompt_tokens")[1]
+    if not torch.equal(cuts, cu_seqlens + of_prompts - torch.arange(len(cuts))):
+        raise ValueError(f"{name}: values do not cover every prompt, and every response but its last token")
+    return _tensor(chunk.values.values.values).reshape(-1, layers, width), cuts
+
+
+def read_speculation(table: pa.Table, cu_seqlens: Tensor) -> Speculation:
+    """Return how each response token came about, of the columns of `SPECULATION`."""
+    streams = {name: _stream(table, column) for name, (column, _) in SPECULATION.items()}
+    if not all(torch.equal(cuts, cu_seqlens) for _, cuts in streams.values()):
+        raise ValueError("what was proposed and tokens have different lengths")
+    return Speculation(**{name: values for name, (values, _) in streams.items()})
+
+
+PARTS = {
+    "turns": PartColumns("turn_ids", turn_columns, read_turns),
+    "routes": PartColumns(
+        "routes",
+        lambda x, _: {"routes": position_column(x.experts, x.cu_seqlens)},
+        lambda table, cuts: Routes(*read_positions(table, "routes", cuts)),
+    ),
+    "mix_kl": PartColumns(
+        "mix_kl",
+        lambda x, offsets: {"mix_kl": _list(x, offsets, pa.float32())},
+        lambda table, cuts: _per_token(table, "mix_kl", cuts),
+    ),
+    "retention": PartColumns(
+        "kept_until",
+        lambda x, _: {"kept_until": position_column(x.visible_until, x.cu_seqlens)},
+        lambda table, cuts: Retention(*read_positions(table, "kept_until", cuts)),
+    ),
+    "support": PartColumns("support_ids", support_columns, read_support),
+    "speculation": PartColumns(
+        "draft_origin",
+        lambda x, offsets: {c: _list(getattr(x, name), offsets, kind) for name, (c, kind) in SPECULATION.items()},
+        read_speculation,
+    ),
+}
+"""By attribute of `Rollouts`, in the order of their columns."""
+
+
+def evidence_columns(
+    evidence: Evidence | None, offsets: Tensor, path: Path
+) -> tuple[dict[str, pa.Array], dict[str, Any]]:
+    """Return the columns of the evidence and what the header says of it; write the head of states beside `path`.
+
+    Raises: `RecordError` as `write`.
+    """
+    columns: dict[str, pa.Array] = {}
     stated: dict[str, Any] = {"kind": type(evidence).__name__, "width": 0}
     if isinstance(evidence, FullVocab | TopK):
         stated["width"] = width = evidence.logp.shape[1]
@@ -150,11 +215,44 @@ def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
         columns["evidence_states"] = _cut(pa.FixedSizeListArray.from_arrays(flat, states.shape[1]), offsets)
         stated["dtype"] = str(states.dtype).removeprefix("torch.")
         stated["head"] = write_head(evidence.head, path.parent)
+    return columns, stated
+
+
+def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
+    """Write a batch to `path`, atomically: a killed run leaves the old file or the new one.
+
+    The head of hidden-state evidence goes into `heads/` beside it first, unless it is there.
+
+    Raises: `RecordError` naming the file if the disk is full or the folder cannot be written, or if the hidden states
+        have a dtype that no engine computes in.
+    """
+    path = Path(path)
+    offsets, evidence = rollouts.cu_seqlens, rollouts.evidence
+    columns: dict[str, pa.Array] = {
+        name: _list(getattr(rollouts, name), offsets, kind) for name, kind in TOKEN_COLUMNS.items()
+    }
+    columns["prompt_tokens"] = _list(rollouts.prompt_tokens, rollouts.prompt_cu_seqlens, pa.int32())
+    for name, part in PARTS.items():
+        if (value := getattr(rollouts, name)) is not None:
+            columns |= part.columns(value, offsets)
+    columns["group_id"] = pa.array(rollouts.group_ids.numpy(), pa.int64())
+    columns["finish"] = pa.array(rollouts.finish, pa.string())
+    for name, column in NUMBERS.items():
+        if (numbers := getattr(rollouts, name)) is not None:
+            columns[column] = pa.array(numbers.numpy(), pa.float32())
+    for name, values in (rollouts.components or {}).items():
+        columns[COMPONENT + name] = pa.array(values.numpy(), pa.float32())
+    for name, column in TEXTS.items():
+        if (texts := getattr(rollouts, name)) is not None:
+            # Model output may hold lone surrogates, which no Parquet string can.
+            columns[column] = pa.array([t.encode("utf-8", "replace").decode() for t in texts], pa.string())
+    of_evidence, stated = evidence_columns(evidence, offsets, path)
+    columns |= of_evidence
     header = {"format": FORMAT, "provenance": asdict(rollouts.provenance), "evidence": stated}
     table = pa.table(columns).replace_schema_metadata({KEY: json.dumps(header).encode()})
     # Zstandard at level 1 halves token columns; log-probs hardly compress, whatever the level.
     options: dict[str, Any] = {"compression": "zstd", "compression_level": 1, "write_page_checksum": True}
-    if support is not None:
+    if rollouts.support is not None:
         # Ascending ids as differences: a third of the size, and below a bit per token of the vocabulary.
         leaves = [f"{name}.list.element" if isinstance(x, pa.LargeListArray) else name for name, x in columns.items()]
         options["use_dictionary"] = [leaf for leaf in leaves if leaf != SUPPORT_LEAF]
@@ -172,70 +270,32 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
     with _table(path) as (table, header):
         table = table.combine_chunks()
         known = set(table.column_names)
-        tokens, cu_seqlens = _stream(table, "tokens")
-        for name in (*TOKEN_COLUMNS, *({"mix_kl"} & known)):
-            if not torch.equal(_stream(table, name)[1], cu_seqlens):
-                raise ValueError(f"{name} and tokens have different lengths")
-        turns = None
-        if "turn_ids" in known:
-            ids, of_tokens = _stream(table, "turn_ids")
-            context, cuts = _stream(table, "context_tokens")
-            before, of_context = _stream(table, "context_ids")
-            if not (torch.equal(of_tokens, cu_seqlens) and torch.equal(of_context, cuts)):
-                raise ValueError("turn_ids or context_ids have other lengths than the tokens they are about")
-            turns = Turns(ids, context, before, cuts)
-        support = None
-        if "support_ids" in known:
-            counts, of_tokens = _stream(table, "support_counts")
-            ids, cuts = _stream(table, "support_ids")
-            support = Support(ids, cumulative(counts))
-            if not (torch.equal(of_tokens, cu_seqlens) and torch.equal(cuts, support.cu_seqlens[cu_seqlens])):
-                raise ValueError("support_counts or support_ids have other lengths than the tokens they are about")
-        prompt_tokens, prompt_cu_seqlens = _stream(table, "prompt_tokens")
-        by_position = {}
-        for name, kind in (("routes", Routes), ("kept_until", Retention)):
-            if name in known:
-                chunk = table.column(name).chunk(0)
-                layers, width = chunk.values.type.list_size, chunk.values.values.type.list_size
-                cuts = _tensor(chunk.offsets)
-                if not torch.equal(cuts, cu_seqlens + prompt_cu_seqlens - torch.arange(len(cuts))):
-                    raise ValueError(f"{name}: values do not cover every prompt, and every response but its last token")
-                by_position[name] = kind(_tensor(chunk.values.values.values).reshape(-1, layers, width), cuts)
-        speculation = None
-        if "draft_origin" in known:
-            streams = {name: _stream(table, column) for name, (column, _) in SPECULATION.items()}
-            if not all(torch.equal(cuts, cu_seqlens) for _, cuts in streams.values()):
-                raise ValueError("what was proposed and tokens have different lengths")
-            speculation = Speculation(**{name: values for name, (values, _) in streams.items()})
+        cu_seqlens = _stream(table, "tokens")[1]
+        streams = {name: _per_token(table, name, cu_seqlens) for name in TOKEN_COLUMNS}
+        parts = {name: part.read(table, cu_seqlens) for name, part in PARTS.items() if part.sign in known}
         components = {n.removeprefix(COMPONENT): n for n in table.column_names if n.startswith(COMPONENT)}
         optional: dict[str, Any] = {
             **{name: _tensor(table.column(column).chunk(0)) for name, column in NUMBERS.items() if column in known},
-            "mix_kl": _stream(table, "mix_kl")[0] if "mix_kl" in known else None,
             **{name: tuple(table.column(column).to_pylist()) for name, column in TEXTS.items() if column in known},
         }
-        evidence, logp = _evidence(table, header["evidence"], path), _stream(table, "logp_rollout")[0]
+        evidence, tokens, logp = _evidence(table, header["evidence"], path), streams["tokens"], streams["logp_rollout"]
+        prompt_tokens, prompt_cu_seqlens = _stream(table, "prompt_tokens")
         if (found := implausible(evidence, tokens, logp)) is not None:
             raise RecordError(
                 f"{path}: token {found[0]}: {found[1]}; the recorded evidence is not that of one distribution. Draw "
                 "the batch again"
             )
         return Rollouts(
-            tokens=tokens,
-            logp_rollout=logp,
+            **streams,
             cu_seqlens=cu_seqlens,
-            rollout_version=_stream(table, "rollout_version")[0],
             prompt_tokens=prompt_tokens,
             prompt_cu_seqlens=prompt_cu_seqlens,
             group_ids=_tensor(table.column("group_id").chunk(0)) if len(table) else torch.zeros(0).long(),
             finish=tuple(table.column("finish").to_pylist()),
             provenance=Provenance.from_text(json.dumps(header["provenance"])),
             evidence=evidence,
-            support=support,
             components={n: _tensor(table.column(column).chunk(0)) for n, column in components.items()} or None,
-            turns=turns,
-            routes=by_position.get("routes"),
-            retention=by_position.get("kept_until"),
-            speculation=speculation,
+            **parts,
             **optional,
         )
 
@@ -395,6 +455,14 @@ def _evidence(table: pa.Table, stated: dict[str, Any], path: Path) -> Evidence |
     if kind == "TopK":
         return TopK(_stream(table, "evidence_ids")[0].reshape(-1, width), values.reshape(-1, width))
     raise ValueError(f"unknown evidence {kind!r}")
+
+
+def _per_token(table: pa.Table, name: str, cu_seqlens: Tensor) -> Tensor:
+    """The values of a list column with one for each response token."""
+    values, cuts = _stream(table, name)
+    if not torch.equal(cuts, cu_seqlens):
+        raise ValueError(f"{name} and tokens have different lengths")
+    return values
 
 
 def _stream(table: pa.Table, name: str) -> tuple[Tensor, Tensor]:

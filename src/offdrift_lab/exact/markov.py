@@ -68,13 +68,8 @@ class Automaton:
         return moves.scatter_add(3, self.next_state.expand(weights.shape), weights)
 
 
-def memoryless(vocab: int) -> Automaton:
-    """One state: tokens are independent of each other."""
-    return _from_zero(torch.zeros(1, vocab, dtype=torch.long))
-
-
 def counter(vocab: int, modulus: int, *, token: int = 1) -> Automaton:
-    """Automaton that counts `token`, modulo `modulus`; with 2, its parity.
+    """Automaton that counts `token`, modulo `modulus`: with 2 its parity, with 1 nothing (tokens are independent).
 
     Example:
         >>> counter(2, 3).next_state.tolist()
@@ -375,7 +370,7 @@ def markov_divergences(rollout: MarkovPolicy, current: MarkovPolicy) -> MarkovDi
     Raises: `ShapeError` if the policies differ in pairs, horizon or automaton.
 
     Example:
-        >>> a, b = (MarkovPolicy(memoryless(2), torch.tensor([[[[x, 1 - x]]]], dtype=torch.float64),
+        >>> a, b = (MarkovPolicy(counter(2, 1), torch.tensor([[[[x, 1 - x]]]], dtype=torch.float64),
         ...         horizon=1000) for x in (0.5, 0.51))
         >>> d = markov_divergences(a, b)
         >>> round(float(d.kl_seq), 4), round(float(d.tv_seq_high), 4)

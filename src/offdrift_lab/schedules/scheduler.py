@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from offdrift_lab.schedules.ledger import Cancel, Command, Group, Key, Load, Response, Start, Totals, Train, Worker
@@ -540,11 +540,3 @@ class Scheduler:
         if self._in_order:
             self.ready, self._line = deque(), deque(self.groups)
             self._line_up()
-
-    def forget(self, keys: Iterable[Key]) -> None:
-        """The driver has lost what was reported of responses in progress: they start from their first token."""
-        for key in keys:
-            response = self._response(key)
-            if response is not None:
-                self.totals.wasted_tokens += response.tokens
-                response.tokens = 0

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,7 +53,26 @@ kinds of token, and a column that was filled in has its zeros from nowhere."""
 
 Tokens = Bool[Tensor, " n"]
 Rows = Bool[Tensor, " b"]
-Count = Callable[[Tokens], Int[Tensor, " b"]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tokens of each row stand."""
+
+    cuts: Int[Tensor, " cuts"]
+
+    @cached_property
+    def lengths(self) -> Int[Tensor, " _"]:
+        """Tokens of each row."""
+        return self.cuts.diff()
+
+    def count(self, tokens: Bool[Tensor, " _"]) -> Int[Tensor, " _"]:
+        """How many of a mask's tokens each row has."""
+        return cumulative(tokens)[self.cuts].diff()
+
+    def spread(self, rows: Bool[Tensor, " _"]) -> Bool[Tensor, " _"]:
+        """The tokens of these rows."""
+        return torch.repeat_interleave(rows, self.lengths)
 
 
 @dataclass(frozen=True)
@@ -72,19 +92,13 @@ class Examined:
 
 def examined(lists: Mapping[str, Lists], numbers: Mapping[str, Numbers], cuts: Int[Tensor, " cuts"]) -> Examined:
     """Find the tokens that can be compared; `lists`: fields per token, of equal lengths; `numbers`: per row."""
-    lengths = cuts.diff()
-
-    def count(tokens: Tokens) -> Int[Tensor, " b"]:
-        return cumulative(tokens)[cuts].diff()
-
-    def spread(rows: Rows) -> Tokens:
-        return torch.repeat_interleave(rows, lengths)
-
+    layout = Layout(cuts)
+    count, spread = layout.count, layout.spread
     trains = None
     if (mask := lists.get("mask")) is not None:
         trains = mask.values != 0 if mask.missing is None else (mask.values != 0) | mask.missing
         trains = None if bool(trains.all()) else trains
-    trainable = lengths if trains is None else count(trains)
+    trainable = layout.lengths if trains is None else count(trains)
     holes = _holes(lists, trains, spread)
 
     # A row lacks a policy that scores none of its tokens, where two others do.
@@ -107,24 +121,25 @@ def examined(lists: Mapping[str, Lists], numbers: Mapping[str, Numbers], cuts: I
             if bool((n := count(hole)).any()):
                 unscored[f"{name}/{cause}"] = n
 
-    # A row lacks any other field that does not cover all of its tokens.
-    for name, x in lists.items():
-        if name in (*POLICIES, "mask", "position"):
-            continue
-        hole, rows = x.missing, x.absent
-        if name in LOGPS:
-            causes = [*_unusable(name, x.values, keep).values()]
-            hole = torch.stack(causes).any(0) if causes else None
-        elif x.values.dtype.is_floating_point and len(x.values):
-            low, high = (abs(float(v)) for v in torch.aminmax(x.values))
-            hole = None if low < float("inf") and high < float("inf") else ~x.values.isfinite()
-        if hole is not None:
-            partial = count(hole if keep is None else hole & keep) > 0
-            rows = partial if rows is None else rows | partial
-        if rows is not None and bool(rows.any()):
-            lacks[name] = rows
+    others = {name: x for name, x in lists.items() if name not in (*POLICIES, "mask", "position")}
+    lacks |= {name: rows for name, x in others.items() if (rows := uncovered(name, x, keep, layout)) is not None}
     lacks |= {name: gone for name, x in numbers.items() if bool((gone := x.missing()).any())}
     return Examined(keep, trainable, unscored, lacks)
+
+
+def uncovered(name: str, x: Lists, keep: Tokens | None, layout: Layout) -> Rows | None:
+    """Rows of which a field does not cover all tokens that are kept, and which then lack it; None if it covers all."""
+    hole, rows = x.missing, x.absent
+    if name in LOGPS:
+        causes = [*_unusable(name, x.values, keep).values()]
+        hole = torch.stack(causes).any(0) if causes else None
+    elif x.values.dtype.is_floating_point and len(x.values):
+        low, high = (abs(float(v)) for v in torch.aminmax(x.values))
+        hole = None if low < float("inf") and high < float("inf") else ~x.values.isfinite()
+    if hole is not None:
+        some = layout.count(hole if keep is None else hole & keep) > 0
+        rows = some if rows is None else rows | some
+    return rows if rows is not None and bool(rows.any()) else None
 
 
 def _holes(
@@ -261,41 +276,63 @@ def assemble(columns: Columns, *, file: str, step: int | None = None) -> tuple[t
 
 
 def _usable(columns: Columns, file: str, step: int | None) -> tuple[Columns, tuple[BadRow, ...]]:
-    """Rows whose lists are of one length and that have a step, if the log has steps; and the others."""
+    """Rows without a problem, and the others, each with its first problem."""
+    found = [*problems(columns, step)]
     wrong = torch.zeros(len(columns.row), dtype=torch.bool)
-    stepless = torch.zeros_like(wrong)
-    listed = columns.lists
-    if listed:
-        longest = torch.stack([x.lengths for x in listed.values()]).amax(0)
-        for x in listed.values():
-            differs = x.lengths != longest
-            wrong |= differs if x.absent is None else differs & ~x.absent
-        if all(x.absent is not None for x in listed.values()):
-            nothing = torch.stack([x.absent for x in listed.values() if x.absent is not None]).all(0)
-            length = columns.numbers.get("response_length")
-            # A row may say that its response has no token.
-            wrong |= nothing if length is None else nothing & (length.missing() | (length.values != 0))
+    for problem in found:
+        wrong |= problem.rows
+    bad = []
+    for i in wrong.nonzero().squeeze(-1).tolist():
+        reason = next(problem.reason(i) for problem in found if problem.rows[i])
+        bad.append(BadRow(file, int(columns.row[i]), reason))
+    return (columns.rows(~wrong), tuple(bad)) if bad else (columns, ())
+
+
+class Problem(NamedTuple):
+    """Rows that are not usable, and why, by their place."""
+
+    rows: Rows
+    reason: Callable[[int], str]
+
+
+def problems(columns: Columns, step: int | None) -> Iterator[Problem]:
+    """Numbers that cannot be, lists of unequal length, and no step in a log that has steps; the gravest first."""
+
+    def out_of_range(name: str, values: Tensor, i: int) -> str:
+        bounds = f"which is not between {COLUMNS[name].least} and {COLUMNS[name].most}"
+        return f"{name} holds {int(values[i])}, {bounds}; --columns {name}= leaves the column out"
+
+    def unequal(i: int) -> str:
+        listed = columns.lists.items()
+        lengths = {n: int(x.lengths[i]) for n, x in listed if x.absent is None or not bool(x.absent[i])}
+        described = ", ".join(f"{name} {n}" for name, n in lengths.items())
+        if not lengths:
+            return f"none of {', '.join(columns.lists)} is there"
+        return f"lists of unequal length ({described}); all lists of a row describe its response tokens"
+
+    for name, (rows, values) in _impossible(columns).items():
+        yield Problem(rows, partial(out_of_range, name, values))
+    if columns.lists:
+        yield Problem(columns_differ(columns), unequal)
     if step is None and "step" in columns.numbers:
         stepless = columns.numbers["step"].missing()
-        stepless = stepless & ~stepless.all()
-    impossible = _impossible(columns)
-    for rows, _ in impossible.values():
-        wrong = wrong | rows
-    bad = []
-    for i in (wrong | stepless).nonzero().squeeze(-1).tolist():
-        lengths = {n: int(x.lengths[i]) for n, x in listed.items() if x.absent is None or not bool(x.absent[i])}
-        described = ", ".join(f"{name} {n}" for name, n in lengths.items())
-        reason = f"lists of unequal length ({described}); all lists of a row describe its response tokens"
-        if named := next((name for name, (rows, _) in impossible.items() if rows[i]), None):
-            least, most = COLUMNS[named].least, COLUMNS[named].most
-            reason = f"{named} holds {int(impossible[named][1][i])}, which is not between {least} and {most}; "
-            reason += f"--columns {named}= leaves the column out"
-        elif not wrong[i]:
-            reason = "the row has no step, though the log has a column for it"
-        elif not lengths:
-            reason = f"none of {', '.join(listed)} is there"
-        bad.append(BadRow(file, int(columns.row[i]), reason))
-    return (columns.rows(~(wrong | stepless)), tuple(bad)) if bad else (columns, ())
+        yield Problem(stepless & ~stepless.all(), lambda _: "the row has no step, though the log has a column for it")
+
+
+def columns_differ(columns: Columns) -> Rows:
+    """Rows with lists of different lengths, or none at all."""
+    listed = columns.lists
+    wrong = torch.zeros(len(columns.row), dtype=torch.bool)
+    longest = torch.stack([x.lengths for x in listed.values()]).amax(0)
+    for x in listed.values():
+        differs = x.lengths != longest
+        wrong |= differs if x.absent is None else differs & ~x.absent
+    absent = [x.absent for x in listed.values() if x.absent is not None]
+    if len(absent) == len(listed):
+        nothing, length = torch.stack(absent).all(0), columns.numbers.get("response_length")
+        # A row may say that its response has no token.
+        wrong |= nothing if length is None else nothing & (length.missing() | (length.values != 0))
+    return wrong
 
 
 def _impossible(columns: Columns) -> dict[str, tuple[Rows, Int[Tensor, " b"]]]:
@@ -330,46 +367,19 @@ def _logged(columns: Columns, step: int | None) -> tuple[Logged, dict[str, Rows]
     lengths = torch.zeros(b, dtype=torch.int64)
     for x in columns.lists.values():
         lengths = torch.maximum(lengths, x.lengths)
-    lists = {name: x.filled(lengths) for name, x in columns.lists.items()}
-    if "mask" in lists and (unmasked := lists["mask"].absent) is not None:
-        # A row without a mask trains on every token.
-        rows = torch.repeat_interleave(unmasked, lengths)
-        trains, holes = lists["mask"].values.bool() | rows, lists["mask"].missing
-        holes = None if holes is None else holes & ~rows
-        lists["mask"] = Lists(trains.long(), lists["mask"].cuts, None, holes)
-    for name in EITHER:
-        if name in columns.numbers and name not in lists:
-            lists[name] = columns.numbers[name].per_token(lengths, whole=COLUMNS[name].is_whole)
+    lists = token_lists(columns, lengths)
     counted = {f.column: columns.numbers[f.column] for f in COUNTED if f.column in columns.numbers}
     cuts = cumulative(lengths)
     usable = examined(lists, counted, cuts)
     keep = usable.keep
-    stated = lists.get("position")
-    position = None if stated is None else stated.values
-    if (keep is not None and stated is None) or (stated is not None and stated.missing is not None):
-        # Places in the response are counted where a row does not state them all.
-        position = torch.arange(int(cuts[-1])) - torch.repeat_interleave(cuts[:-1], lengths)
-        if stated is not None and stated.missing is not None:
-            unknown = torch.repeat_interleave(stated.per_row(stated.missing) > 0, stated.lengths)
-            position = position.where(unknown, stated.values)
-    if keep is not None and position is not None:
-        position = position[keep]
+    position = positions(lists.get("position"), cuts, keep)
+    if keep is not None:
         cuts = cumulative(keep)[cuts]
-
-    values: dict[str, Any] = {}
-    for f in BY_TOKEN:
-        if f.column in lists and f.column != "position":
-            values[f.name] = lists[f.column].kept(keep)
-    for f in BY_SEQUENCE:
-        if f.is_text and (texts := columns.texts.get(f.column)) is not None:
-            values[f.name] = tuple(t or "" for t in texts)
-        elif f.column in counted:
-            values[f.name] = counted[f.column].whole()
-        elif (x := columns.numbers.get(f.column)) and not (f.is_whole or x.missing().all()):
-            values[f.name] = x.values.float().masked_fill(x.missing(), float("nan"))
+    by_token = [f for f in BY_TOKEN if f.column in lists and f.column != "position"]
+    values = {f.name: lists[f.column].kept(keep) for f in by_token} | sequence_fields(columns, counted)
     steps = torch.full((b,), step or 0)
-    if (own := columns.numbers.get("step")) is not None:
-        steps = torch.where(own.missing(), steps, own.whole())
+    if (stated := columns.numbers.get("step")) is not None:
+        steps = torch.where(stated.missing(), steps, stated.whole())
     unit = "token"
     if "response_length" in columns.numbers:
         lengths = torch.maximum(columns.numbers["response_length"].whole(), lengths)
@@ -389,6 +399,50 @@ def _logged(columns: Columns, step: int | None) -> tuple[Logged, dict[str, Rows]
         **values,
     )
     return batch, dict(usable.lacks)
+
+
+def token_lists(columns: Columns, lengths: Int[Tensor, " b"]) -> dict[str, Lists]:
+    """Fields per token, each as long as the response of its row; numbers per row are repeated where both may stand."""
+    lists = {name: x.filled(lengths) for name, x in columns.lists.items()}
+    if "mask" in lists and (unmasked := lists["mask"].absent) is not None:
+        # A row without a mask trains on every token.
+        rows = torch.repeat_interleave(unmasked, lengths)
+        trains, holes = lists["mask"].values.bool() | rows, lists["mask"].missing
+        holes = None if holes is None else holes & ~rows
+        lists["mask"] = Lists(trains.long(), lists["mask"].cuts, None, holes)
+    for name in EITHER:
+        if name in columns.numbers and name not in lists:
+            lists[name] = columns.numbers[name].per_token(lengths, whole=COLUMNS[name].is_whole)
+    return lists
+
+
+def positions(stated: Lists | None, cuts: Int[Tensor, " cuts"], keep: Tokens | None) -> Int[Tensor, " _"] | None:
+    """Place in its response of each token that is kept, counted where a row does not state them all; None: in order."""
+    position = None if stated is None else stated.values
+    if stated is None and keep is not None:
+        position = places_in_rows(cuts)
+    elif stated is not None and stated.missing is not None:
+        unknown = torch.repeat_interleave(stated.per_row(stated.missing) > 0, stated.lengths)
+        position = places_in_rows(cuts).where(unknown, stated.values)
+    return position if position is None or keep is None else position[keep]
+
+
+def places_in_rows(cuts: Int[Tensor, " cuts"]) -> Int[Tensor, " n"]:
+    """Place of each token in its row, from 0."""
+    return torch.arange(int(cuts[-1])) - torch.repeat_interleave(cuts[:-1], cuts.diff())
+
+
+def sequence_fields(columns: Columns, counted: Mapping[str, Numbers]) -> dict[str, Any]:
+    """Fields per sequence by name: texts, integers, and floats with NaN where a row has none."""
+    values: dict[str, Any] = {}
+    for f in BY_SEQUENCE:
+        if f.is_text and (texts := columns.texts.get(f.column)) is not None:
+            values[f.name] = tuple(t or "" for t in texts)
+        elif f.column in counted:
+            values[f.name] = counted[f.column].whole()
+        elif (x := columns.numbers.get(f.column)) and not (f.is_whole or x.missing().all()):
+            values[f.name] = x.values.float().masked_fill(x.missing(), float("nan"))
+    return values
 
 
 def _groups(columns: Columns, steps: Int[Tensor, " b"]) -> Int[Tensor, " b"] | None:

@@ -120,18 +120,8 @@ def _decoded(piece: Piece, kind: Source, detected: Detected) -> tuple[Columns | 
         if stopped is not None:
             bad.append(BadRow(file, piece.first_row + data.count(b"\n"), stopped, rows=0))
     if kind.adapt:
-        adapt, translated, kept = function(kind.adapt), [], []
-        own = {n: c for n, c in detected.columns.items() if n in PER_ROW and kind.columns.get(n) != c}
-        for row, number in zip(rows, numbers, strict=True):
-            try:
-                per_row = {name: look_up(row, column) for name, column in own.items()}
-                inside = adapt(row)
-                inside = inside if isinstance(inside, list) else [inside]
-                translated += [_wanted({**r, **per_row}, detected) for r in inside]
-                kept += [number] * len(inside)
-            except Malformed as e:
-                bad.append(BadRow(file, number, f"no row of {kind.what}: {repr(e)[:200]}"))
-        numbers = kept
+        translated, numbers, strange = adapted(rows, numbers, detected, file)
+        bad += strange
     else:
         names = kind.resolve(set().union(*rows), mapped)
         translated = [{name: look_up(row, column) for name, column in names.items()} for row in rows]
@@ -139,6 +129,28 @@ def _decoded(piece: Piece, kind: Source, detected: Detected) -> tuple[Columns | 
             translated = [_wanted(row, detected) for row in map(function(kind.amend), rows, translated)]
     columns, wrong = pack(translated, numbers, file)
     return columns, sorted([*bad, *wrong], key=lambda b: b.row)
+
+
+def adapted(
+    rows: Sequence[Row], numbers: Sequence[int], detected: Detected, file: str
+) -> tuple[list[Row], list[int], list[BadRow]]:
+    """Rows of a framework's own layout in the plain schema, with the number of the row that each comes from.
+
+    Returns: also the rows that are not what the framework writes.
+    """
+    kind = source(detected.format)
+    adapt, translated, origins, bad = function(kind.adapt), [], [], []
+    mapped = {n: c for n, c in detected.columns.items() if n in PER_ROW and kind.columns.get(n) != c}
+    for row, number in zip(rows, numbers, strict=True):
+        try:
+            per_row = {name: look_up(row, column) for name, column in mapped.items()}
+            inside = adapt(row)
+            inside = inside if isinstance(inside, list) else [inside]
+            translated += [_wanted({**r, **per_row}, detected) for r in inside]
+            origins += [number] * len(inside)
+        except Malformed as e:
+            bad.append(BadRow(file, number, f"no row of {kind.what}: {repr(e)[:200]}"))
+    return translated, origins, bad
 
 
 def payload(file: Bytes, name: str, limit: int, *, rows: bool = True) -> tuple[Source, list[Row]]:
@@ -296,7 +308,11 @@ def _look_at_parquet(file: str) -> Look:
     return Look(names, inner, numeric, source=source, framework=framework, schema=schema)
 
 
-def _look_at_lines(file: str, limit: int) -> Look:
+def rows_of_head(file: str, limit: int) -> list[Row]:
+    """Rows among the first bytes of a file of JSON lines: of `HEAD` bytes, or of as many as the first row takes.
+
+    Raises: `RecordError` where there are lines, and none of them is a row.
+    """
     size = HEAD
     while True:
         data, long, stopped = read_lines(file, 0, size, limit)
@@ -309,6 +325,11 @@ def _look_at_lines(file: str, limit: int) -> Look:
     if not rows and (bad or stopped):
         why = stopped or f"line {bad[0].row}, {bad[0].reason}"
         raise RecordError(f"{file} holds no row that can be read: {why}")
+    return rows
+
+
+def _look_at_lines(file: str, limit: int) -> Look:
+    rows = rows_of_head(file, limit)
     names = dict.fromkeys(name for row in rows for name in row)
     inner = dict.fromkeys(
         f"{name}.{key}" for row in rows for name, value in row.items() if isinstance(value, Mapping) for key in value
@@ -343,13 +364,7 @@ def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING, limit:
         >>> detect(["run/logs"])  # doctest: +SKIP
         Detected(format='plain', framework='offdrift', files=('run/logs/1.parquet', ...
     """
-    fields = {other: name for name, f in COLUMNS.items() for other in f.spellings}
-    asked = {fields.get(name, name): column for name, column in columns.items()}
-    for name in asked:
-        if name not in COLUMNS:
-            raise RecordError(f"columns: {name!r} is no field; the fields are {', '.join(COLUMNS)}")
-    mapped = {name: column for name, column in asked.items() if column}
-    without = tuple(name for name, column in asked.items() if not column)
+    mapped, without = by_field(columns)
     there, unreadable = files.find(paths)
     named, repeated = files.unrepeated(there)
     beside = {f for f in named if f not in paths and re.search(BESIDE, f)}
@@ -392,6 +407,20 @@ def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING, limit:
         limit=limit,
         without=without,
     )
+
+
+def by_field(columns: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Columns that a caller mapped, by the field's own name, and the fields that are not to be read.
+
+    Raises: `RecordError` naming what is not a field.
+    """
+    fields = {other: name for name, f in COLUMNS.items() for other in f.spellings}
+    asked = {fields.get(name, name): column for name, column in columns.items()}
+    for name in asked:
+        if name not in COLUMNS:
+            raise RecordError(f"columns: {name!r} is no field; the fields are {', '.join(COLUMNS)}")
+    without = tuple(name for name, column in asked.items() if not column)
+    return {name: column for name, column in asked.items() if column}, without
 
 
 def _kinds(named: Sequence[str], mapped: Mapping[str, str], limit: int) -> tuple[list[_Matches], list[_Unknown]]:
@@ -466,12 +495,18 @@ def _resolved(best: _Matches, mapped: Mapping[str, str]) -> dict[str, str]:
     for name in mapped.keys() - readable.keys():
         kind = type_of(first.schema, mapped[name])
         raise RecordError(f"columns: {name}={mapped[name]}, but that column is {kind}")
-    if best.source is TRL and "reward" not in readable:
-        # One column per reward function, under the function's name; the weights are not logged.
-        rewards = [f.name for f in first.schema if is_number(f.type) and f.name not in readable.values()]
-        if len(rewards) == 1:
-            return {**readable, "reward": rewards[0]}
-    return readable
+    return with_reward(readable, first.schema) if best.source is TRL else readable
+
+
+def with_reward(columns: dict[str, str], schema: pa.Schema) -> dict[str, str]:
+    """Columns of a log of TRL with the reward: the column of the reward function, if there is one alone.
+
+    Each function's rewards stand under its name; the weights are not logged.
+    """
+    if "reward" in columns:
+        return columns
+    rewards = [f.name for f in schema if is_number(f.type) and f.name not in columns.values()]
+    return {**columns, "reward": rewards[0]} if len(rewards) == 1 else columns
 
 
 def _absent(first: Look, mapped: Mapping[str, str]) -> dict[str, str]:

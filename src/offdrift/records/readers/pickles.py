@@ -142,118 +142,175 @@ def decode(
     Raises: `RecordError` if it asks for anything but data, or takes more than it may; whatever else (`ValueError`,
         `IndexError`, ...) if it is damaged.
     """
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[int, Any] = {}
+    machine = Machine(names, budget, persistent, inert=inert)
     stream = io.BytesIO(data)
-
-    def marked() -> list[Any]:
-        begin = marks.pop()
-        items = stack[begin:]
-        del stack[begin:]
-        return items
-
-    def top(kind: type) -> Any:
-        if type(stack[-1]) is not kind:
-            raise ValueError(f"{name} on a {type(stack[-1]).__name__}")
-        return stack[-1]
-
     while True:
         if run := SCALARS.match(data, stream.tell()):
             values = pickle.loads(b"\x80\x02(" + run.group() + b"l.")
             budget.spend(SCALAR * len(values))
-            stack += values
+            machine.stack += values
             stream.seek(run.end())
         code = OPCODES[stream.read(1).decode("latin-1")]
-        name = code.name
         arg: Any = None if code.arg is None else code.arg.reader(stream)
         budget.spend(INSTRUCTION)
-        match name:
-            case "PROTO" | "FRAME":
-                pass
-            case "STOP":
-                return stack.pop()
-            case "MARK":
-                marks.append(len(stack))
-            case _ if name in CONSTANTS:
-                budget.spend(sys.getsizeof(arg))
-                stack.append(arg)
-            case "BINPUT" | "LONG_BINPUT":
-                memo[arg] = stack[-1]
-            case "MEMOIZE":
-                memo[len(memo)] = stack[-1]
-            case "BINGET" | "LONG_BINGET":
-                stack.append(memo[arg])
-            case "EMPTY_TUPLE":
-                stack.append(())
-            case "TUPLE":
-                stack.append(tuple(marked()))
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                marks.append(len(stack) - int(name[-1]))
-                stack.append(tuple(marked()))
-            case "EMPTY_LIST" | "EMPTY_SET":
-                stack.append([])
-            case "APPEND":
-                value = stack.pop()
-                if not isinstance(stack[-1], Inert):
-                    top(list).append(value)
-            case "APPENDS" | "ADDITEMS":
-                values = marked()
-                if not isinstance(stack[-1], Inert):
-                    top(list).extend(values)
-            case "FROZENSET":
-                stack.append(marked())
-            case "EMPTY_DICT":
-                stack.append({})
-            case "SETITEM" | "SETITEMS":
-                if name == "SETITEM":
-                    marks.append(len(stack) - 2)
-                values = marked()
-                for i, key in enumerate(values[::2]):
-                    if not isinstance(key, KEYS) and inert:
-                        values[2 * i] = Inert(f"a {type(key).__name__} as a key")
-                    elif not isinstance(key, KEYS):
-                        raise RecordError(f"the pickle has a {type(key).__name__} as a key; it was refused")
-                if not isinstance(stack[-1], Inert):
-                    top(dict).update(zip(values[::2], values[1::2], strict=True))
-            case "GLOBAL" | "STACK_GLOBAL":
-                if name == "STACK_GLOBAL":
-                    arg = " ".join(map(str, (stack.pop(-2), stack.pop())))
-                module, _, attribute = str(arg).partition(" ")
-                of_skyrl = module.startswith("skyrl") and module.endswith(f".{BATCHES}")
-                key = ("skyrl" if of_skyrl else module, attribute)
-                asked = f"{module[:80]}.{attribute[:80]}"
-                if key not in names and (not inert or acting(module, attribute)):
-                    raise RecordError(f"the pickle asks for {asked}, which no log needs; it was not run")
-                stack.append(names[key] if key in names else Inert(asked))
-            case "NEWOBJ" | "NEWOBJ_EX" if inert:
-                del stack[-2 if name == "NEWOBJ_EX" else -1 :]
-                if not isinstance(stack[-1], Inert):
-                    raise RecordError("the pickle makes an object of what is no class; it was refused")
-            case "REDUCE":
-                args, function = stack.pop(), stack.pop()
-                if isinstance(function, Inert):
-                    stack.append(function)
-                    continue
-                if not callable(function):  # nothing that a pickle builds can be called, but the values of `names`
-                    raise RecordError("the pickle calls what is no function; it was refused")
-                made = function(*args)
-                budget.spend(sys.getsizeof(made))
-                stack.append(made)
-            case "BUILD":
-                state = stack.pop()
-                if isinstance(stack[-1], Inert):
-                    continue
-                if not isinstance(stack[-1], Dtype | Array):
-                    raise RecordError(
-                        f"the pickle sets attributes of a {type(stack[-1]).__name__}, which no log "
-                        "needs; it was refused"
-                    )
-                stack[-1].build(state)
-            case "BINPERSID" if persistent is not None:
-                stack.append(persistent(stack.pop()))
-            case _:
-                raise RecordError(f"the pickle has the instruction {name}, which no log needs; it was not run")
+        if code.name == "STOP":
+            return machine.stack.pop()
+        INSTRUCTIONS.get(code.name, Machine.refused)(machine, code.name, arg)
+
+
+@dataclass
+class Machine:
+    """Stack and memo of a pickle that is decoded, and a method for each kind of instruction: its name, its argument."""
+
+    names: Mapping[tuple[str, str], object]
+    budget: Budget
+    persistent: Callable[[Any], object] | None
+    inert: bool
+    stack: list[Any] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
+    memo: dict[int, Any] = field(default_factory=dict)
+
+    def refused(self, name: str, arg: Any) -> None:
+        """Raise `RecordError` for an instruction that no log needs."""
+        raise RecordError(f"the pickle has the instruction {name}, which no log needs; it was not run")
+
+    def nothing(self, name: str, arg: Any) -> None:
+        """Pass over what is about the encoding."""
+
+    def marked(self, count: int | None = None) -> list[Any]:
+        """Take the values above the last mark from the stack, or the uppermost `count`."""
+        begin = self.marks.pop() if count is None else len(self.stack) - count
+        items = self.stack[begin:]
+        del self.stack[begin:]
+        return items
+
+    def top(self, kind: type, name: str) -> Any:
+        """The uppermost value, which has to be of a kind; None where it is inert."""
+        value = self.stack[-1]
+        if isinstance(value, Inert):
+            return None
+        if type(value) is not kind:
+            raise ValueError(f"{name} on a {type(value).__name__}")
+        return value
+
+    def mark(self, name: str, arg: Any) -> None:
+        """Mark the stack's height."""
+        self.marks.append(len(self.stack))
+
+    def constant(self, name: str, arg: Any) -> None:
+        """Push a text, bytes or a large number."""
+        self.budget.spend(sys.getsizeof(arg))
+        self.stack.append(arg)
+
+    def put(self, name: str, arg: Any) -> None:
+        """Note the uppermost value under a number, the next if none is given."""
+        self.memo[len(self.memo) if arg is None else arg] = self.stack[-1]
+
+    def get(self, name: str, arg: Any) -> None:
+        """Take a noted value."""
+        self.stack.append(self.memo[arg])
+
+    def empty(self, name: str, arg: Any) -> None:
+        """Push an empty container; a set is a list here."""
+        self.stack.append({"EMPTY_TUPLE": tuple, "EMPTY_DICT": dict}.get(name, list)())
+
+    def tuple_of(self, name: str, arg: Any) -> None:
+        """Push a tuple of what is marked, or of the uppermost 1 to 3 values."""
+        self.stack.append(tuple(self.marked(int(name[-1]) if name[-1].isdigit() else None)))
+
+    def frozenset_of(self, name: str, arg: Any) -> None:
+        """Push a list of what is marked."""
+        self.stack.append(self.marked())
+
+    def append(self, name: str, arg: Any) -> None:
+        """Add a value, or what is marked, to a list."""
+        values = self.marked(1 if name == "APPEND" else None)
+        if (to := self.top(list, name)) is not None:
+            to.extend(values)
+
+    def set_items(self, name: str, arg: Any) -> None:
+        """Add keys and values to a dict."""
+        values = self.marked(2 if name == "SETITEM" else None)
+        for i, key in enumerate(values[::2]):
+            if not isinstance(key, KEYS) and self.inert:
+                values[2 * i] = Inert(f"a {type(key).__name__} as a key")
+            elif not isinstance(key, KEYS):
+                raise RecordError(f"the pickle has a {type(key).__name__} as a key; it was refused")
+        if (to := self.top(dict, name)) is not None:
+            to.update(zip(values[::2], values[1::2], strict=True))
+
+    def look_up(self, name: str, arg: Any) -> None:
+        """Push what a name of a module stands for."""
+        if name == "STACK_GLOBAL":
+            arg = " ".join(map(str, (self.stack.pop(-2), self.stack.pop())))
+        module, _, attribute = str(arg).partition(" ")
+        of_skyrl = module.startswith("skyrl") and module.endswith(f".{BATCHES}")
+        key = ("skyrl" if of_skyrl else module, attribute)
+        asked = f"{module[:80]}.{attribute[:80]}"
+        if key not in self.names and (not self.inert or acting(module, attribute)):
+            raise RecordError(f"the pickle asks for {asked}, which no log needs; it was not run")
+        self.stack.append(self.names[key] if key in self.names else Inert(asked))
+
+    def new_object(self, name: str, arg: Any) -> None:
+        """Take the arguments of an object of a class, which is inert."""
+        if not self.inert:
+            self.refused(name, arg)
+        del self.stack[-2 if name == "NEWOBJ_EX" else -1 :]
+        if not isinstance(self.stack[-1], Inert):
+            raise RecordError("the pickle makes an object of what is no class; it was refused")
+
+    def call(self, name: str, arg: Any) -> None:
+        """Push what a function of `names` makes of its arguments."""
+        args, function = self.stack.pop(), self.stack.pop()
+        if isinstance(function, Inert):
+            self.stack.append(function)
+            return
+        if not callable(function):  # nothing that a pickle builds can be called, but the values of `names`
+            raise RecordError("the pickle calls what is no function; it was refused")
+        made = function(*args)
+        self.budget.spend(sys.getsizeof(made))
+        self.stack.append(made)
+
+    def build(self, name: str, arg: Any) -> None:
+        """Set the state of an array or a number type."""
+        state, value = self.stack.pop(), self.stack[-1]
+        if isinstance(value, Inert):
+            return
+        if not isinstance(value, Dtype | Array):
+            raise RecordError(
+                f"the pickle sets attributes of a {type(value).__name__}, which no log needs; it was refused"
+            )
+        value.build(state)
+
+    def refer(self, name: str, arg: Any) -> None:
+        """Push what an id stands for that points outside of the pickle."""
+        if self.persistent is None:
+            return self.refused(name, arg)
+        self.stack.append(self.persistent(self.stack.pop()))
+
+
+INSTRUCTIONS: Mapping[str, Callable[[Machine, str, Any], None]] = {
+    name: method
+    for names, method in (
+        (("PROTO", "FRAME"), Machine.nothing),
+        (("MARK",), Machine.mark),
+        (CONSTANTS, Machine.constant),
+        (("BINPUT", "LONG_BINPUT", "MEMOIZE"), Machine.put),
+        (("BINGET", "LONG_BINGET"), Machine.get),
+        (("EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_SET", "EMPTY_DICT"), Machine.empty),
+        (("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"), Machine.tuple_of),
+        (("FROZENSET",), Machine.frozenset_of),
+        (("APPEND", "APPENDS", "ADDITEMS"), Machine.append),
+        (("SETITEM", "SETITEMS"), Machine.set_items),
+        (("GLOBAL", "STACK_GLOBAL"), Machine.look_up),
+        (("NEWOBJ", "NEWOBJ_EX"), Machine.new_object),
+        (("REDUCE",), Machine.call),
+        (("BUILD",), Machine.build),
+        (("BINPERSID",), Machine.refer),
+    )
+    for name in names
+}
+"""What is done at each instruction; all others are refused."""
 
 
 ACTING = frozenset(

@@ -65,11 +65,13 @@ def drawn_by_versions(versions: Any, length: int | None = None) -> Row:
         return {}
     numbers = [int(t) for t in texts]
     lengths = [v["length"] if "length" in v else v.get("end", 0) - v.get("start", 0) for v in spans]
-    known = all(isinstance(n, int) and 0 < n <= MOST for n in lengths) and len(set(numbers)) > 1
+    oldest, newest = min(numbers), max(numbers)
+    if oldest == newest:
+        return {"rollout_version": oldest}
+    known = all(isinstance(n, int) and 0 < n <= MOST for n in lengths)
     if known and length in (None, sum(lengths)) and sum(lengths) <= MOST:
         return {"rollout_version": [v for v, n in zip(numbers, lengths, strict=True) for _ in range(n)]}
-    row: Row = {"rollout_version": min(numbers)}
-    return row if len(set(numbers)) == 1 else {**row, "newest_version": max(numbers)}
+    return {"rollout_version": oldest, "newest_version": newest}
 
 
 def first_trained(mask: list[Any]) -> int:
@@ -232,6 +234,14 @@ def _packed(turns: Sequence[Mapping[str, Any]]) -> Row:
     return {**row, "tokens": tokens, "mask": mask, **({"logp_rollout": logp} if scored else {})}
 
 
+def path_to(leaf: int, parents: Sequence[int | None]) -> list[int]:
+    """Places of the messages from the root of a trace to a leaf."""
+    path = [leaf]
+    while (above := parents[path[-1]]) is not None:
+        path.append(above)
+    return path[::-1]
+
+
 def _samples(nodes: list[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """The training samples of a trace: its paths, each from the first token that trains."""
     parents = [node.get("parent") for node in nodes]
@@ -239,12 +249,9 @@ def _samples(nodes: list[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         raise ValueError("a message comes before the one that it answers")
     trained: set[int] = set()
     for leaf in sorted(set(range(len(nodes))) - set(parents)):
-        path, at = [leaf], parents[leaf]
-        while at is not None:
-            path.append(at)
-            at = parents[at]
+        path = path_to(leaf, parents)
         values: dict[str, list[Any]] = {"tokens": [], "mask": [], **{name: [] for name in PER_SAMPLED}}
-        for i in reversed(path):
+        for i in path:
             mask = [bool(m) for m in nodes[i]["mask"]]
             values["tokens"] += nodes[i]["token_ids"]
             values["mask"] += [0] * len(mask) if i in trained else [int(m) for m in mask]
