@@ -27,7 +27,7 @@ from transformers.utils import logging
 from offdrift.divergence.head import Head
 from offdrift.engines import hf_fixed_order
 from offdrift.engines.generate import BaseEngine, Generation, Request, pieces
-from offdrift.engines.grids import fitting_matrices, grid, instruction_set, put_on_grid
+from offdrift.engines.grids import fused_experts, grid, instruction_set, matrices, put_on_grid
 from offdrift.engines.hf_cache import check_eviction, evicting
 from offdrift.engines.hf_decode import DrawRecorder, decode, uniform_numbers
 from offdrift.engines.hf_siblings import SiblingDrafter, SiblingIndex
@@ -48,7 +48,7 @@ class TransformersEngine(BaseEngine):
         dtype: the copy's parameters and arithmetic.
         quantization: a grid (`engines.grids`) to which every matrix (linear layers and fused experts; not embeddings,
             head, router or norms) is rounded at each `load_weights`: "int8"; "w8a8" and "fp8_per_channel", which
-            round the inputs of linear layers, too; "nvfp4".
+            round their inputs, too; "nvfp4".
         batch_size: responses drawn at once.
         head_dtype: of the output head's arithmetic and logits, for instance "float32"; its weights
             are those of `dtype`. Absent: `dtype`.
@@ -70,8 +70,8 @@ class TransformersEngine(BaseEngine):
         version: trainer version of the given weights, optimizer steps.
 
     Raises: `EngineError` if the model cannot generate, has no routers to record, a cache that cannot be compressed, or
-        layers that cannot be made batch-invariant or do not fit the grid; if teacher or drafter has another
-        vocabulary, or cannot act beside the other options.
+        layers that cannot be made batch-invariant; if teacher or drafter has another vocabulary, or cannot act beside
+        the other options.
 
     Example:
         >>> from offdrift.records.provenance import Sampling
@@ -125,7 +125,7 @@ class TransformersEngine(BaseEngine):
         width = width or model.config.get_text_config().hidden_size
         self._state_bytes = width * getattr(torch, dtype).itemsize
         self._grid = None if quantization is None else grid(quantization)
-        self._rounded = {} if quantization is None else fitting_matrices(model, quantization)
+        self._rounded = {} if quantization is None else matrices(model)
         if quantization is not None:
             put_on_grid(model, quantization, weights=False)
             on_cpu = next(model.parameters()).device.type == "cpu"
@@ -330,4 +330,9 @@ def linear_layers(path: str) -> frozenset[str]:
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    return frozenset(fitting_matrices(model, "w8a8"))
+    if fused := fused_experts(model):
+        raise EngineError(
+            f'quantization = "w8a8": {fused} is a fused tensor of experts, for which vLLM has no W8A8 kernel here; use '
+            "the transformers engine, or no quantization"
+        )
+    return frozenset(matrices(model))

@@ -197,7 +197,7 @@ SCHEDULES: dict[str, Schedule] = {
         dispatch=Dispatch(order="longest"),
         consumption=Consumption(take="stream"),
         title="CompassMax",
-        summary="synchronous; groups foretold to be long first; rewards and gradients of finished groups beside drawing",
+        summary="synchronous; groups foretold to be long first; rewards of finished groups beside drawing",
         cost="a group's length is known from its first response on",
         source="CompassMax-V3-Thinking, arXiv:2512.07710, after a description; lengths foretold as in Seer",
     ),
