@@ -116,6 +116,29 @@ def test_no_statement_is_wrong_more_often_than_alpha(scale, answers, constants):
     assert max(wrong.values()) <= MISSES, wrong
 
 
+@pytest.mark.usefixtures("without_shape_checks")
+def test_a_region_of_tv_alone_has_one_premise_and_its_bounds_hold():
+    """delta is infinite: B* comes from eps and measured TV, and only TV is asked whether the region was left."""
+    world, g, runs = World(0.3), torch.Generator().manual_seed(6), 20
+    wrong = 0
+    for left, eps in ((False, world.tv_max), (True, world.tv_max / 2)):
+        region = TrustRegion(horizon=HORIZON, delta=INF, eps=eps)
+        for _ in range(runs):
+            c = certify(world.draw(60, 4, g, region=region), alpha=ALPHA)
+            assert c.premises == {"tv": "falsified" if left else "not falsified"}
+            assert c.certified or (f"TV <= {eps:g} is {VIOLATED}" in c.verdict) is left
+            assert (c.estimates["acceptance"].mean < 1) is left
+            assert {x.name for x in c.guarantees} == {"direct", "TRM"}
+            if left:
+                assert c.bound is None
+            else:
+                assert c.bound is not None
+                assert abs(world.gain - world.surrogate) <= c.bound.value < 1
+            wrong += any(c.gain_of(x) > world.gain for x in c.guarantees)
+    mean = 2 * runs * ALPHA
+    assert wrong <= mean + 3 * math.sqrt(mean * (1 - ALPHA))
+
+
 def test_means_are_lower_ends_whichever_tokens_the_engine_did_not_score():
     """Enumerated: what is not scored depends on the token that was drawn, to each sum's disadvantage."""
     world = World(0.3, seed=5)

@@ -111,7 +111,7 @@ def test_an_exception_in_a_pass_leaves_the_parameter_in_its_place():
     assert model[0].weight is dict(model.named_parameters())["0.weight"]
 
 
-@pytest.mark.parametrize(("kind", "name"), [*(("dense", name) for name in GRIDS), ("moe", "int8"), ("moe", "nvfp4")])
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in ("dense", "moe") for name in GRIDS])
 def test_engine_and_trainer_on_one_grid_are_one_policy(kind, name):
     model = tiny(kind)
     rollouts = TransformersEngine(model, quantization=name).generate(PROMPTS, PLAIN, seed=0, evidence="full")
@@ -130,18 +130,61 @@ def test_engine_and_trainer_on_one_grid_are_one_policy(kind, name):
     assert kl(model) == apart
 
 
-def test_the_gradient_of_a_mixture_on_a_grid_reaches_every_matrix():
+class Looped(nn.Module):
+    """Experts whose products no rounding sees: written as matrix products."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+
+    def forward(self, x, top_k_index, top_k_weights, rounds=lambda x: x, weight=lambda w: w):
+        out = torch.zeros_like(x)
+        for token, k in torch.cartesian_prod(torch.arange(len(x)), torch.arange(top_k_index.shape[1])).tolist():
+            expert = int(top_k_index[token, k])
+            gate, up = (rounds(x[token]) @ weight(self.gate_up_proj[expert]).T).chunk(2)
+            inner = nn.functional.silu(gate) * up
+            out[token] += top_k_weights[token, k] * (rounds(inner) @ weight(self.down_proj[expert]).T)
+        return out
+
+
+@pytest.mark.parametrize("name", ["w8a8", "fp8_per_channel"])
+@pytest.mark.parametrize("kind", ["eager", "batched_mm", "grouped_mm"])
+def test_fused_experts_multiply_rounded_inputs_at_both_products(name, kind):
+    model, grid = tiny("moe"), GRIDS[name]
+    model.set_experts_implementation(kind)
+    experts = next(m for m in model.modules() if hasattr(m, "gate_up_proj"))
+    torch.manual_seed(3)
+    x = torch.randn(5, experts.gate_up_proj.shape[-1])
+    index = torch.stack([torch.randperm(experts.gate_up_proj.shape[0])[:2] for _ in range(5)])
+    chosen = (index, torch.rand(5, 2))
+    rounds = {"rounds": lambda x: grid.activations(x).value, "weight": lambda w: grid.weights(w).value}
+    with torch.no_grad():
+        expected, plain = Looped(experts)(x, *chosen, **rounds), Looped(experts)(x, *chosen)
+        with on_grid(model, name):
+            got = experts(x, *chosen)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+    assert (got - plain).abs().max() > 1e-3 * plain.abs().max()
+
+
+def test_experts_whose_products_are_unknown_are_refused():
+    model = tiny("moe")
+    block = next(m for m in model.modules() if hasattr(getattr(m, "experts", None), "gate_up_proj"))
+    block.experts = Looped(block.experts)
+    with on_grid(model, "w8a8"), pytest.raises(EngineError, match="Looped multiplies by functions that are unknown"):
+        model(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+@pytest.mark.parametrize("name", ["int8", "w8a8"])
+def test_the_gradient_of_a_mixture_on_a_grid_reaches_every_matrix(name):
     model = tiny("moe")
     rollouts = TransformersEngine(model).generate(PROMPTS, PLAIN, seed=0)
-    hooks = put_on_grid(model, "int8")
+    hooks = put_on_grid(model, name)
     score(model, rollouts).logp.sum().backward()
     assert all(model.get_parameter(path).grad.abs().sum() > 0 for path in matrices(model))
     hooks.remove()
 
 
 def test_what_cannot_be_put_on_a_grid_is_refused():
-    with pytest.raises(EngineError, match=r"'w8a8' rounds the inputs of every matrix, and .* is a fused tensor"):
-        TransformersEngine(tiny("moe"), quantization="w8a8")
     with pytest.raises(EngineError, match=r"'fp3'.*fp8_per_channel, int8, nvfp4, w8a8"):
         TransformersEngine(tiny("dense"), quantization="fp3")
 

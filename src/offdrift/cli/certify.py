@@ -33,7 +33,7 @@ def certify(
         float | None,
         typer.Option(
             help="Trust region, chosen before the rollouts are seen: limit on a token's KL(rollout || current), nat; "
-            "default `trust_region` of the rules, 0.05."
+            "default `trust_region` of the rules, 0.05; `inf`: none, for a region of TV alone by --eps."
         ),
     ] = None,
     eps: Annotated[float | None, typer.Option(help="Limit on a token's TV, if any.")] = None,

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from offdrift.errors import EngineError
 from offdrift.texts import check_file, read_json
@@ -154,20 +155,37 @@ def matrices(model: nn.Module) -> dict[str, int]:
     return dims
 
 
-def fitting_matrices(model: nn.Module, name: str) -> dict[str, int]:
-    """`matrices`, for a grid that this model can be put on.
+def fused_experts(model: nn.Module) -> str | None:
+    """Name of the first fused tensor of experts among a model's matrices; None if there is none."""
+    return next((path for path in matrices(model) if model.get_parameter(path).ndim == 3), None)
 
-    Raises: `EngineError` if there is no such grid, or if it rounds activations and the model has fused experts, whose
-        inner activations cannot be reached.
+
+class _ExpertInputs(TorchFunctionMode):
+    """Rounds what fused experts multiply with their matrices, inside their forward pass.
+
+    Their second input is computed between two products, where no hook of a module reaches it.
     """
-    dims = matrices(model)
-    fused = next((path for path in dims if model.get_parameter(path).ndim == 3), None)
-    if grid(name).activations is not None and fused is not None:
-        raise EngineError(
-            f"quantization = {name!r} rounds the inputs of every matrix, and {fused} is a fused tensor of experts, "
-            'whose second input is computed inside; use "int8", which rounds weights alone'
-        )
-    return dims
+
+    def __init__(self, coded: Callable[..., Coded]) -> None:
+        super().__init__()
+        self.coded, self.products = coded, 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in EXPERT_PRODUCTS:
+            self.products += 1
+            # A batched product of matrix and column has its input behind the matrix.
+            behind = name == "bmm" and args[1].shape[-1] == 1
+            place, dim = (1, -2) if behind else (0, -1)
+            rounded = straight_through(args[place], self.coded, dim=dim)
+            args = (*args[:place], rounded, *args[place + 1 :])
+        return func(*args, **(kwargs or {}))
+
+
+EXPERT_PRODUCTS = ("linear", "bmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+"""Functions by which transformers' fused experts multiply."""
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -226,11 +244,13 @@ def put_on_grid(model: nn.Module, name: str, *, weights: bool = True) -> Hooks:
 
     Returns: what takes the model off the grid.
 
-    Raises: `EngineError` if there is no such grid, or it does not fit the model.
+    Inputs of fused experts are rounded at both of their products.
+
+    Raises: `EngineError` if there is no such grid; in a pass, if fused experts multiply in a way not known here.
     """
     coded, hooks = grid(name), Hooks()
     of_module: dict[str, dict[str, int]] = {}
-    dims_of = fitting_matrices(model, name) if weights or coded.activations is not None else {}
+    dims_of = matrices(model) if weights or coded.activations is not None else {}
     for path, dim in dims_of.items():
         module_path, _, parameter = path.rpartition(".")
         of_module.setdefault(module_path, {})[parameter] = dim
@@ -242,17 +262,32 @@ def put_on_grid(model: nn.Module, name: str, *, weights: bool = True) -> Hooks:
             vars(module)[parameter] = straight_through(weight, coded.weights, dim=dim)
         if coded.activations is None:
             return arguments
+        if is_fused(module, dims):
+            inside[module] = _ExpertInputs(coded.activations)
+            inside[module].__enter__()
+            return arguments
         return (straight_through(arguments[0], coded.activations), *arguments[1:])
 
-    def leave(module: nn.Module, dims: dict[str, int]) -> None:
+    def leave(module: nn.Module, output: Any, dims: dict[str, int]) -> None:
         for parameter in dims:
             vars(module).pop(parameter, None)
+        if (mode := inside.pop(module, None)) is not None:
+            mode.__exit__(None, None, None)
+            if output is not None and mode.products < len(dims):
+                raise EngineError(
+                    f"quantization = {name!r}: {type(module).__name__} multiplies by functions that are unknown here, "
+                    f'so that its inner inputs were not rounded ({", ".join(EXPERT_PRODUCTS)} are); use "int8"'
+                )
 
+    def is_fused(module: nn.Module, dims: dict[str, int]) -> bool:
+        return any(module.get_parameter(parameter).ndim == 3 for parameter in dims)
+
+    inside: dict[nn.Module, _ExpertInputs] = {}
     for path, dims in of_module.items():
         module = model.get_submodule(path)
         hooks.handles += [
             module.register_forward_pre_hook(lambda m, arguments, dims=dims: enter(m, arguments, dims)),
-            module.register_forward_hook(lambda m, _, __, dims=dims: leave(m, dims), always_call=True),
+            module.register_forward_hook(lambda m, _, output, dims=dims: leave(m, output, dims), always_call=True),
         ]
     return hooks
 

@@ -27,10 +27,11 @@ from transformers.utils import logging
 from offdrift.divergence.head import Head
 from offdrift.engines import hf_fixed_order
 from offdrift.engines.generate import BaseEngine, Generation, Request, pieces
-from offdrift.engines.grids import fitting_matrices, grid, instruction_set, put_on_grid
+from offdrift.engines.grids import fused_experts, grid, instruction_set, matrices, put_on_grid
 from offdrift.engines.hf_cache import check_eviction, evicting
 from offdrift.engines.hf_decode import DrawRecorder, decode, uniform_numbers
-from offdrift.engines.hf_speculative import NUMBERS, speculate
+from offdrift.engines.hf_siblings import SiblingDrafter, SiblingIndex
+from offdrift.engines.hf_speculative import NUMBERS, Drafter, ModelDrafter, speculate
 from offdrift.engines.hf_stream import TransformersStream
 from offdrift.engines.output_head import head_input, head_of, kept, recast
 from offdrift.engines.routing import routers_of_mixture, routes_of, watched
@@ -47,7 +48,7 @@ class TransformersEngine(BaseEngine):
         dtype: the copy's parameters and arithmetic.
         quantization: a grid (`engines.grids`) to which every matrix (linear layers and fused experts; not embeddings,
             head, router or norms) is rounded at each `load_weights`: "int8"; "w8a8" and "fp8_per_channel", which
-            round the inputs of linear layers, too; "nvfp4".
+            round their inputs, too; "nvfp4".
         batch_size: responses drawn at once.
         head_dtype: of the output head's arithmetic and logits, for instance "float32"; its weights
             are those of `dtype`. Absent: `dtype`.
@@ -62,14 +63,15 @@ class TransformersEngine(BaseEngine):
             the weights of attention, which "eager" attention alone gives.
         drafter: a smaller model over the same vocabulary that proposes tokens (speculative decoding); it is copied at
             `dtype`, and takes weights of its own (`load_drafter`). The law of what is drawn stays that of the engine's
-            model; `Rollouts.speculation` says how each token came about.
+            model; `Rollouts.speculation` says how each token came about. "siblings": no model, but what other responses
+            to the same prompt have written so far (`engines.hf_siblings`).
         draft_tokens: proposals that one pass of the model judges, at most.
         batch_invariant: compute every sequence in one order, whatever is drawn with it; see `engines.hf_fixed_order`.
         version: trainer version of the given weights, optimizer steps.
 
     Raises: `EngineError` if the model cannot generate, has no routers to record, a cache that cannot be compressed, or
-        layers that cannot be made batch-invariant or do not fit the grid; if teacher or drafter has another
-        vocabulary, or cannot act beside the other options.
+        layers that cannot be made batch-invariant; if teacher or drafter has another vocabulary, or cannot act beside
+        the other options.
 
     Example:
         >>> from offdrift.records.provenance import Sampling
@@ -96,7 +98,7 @@ class TransformersEngine(BaseEngine):
         record_routes: bool = False,
         teacher: PreTrainedModel | None = None,
         eviction: Eviction | None = None,
-        drafter: PreTrainedModel | None = None,
+        drafter: PreTrainedModel | Literal["siblings"] | None = None,
         draft_tokens: int = 4,
         batch_invariant: bool = False,
         name: str = "transformers",
@@ -123,7 +125,7 @@ class TransformersEngine(BaseEngine):
         width = width or model.config.get_text_config().hidden_size
         self._state_bytes = width * getattr(torch, dtype).itemsize
         self._grid = None if quantization is None else grid(quantization)
-        self._rounded = {} if quantization is None else fitting_matrices(model, quantization)
+        self._rounded = {} if quantization is None else matrices(model)
         if quantization is not None:
             put_on_grid(model, quantization, weights=False)
             on_cpu = next(model.parameters()).device.type == "cpu"
@@ -150,13 +152,17 @@ class TransformersEngine(BaseEngine):
             self._teacher = self._copied(teacher, "teacher", "logits are mixed")
             self.teacher_name = teacher.config.name_or_path or type(teacher).__name__
         self._drafter, self.draft_tokens, self.drafter_version = None, draft_tokens, version
+        self._siblings = drafter == "siblings"
         if drafter is not None:
             beside = {"teacher": teacher, "eviction": eviction, "record_routes": record_routes or None}
             if unfit := [name for name, option in beside.items() if option is not None]:
                 raise EngineError(f"{unfit[0]} does not act beside a drafter; leave one of the two out")
             if draft_tokens < 1:
                 raise EngineError(f"draft_tokens = {draft_tokens}, must be at least 1; leave the drafter out for none")
-            self._drafter = self._copied(drafter, "drafter", "proposals are judged")
+            if not isinstance(drafter, str):
+                self._drafter = self._copied(drafter, "drafter", "proposals are judged")
+            elif not self._siblings:
+                raise EngineError(f'drafter = {drafter!r}; give a model, or "siblings"')
         self.load_weights(weights, version=version)
 
     def _copied(self, other: PreTrainedModel, role: str, use: str) -> PreTrainedModel:
@@ -207,7 +213,7 @@ class TransformersEngine(BaseEngine):
 
         Raises: `EngineError` with a drafter.
         """
-        if self._drafter is not None:
+        if self._drafts:
             raise EngineError(
                 f"engine {self.name!r} has a drafter, which proposes whole responses alone; construct one without "
                 "it for streams"
@@ -264,13 +270,19 @@ class TransformersEngine(BaseEngine):
             logging.set_verbosity_error()
         try:
             count = len(request.prompts)
-            numbers = 1 if self._drafter is None else NUMBERS
+            numbers = NUMBERS if self._drafts else 1
             uniforms = uniform_numbers(count, numbers * request.sampling.max_tokens, request.seed)
-            return [self._draw(request.part(p), uniforms[p]) for p in pieces(count, self.batch_size)]
+            siblings = SiblingIndex() if self._siblings else None
+            return [self._draw(request.part(p), uniforms[p], siblings) for p in pieces(count, self.batch_size)]
         finally:
             logging.set_verbosity(level)
 
-    def _draw(self, request: Request, uniforms: Tensor) -> Generation:
+    @property
+    def _drafts(self) -> bool:
+        """Whether tokens are proposed, by a model or by siblings."""
+        return self._siblings or self._drafter is not None
+
+    def _draw(self, request: Request, uniforms: Tensor, siblings: SiblingIndex | None) -> Generation:
         hidden = request.evidence == "hidden"
         heads = head_input(self.model) if hidden else nullcontext()
         routes = watched(self.model) if self.record_routes else nullcontext()
@@ -284,17 +296,25 @@ class TransformersEngine(BaseEngine):
                 choices=choices,
                 evictions=evictions,
             )
-            if self._drafter is None or request.forced is not None:
+            if not self._drafts or request.forced is not None:
                 draws = decode(self.model, request, recorder, uniforms, self._teacher)
             else:
-                recorder.drafter_version = self.drafter_version
                 numbers = uniforms.view(len(uniforms), -1, NUMBERS)
-                draws = speculate(self.model, self._drafter, request, recorder, numbers, tokens=self.draft_tokens)
+                drafter, recorder.drafter_version = self._source_of_proposals(request, siblings)
+                draws = speculate(self.model, drafter, request, recorder, numbers, tokens=self.draft_tokens)
         return self.checked(draws, request.sampling) if hidden else draws
+
+    def _source_of_proposals(self, request: Request, siblings: SiblingIndex | None) -> tuple[Drafter, int]:
+        """Drafter for a part of a request, and the version of what it learned from."""
+        if self._drafter is not None:
+            return ModelDrafter(self._drafter, request.sampling, len(request.prompts)), self.drafter_version
+        assert siblings is not None
+        groups = [siblings.group_of(prompt) for prompt in request.prompts]
+        return SiblingDrafter(siblings, groups, vocab_size=self.vocab_size, device=self.model.device), self.version
 
     def provenance(self, sampling: Sampling) -> Provenance:
         """Provenance of this engine's draws, for a record."""
-        drafted = 0 if self._drafter is None else self.draft_tokens
+        drafted = self.draft_tokens if self._drafts else 0
         return replace(super().provenance(sampling), eviction=self.eviction, draft_tokens=drafted)
 
     @property
@@ -310,4 +330,9 @@ def linear_layers(path: str) -> frozenset[str]:
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    return frozenset(fitting_matrices(model, "w8a8"))
+    if fused := fused_experts(model):
+        raise EngineError(
+            f'quantization = "w8a8": {fused} is a fused tensor of experts, for which vLLM has no W8A8 kernel here; use '
+            "the transformers engine, or no quantization"
+        )
+    return frozenset(matrices(model))

@@ -10,7 +10,7 @@ recorded at that place. Only how a response's random numbers become tokens diffe
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -145,10 +145,91 @@ class Reader:
             new_layer.update(parts[0], parts[1])
 
 
+class Proposals(NamedTuple):
+    """Proposals of a drafter for every response of a pass."""
+
+    tokens: Int[Tensor, "n k"]
+    logp: Float[Tensor, "n k v"]
+    """log q, which they were drawn from; anything behind a response's limit."""
+    limit: Int[Tensor, " n"]
+    """Proposals of each response. Whether one is made at a place may depend on the tokens before it, not on itself."""
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """A source of proposals for the responses that are being drawn, by their numbers in the batch."""
+
+    def waves(self) -> list[Int[Tensor, " w"]]:
+        """Responses that are drawn together, in turn."""
+        ...
+
+    def start(self, rows: Int[Tensor, " n"], ids: Int[Tensor, "m t"], mask: Int[Tensor, "m t"], text: Tensor) -> None:
+        """Begin with these responses, whose prompts are `text` among those flush right in `ids`."""
+        ...
+
+    def propose(
+        self, last: Int[Tensor, "n 1"], places: Int[Tensor, " n"], numbers: Float[Tensor, "n k"], limit: Tensor
+    ) -> Proposals:
+        """Propose at most `limit` tokens behind `last`, drawn with `numbers`."""
+        ...
+
+    def judged(self, result: Verified, grown: Int[Tensor, " n"], limit: Int[Tensor, " n"]) -> None:
+        """Take what the pass made of the proposals: of every response its next `grown` tokens."""
+        ...
+
+    def keep(self, alive: Int[Tensor, " m"]) -> None:
+        """Go on with these responses, in this order."""
+        ...
+
+
+class ModelDrafter:
+    """A smaller model that reads along: its law at every place, which it draws proposals from."""
+
+    def __init__(self, model: PreTrainedModel, sampling: Sampling, count: int) -> None:
+        self.model, self.sampling, self.count = model, sampling, count
+
+    def waves(self) -> list[Int[Tensor, " w"]]:
+        return [torch.arange(self.count, device=self.model.device)]
+
+    def start(self, rows: Int[Tensor, " n"], ids: Int[Tensor, "m t"], mask: Int[Tensor, "m t"], text: Tensor) -> None:
+        self.reader = Reader(self.model, ids[:, :-1], mask[:, :-1], self.sampling.max_tokens)
+        self.reader.keep(text)
+        # Token that it has not read yet: the one before the last, if it was its own last proposal.
+        self.before = torch.full_like(rows, PAD)[:, None]
+        self.unread = torch.zeros_like(self.before)
+
+    def propose(
+        self, last: Int[Tensor, "n 1"], places: Int[Tensor, " n"], numbers: Float[Tensor, "n k"], limit: Tensor
+    ) -> Proposals:
+        k, proposed, laws = int(limit.max()), [last], []
+        ids, mask = torch.cat([self.before, last], 1), torch.cat([self.unread, torch.ones_like(last)], 1)
+        at = places[:, None] + torch.arange(-1, 1, device=last.device)
+        for i in range(k):
+            laws.append(processed(self.reader.read(ids, mask, at)[:, -1:], self.sampling).squeeze(1))
+            ids = inverted(laws[-1], numbers[:, i])[:, None]
+            proposed.append(ids)
+            mask, at = torch.ones_like(ids), at[:, -1:] + 1
+        self.last = proposed[-1]
+        tokens = torch.cat(proposed[1:], 1) if k else last[:, :0]
+        return Proposals(tokens, torch.stack(laws, 1) if k else torch.empty(len(last), 0, 0, device=last.device), limit)
+
+    def judged(self, result: Verified, grown: Int[Tensor, " n"], limit: Int[Tensor, " n"]) -> None:
+        k = result.overlap.shape[1]
+        if k > 1:
+            step = torch.arange(1, k, device=grown.device)
+            self.reader.mask[:, 1 - k :] = (step <= result.accepted[:, None]).long()
+        self.unread = ((result.accepted == k) & (k > 0)).long()[:, None]
+        self.before = self.last
+
+    def keep(self, alive: Int[Tensor, " m"]) -> None:
+        self.before, self.unread = self.before[alive], self.unread[alive]
+        self.reader.keep(alive)
+
+
 @torch.no_grad()
 def speculate(
     target: PreTrainedModel,
-    drafter: PreTrainedModel,
+    drafter: Drafter,
     request: Request,
     recorder: DrawRecorder,
     uniforms: Float[Tensor, "b t 3"],
@@ -162,57 +243,50 @@ def speculate(
 
     Raises: `EngineError` if a model's cache cannot take back what it has read.
     """
-    lengths = _speculate(
-        target, drafter, request, recorder=recorder, uniforms=uniforms.to(target.device), tokens=tokens
-    )
+    uniforms = uniforms.to(target.device)
+    lengths = torch.zeros(len(uniforms), dtype=torch.long, device=target.device)
+    for rows in drafter.waves():
+        _speculate(target, drafter, request, recorder, uniforms=uniforms, tokens=tokens, lengths=lengths, rows=rows)
     return recorder.draws(lengths)  # outside of inference mode, whose tensors can't enter a loss
 
 
 @torch.inference_mode()
 def _speculate(
     target: PreTrainedModel,
-    drafter: PreTrainedModel,
+    drafter: Drafter,
     request: Request,
     recorder: DrawRecorder,
+    *,
     uniforms: Float[Tensor, "b t 3"],
     tokens: int,
-) -> Int[Tensor, " b"]:
-    """Record every token; how many of each response there are."""
+    lengths: Int[Tensor, " b"],
+    rows: Int[Tensor, " n"],
+) -> None:
+    """Record every token of the responses `rows`, and in `lengths` how many there are."""
     device, sampling = target.device, request.sampling
     longest, stops = sampling.max_tokens, torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
     # Each prompt is read once, but for its last token, with which the first pass begins.
     number: dict[tuple[int, ...], int] = {}
-    text = torch.tensor([number.setdefault(tuple(p), len(number)) for p in request.prompts], device=device)
+    asked = [tuple(request.prompts[i]) for i in rows.tolist()]
+    text = torch.tensor([number.setdefault(p, len(number)) for p in asked], device=device)
     ids, mask = left_padded(list(number), device)
-    readers = [Reader(model, ids[:, :-1], mask[:, :-1], longest) for model in (target, drafter)]
-    for reader in readers:
-        reader.keep(text)
-    last, places, rows = ids[text, -1:], mask.sum(1)[text] - 1, torch.arange(len(text), device=device)
-    # Token that the drafter has not read yet: the one before the last, if it was its own last proposal.
-    before, unread = torch.full_like(last, PAD), torch.zeros_like(last)
-    lengths = torch.zeros(len(text), dtype=torch.long, device=device)
+    reader = Reader(target, ids[:, :-1], mask[:, :-1], longest)
+    reader.keep(text)
+    drafter.start(rows, ids, mask, text)
+    last, places = ids[text, -1:], mask.sum(1)[text] - 1
     while len(rows):
         written = lengths[rows]
         limit = (longest - written - 1).clamp(max=tokens)
-        k = int(limit.max())
-        numbers = uniforms[
-            rows[:, None], (written[:, None] + torch.arange(k + 1, device=device)).clamp(max=longest - 1)
-        ]
-        # Propose.
-        proposed, laws = [last], []
-        ids, mask = torch.cat([before, last], 1), torch.cat([unread, torch.ones_like(last)], 1)
-        at = places[:, None] + torch.arange(-1, 1, device=device)
-        for i in range(k):
-            laws.append(processed(readers[1].read(ids, mask, at)[:, -1:], sampling).squeeze(1))
-            ids = inverted(laws[-1], numbers[:, i, 0])[:, None]
-            proposed.append(ids)
-            mask, at = torch.ones_like(ids), at[:, -1:] + 1
+        room = torch.arange(int(limit.max()) + 1, device=device)
+        numbers = uniforms[rows[:, None], (written[:, None] + room).clamp(max=longest - 1)]
+        proposals = drafter.propose(last, places, numbers[:, :-1, 0], limit)
         # Verify.
-        window = torch.cat(proposed, 1)
-        step = torch.arange(k + 1, device=device)
-        logp = processed(readers[0].read(window, torch.ones_like(window), places[:, None] + step), sampling)
-        draft = torch.stack(laws, 1) if laws else logp[:, :0]
-        result = verified(logp, draft, window[:, 1:], numbers[..., 1:], limit)
+        limit, k = proposals.limit, proposals.tokens.shape[1]
+        window = torch.cat([last, proposals.tokens], 1)
+        step = room[: k + 1]
+        logp = processed(reader.read(window, torch.ones_like(window), places[:, None] + step), sampling)
+        draft = proposals.logp if k else logp[:, :0]
+        result = verified(logp, draft, proposals.tokens, numbers[:, : k + 1, 1:], limit)
         accepted = result.accepted
         # A response ends behind its first stop token, or with its last place.
         grown = accepted + 1
@@ -229,16 +303,13 @@ def _speculate(
             recorder.steps[-1] |= {"origin": origin[grows, j].to(torch.int8), "overlap": overlap[grows, j]}
         lengths[rows] = written + grown
         # Keys of rejected proposals no longer count.
-        readers[0].mask[:, -k - 1 :] = (step <= accepted[:, None]).long()
-        if k > 1:
-            readers[1].mask[:, 1 - k :] = (step[1:-1] <= accepted[:, None]).long()
-        unread = ((accepted == k) & (k > 0)).long()[:, None]
-        before, last = window[:, -1:], result.tokens.gather(1, accepted[:, None])
+        reader.mask[:, -k - 1 :] = (step <= accepted[:, None]).long()
+        drafter.judged(result, grown, limit)
+        last = result.tokens.gather(1, accepted[:, None])
         alive = (~stop.any(1) & (lengths[rows] < longest)).nonzero().squeeze(1)
-        rows, places, last, before, unread = (x[alive] for x in (rows, places + accepted + 1, last, before, unread))
-        for reader in readers:
-            reader.keep(alive)
-    return lengths
+        rows, places, last = (x[alive] for x in (rows, places + accepted + 1, last))
+        reader.keep(alive)
+        drafter.keep(alive)
 
 
 def processed(scores: Float[Tensor, "n t v"], sampling: Sampling) -> Float[Tensor, "n t v"]:

@@ -310,7 +310,8 @@ def certificate_view(proof: Certificate, *, width: int = 100, alphas: Alphas | N
     """The verdict, the preconditions, the intervals, the guarantees, and the drift split in two."""
     color = "green" if proof.certified else "yellow"
     region = proof.region
-    limits = [f"T = {region.horizon:,}", f"KL <= {region.delta:g} nat"]
+    limits = [f"T = {region.horizon:,}"]
+    limits += [f"KL <= {region.delta:g} nat"] if region.delta < math.inf else []
     limits += [f"TV <= {region.eps:g}"] if region.eps is not None else []
     limits += [f"|log ratio| <= {region.tau:g}"] if region.tau is not None else []
     summary = (

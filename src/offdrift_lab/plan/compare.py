@@ -10,6 +10,7 @@ from offdrift.errors import RecipeError
 from offdrift.judge import Rules, load_rules
 from offdrift_lab.plan.drift import DriftFit
 from offdrift_lab.plan.phases import Phases
+from offdrift_lab.plan.provisioning import meets_rule, provisioning
 from offdrift_lab.plan.simulate import Outcome, simulate
 from offdrift_lab.schedules import SCHEDULES, Schedule, schedule
 from offdrift_lab.schedules.rules import Admission, BoundedStaleness, InFlight, PauseAt
@@ -48,8 +49,9 @@ def plan(
         tolerance: share of throughput that less lag is worth; see `recommended`.
         rules: whose thresholds say which predicted drift is clean; default: the built-in ones.
 
-    Returns: what `plan.json` holds: `phases`, `baselines`, `schedules` and `sweep` (a row a simulation), `recommended`
-        (one of these rows; None if every schedule has an unlimited lag), `drift` and `correction`.
+    Returns: what `plan.json` holds: `phases`, `baselines`, `provisioning` (ECHO-2's rule; `meets_rule` of a row),
+        `schedules` and `sweep` (a row a simulation), `recommended` (one of these rows; None if every schedule has an
+        unlimited lag), `drift` and `correction`.
 
     Raises: `RecipeError` for an unknown schedule, or a split that is not possible.
     """
@@ -75,7 +77,8 @@ def plan(
             "speedup_sync": outcome.groups_per_s / sync.groups_per_s,
             "speedup_colocated": outcome.groups_per_s / colocated.groups_per_s,
         }
-        return {**as_row(outcome, row, bound, split_phases, drift), **speeds, "swept": swept}
+        rule = {"meets_rule": meets_rule(split_phases, bound)}
+        return {**as_row(outcome, row, bound, split_phases, drift), **speeds, **rule, "swept": swept}
 
     table = [row_of(outcomes[name], row, bound_of(row.admission), phases) for name, row in chosen.items()]
     best = recommended(table, tolerance, rules.limits)
@@ -99,6 +102,7 @@ def plan(
         "kind": "plan",
         "phases": phases.model_dump(mode="json"),
         "baselines": {BASELINE: baseline(sync), COLOCATED: baseline(colocated)},
+        "provisioning": provisioning(phases),
         "schedules": table,
         "sweep": sweep,
         "tolerance": tolerance,

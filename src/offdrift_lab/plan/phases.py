@@ -49,13 +49,31 @@ class Rollout(Part):
     """Crashes of one replica, per hour."""
     restart: Seconds = 60.0
     """Seconds until a lost replica is back, before it loads weights."""
+    proposals: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Speculative decoding: proposals that a step judges per response, on average; each costs t1 again."""
+    tokens_per_pass: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    """Speculative decoding: tokens that a step adds to a response, on average (`speculative/tokens_per_pass` of a run).
+    A token then takes (t0 + (1 + proposals) t1 c) / tokens_per_pass."""
     overhead: Seconds = 0.0
     """Seconds of t0 in which the engine does not compute, but waits for orders: they count as idle."""
+
+    def token_seconds(self, responses: int, versions: int = 1) -> float:
+        """Seconds per token of each of so many responses that run together.
+
+        (t0 n + (1 + proposals) t1 c) / tokens_per_pass
+        """
+        step = self.t0 * versions + (1 + self.proposals) * self.t1 * responses
+        return step / self.tokens_per_pass
 
     @model_validator(mode="after")
     def _takes_time(self) -> Rollout:
         if self.t0 + self.t1 <= 0:
             raise ValueError("rollout.t0 = rollout.t1 = 0: a decoding step takes time; give at least one of them")
+        if self.tokens_per_pass > 1 + self.proposals:
+            raise ValueError(
+                f"rollout.tokens_per_pass = {self.tokens_per_pass:g} with rollout.proposals = {self.proposals:g}: a "
+                "step adds one token and the proposals that it accepts; raise rollout.proposals"
+            )
         if self.overhead > self.t0:
             raise ValueError(
                 f"rollout.overhead = {self.overhead:g} is above rollout.t0 = {self.t0:g}, of which it is a part; lower "
@@ -106,6 +124,13 @@ class Lengths(Part):
         if self.kind != "histogram" and self.mean > self.cap:
             raise ValueError(f"lengths.mean = {self.mean:g} is above lengths.cap = {self.cap}; raise the cap")
         return self
+
+    @property
+    def average(self) -> float:
+        """Mean tokens of a response."""
+        if self.kind == "histogram":
+            return float(np.average(self.values, weights=self.weights or None))
+        return self.mean
 
     def draw(self, rng: np.random.Generator, groups: int, samples: int) -> Int[np.ndarray, "groups samples"]:
         """Lengths of the responses of so many groups, tokens."""

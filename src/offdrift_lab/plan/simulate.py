@@ -2,7 +2,8 @@
 
 The model of a worker is continuous batching: while c responses run on it, each of them gets a token every
 
-    t0 n + t1 c   seconds,   n versions of weights among them (1 but for schedules that keep several alive)
+    t0 n + t1 c   seconds,   n versions of weights among them (1 but for schedules that keep several alive);
+                             with speculative decoding as `Rollout.token_seconds` says
 
 A worker has one clock that counts tokens. A response that starts when the clock shows k and has l tokens to come ends
 when it shows k + l, so that a change of c moves one timer and no response: O(log c). Prefills and loads of weights
@@ -183,7 +184,8 @@ def outcome_of(schedule: Schedule, phases: Phases, begin: Mark, end: Mark, ends:
     seconds, steps = end.time - begin.time, np.diff(ends)
     updates, workers = len(steps), phases.rollout.workers
     shares = {k: (end.workers[k] - begin.workers[k]) / (seconds * workers) for k in STATES}
-    beside = phases.rollout.overhead * (end.steps - begin.steps) / (seconds * workers)
+    passes = (end.steps - begin.steps) / phases.rollout.tokens_per_pass
+    beside = phases.rollout.overhead * passes / (seconds * workers)
     shares |= {"busy": shares["busy"] - beside, "idle": shares["idle"] + beside}
     trainer = {k: (end.trainer[k] - begin.trainer[k]) / seconds for k in STATES if k != "down"}
     totals = {k: end.totals[k] - begin.totals[k] for k in end.totals}
@@ -443,7 +445,7 @@ class Simulation:
             if not drawing:
                 worker.due.clear()
                 continue
-            worker.step = rollout.t0 * len(worker.versions) + rollout.t1 * drawing
+            worker.step = rollout.token_seconds(drawing, len(worker.versions))
             while worker.drawing.get(worker.due[0][2].key) is not worker.due[0][2]:
                 heappop(worker.due)
             due = worker.due[0][0]

@@ -78,7 +78,9 @@ def plan_view(document: Mapping[str, Any], *, width: int) -> RenderableType:
     parts.append(table_of(rows, document["recommended"], narrow=width < WIDE))
     if sweep:
         parts.append(sweep_table(sweep, document["recommended"]))
-    parts.append(Text("● no other row is faster with less lag   ▶ recommended\n", style="dim"))
+    legend = "● no other row is faster with less lag   ▶ recommended"
+    legend += "   ✓ ECHO-2's rule holds" if any(row["meets_rule"] for row in sweep) else ""
+    parts.append(Text(f"{legend}\n", style="dim"))
     parts.append(Text("\n".join(answer(document))))
     if document["drift"] is not None and (judged_by := document.get("judged_by")):
         parts.append(Text(str(judged_by), style="dim"))
@@ -174,7 +176,8 @@ def sweep_table(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | Non
         for bound in bounds:
             row = by_bound[bound]
             mark, style = ("▶ ", "bold green") if row is best else ("● ", "") if row["on_front"] else ("", "dim")
-            cells.append(Text(f"{mark}{row['speedup_sync']:.2f}", style=style))
+            rule = " ✓" if row["meets_rule"] else ""
+            cells.append(Text(f"{mark}{row['speedup_sync']:.2f}{rule}", style=style))
         table.add_row(f"{workers} : {by_bound[bounds[0]]['trainer_devices']}", *cells)
     return table
 
@@ -194,6 +197,17 @@ def verdict(document: Mapping[str, Any]) -> str:
     )
 
 
+def rule_of(document: Mapping[str, Any]) -> list[str]:
+    """ECHO-2's provisioning rule, in one sentence."""
+    rule = document["provisioning"]
+    if rule["workers"] is None or rule["bound"] is None:
+        return []
+    return [
+        f"ECHO-2's rule, by mean lengths: {counted(rule['workers'], 'worker')} and a bound of {rule['bound']} keep "
+        "this trainer busy."
+    ]
+
+
 def answer(document: Mapping[str, Any]) -> list[str]:
     """Sentences: which schedule and bound, how many workers, what drift, which correction."""
     best = document["recommended"]
@@ -211,6 +225,7 @@ def answer(document: Mapping[str, Any]) -> list[str]:
         f"Lag: {best['lag_mean']:.2f} updates on average, {best['lag_p95']} at the 95th percentile, never above "
         f"{best['max_lag']}.",
     ]
+    lines += rule_of(document)
     drift, correction = document["drift"], document["correction"]
     if drift is None:
         why = document.get("no_drift") or "what a lag costs depends on the run"

@@ -190,7 +190,16 @@ SCHEDULES: dict[str, Schedule] = {
         title="Seer",
         summary="synchronous; responses move between workers in slices, those of long groups first",
         cost="a shared cache of prefixes, or one prefill per slice",
-        source="Seer, arXiv:2511.14617; its speculative decoding is not part of a schedule",
+        source="Seer, arXiv:2511.14617; its drafting in groups belongs to the engine (docs/speculative.md)",
+    ),
+    "compassmax": Schedule(
+        BoundedStaleness(0),
+        dispatch=Dispatch(order="longest"),
+        consumption=Consumption(take="stream"),
+        title="CompassMax",
+        summary="synchronous; groups foretold to be long first; rewards of finished groups beside drawing",
+        cost="a group's length is known from its first response on",
+        source="CompassMax-V3-Thinking, arXiv:2512.07710, after a description; lengths foretold as in Seer",
     ),
     "dora": Schedule(
         BoundedStaleness(3),
@@ -234,7 +243,7 @@ SCHEDULES: dict[str, Schedule] = {
         title="Laminar",
         summary="every worker pulls the newest weights from a store between two of its batches",
         cost="nothing limits the lag of a straggler; a tier of relays",
-        source="Laminar, arXiv:2510.12633; repacking of long tails between workers is not modeled",
+        source="Laminar, arXiv:2510.12633; its relays are one store here, and repacking of long tails is not modeled",
     ),
     "unbounded": Schedule(
         Always(),

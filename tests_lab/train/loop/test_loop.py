@@ -119,6 +119,19 @@ def test_a_run_may_look_once_at_every_batch_and_choose_its_alpha(tmp_path):
     assert "some are false by chance" in render(read_run(tmp_path / "run"))
 
 
+@pytest.mark.parametrize(("eps", "left"), [(0.5, [0.0, 0.0]), (0.1, [0.0, 1.0])])
+def test_a_runs_trust_region_may_be_one_of_tv(tmp_path, monkeypatch, eps, left):
+    """A token's KL leaves the usual region of .05; its TV is inside 0.5."""
+    short_arms(monkeypatch)
+    train(small_recipe(batches=2, optim__lr=2e-3, eps=eps), tmp_path / "run")
+    found = rows(tmp_path / "run")
+    assert found[1]["certificate/delta_hat"] > 0.05
+    assert 0.1 < found[1]["certificate/eps_hat"] < 0.5
+    assert [r["certificate/falsified"] for r in found] == left
+    assert [r["certificate/bound"] is None for r in found] == [x > 0 for x in left]
+    assert all("KL <=" not in r["certificate/verdict"] for r in found)
+
+
 class Stop(Exception):
     """Stands for a kill: raised out of the loop at a chosen event."""
 

@@ -237,6 +237,9 @@ def test_a_checkpoint_of_another_drafter_is_refused(world, tmp_path):
         ({"speculative": {"model": "x", "steps": 2}}, "speculative.steps does nothing without"),
         ({"speculative": {"model": "x", "weighting": "none"}}, "speculative.weighting does nothing without"),
         ({"speculative": {"model": "x", "every": 7}}, "every = 7 is more than the 6 updates"),
+        ({"speculative": {"model": "siblings", "every": 1}}, "every does nothing with .*siblings"),
+        ({"speculative": {"model": "siblings", "warm_start": 1}}, "warm_start does nothing with .*siblings"),
+        ({"speculative": {"model": "siblings"}, "rollout": {"samples": 1}}, "a response has no siblings"),
         ({"speculative": {"model": "x", "lag": 1}}, "rollout.speculative has model, tokens, warm_start, every"),
     ],
     ids=str,
@@ -244,6 +247,25 @@ def test_a_checkpoint_of_another_drafter_is_refused(world, tmp_path):
 def test_recipes_in_which_a_drafter_cannot_act_are_refused(settings, message):
     with pytest.raises(RecipeError, match=message):
         recipe(**settings)
+
+
+def test_siblings_draft_in_a_run_and_a_resumed_run_draws_the_same(short, tmp_path):
+    """No weights, no lessons; what was accepted is recorded by token."""
+    settings = recipe({"model": "siblings", "tokens": 3}, batches=2, rollout={"samples": 8})
+    train(settings, tmp_path / "run")
+    metrics, drawn = rows(tmp_path / "run"), batches(tmp_path / "run")
+    assert "throughput/distill_seconds" not in rows_of(tmp_path / "run", "arm")[0]
+    for row, batch in zip(metrics, drawn, strict=True):
+        assert batch.speculation is not None
+        assert 0 < row["speculative/accepted_frac"] < 1
+        assert row["speculative/tokens_per_pass"] > 1
+        assert row["speculative/drafter_lag"] == 0
+        # The first answer to each prompt had nothing to read.
+        first = batch.speculation.origin[: int(batch.lengths[0])]
+        assert (first == FREE).sum() >= 1
+    assert not any("speculative/kl" in row for row in metrics)
+    train(settings, tmp_path / "again")
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(drawn, batches(tmp_path / "again"), strict=True))
 
 
 def test_a_drafter_with_another_vocabulary_is_refused_before_anything_is_drawn(short, tmp_path, monkeypatch):

@@ -1,12 +1,13 @@
 """Recipes: every shipped one loads, and every mistake is refused with key, file and what was expected."""
 
+import math
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from offdrift.errors import RecipeError
-from offdrift_lab.train.settings.recipe import Recipe, load_recipe
+from offdrift_lab.train.settings.recipe import Recipe, check_recipe, load_recipe
 from tests_lab.train.conftest import small_recipe
 
 FILES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))
@@ -74,6 +75,9 @@ def test_the_tiny_recipe_compares_the_four_arms_under_drift():
         ('arms={"../up" = {method = "none"}}', "should match pattern"),
         ('arms={"/etc" = {method = "none"}}', "should match pattern"),
         ("delta", "expected key=value"),
+        ("eps=0", "eps = 0: input should be greater than 0"),
+        ("eps=1", "eps = 1: input should be less than 1"),
+        ("delta=0", "delta = 0: input should be greater than 0"),
         ("batches.x=1", "'batches' is a value, not a table"),
         ("optim.advantage=gdpo", "weighs the components of a reward"),
     ],
@@ -83,6 +87,19 @@ def test_a_mistake_is_refused_with_key_and_expectation(change, words):
         load_recipe(TINY, changes=change.split("||"))
     assert words in str(refused.value)
     assert "tiny.toml" in str(refused.value) or "--set" in str(refused.value)
+
+
+def test_the_trust_region_limits_kl_or_tv_or_both():
+    content = load_recipe(TINY).model_dump(exclude={"delta", "eps"}, exclude_none=True, by_alias=True)
+    limits = {}
+    for name, given in {
+        "neither": {},
+        "kl": {"delta": 0.01},
+        "tv": {"eps": 0.2},
+        "both": {"delta": 1, "eps": 0.2},
+    }.items():
+        limits[name] = check_recipe(content | given, source=name).token_limits
+    assert limits == {"neither": (0.05, None), "kl": (0.01, None), "tv": (math.inf, 0.2), "both": (1.0, 0.2)}
 
 
 def test_a_missing_key_a_missing_file_and_a_broken_file(tmp_path):

@@ -33,6 +33,7 @@ from offdrift_lab.train.data.prompts import prompt_ids
 from offdrift_lab.train.data.tasks import Task, rewards_of
 from offdrift_lab.train.features.fusion import MixtureSettings, given_difficulties, probed_difficulties
 from offdrift_lab.train.settings.recipe import Recipe
+from offdrift_lab.train.settings.rollout import SIBLINGS
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,8 @@ class Source:
     def metrics(self, rollouts: Rollouts, version: int) -> dict[str, Any]:
         """Metrics of the source for the row of an update, besides `sums`."""
         took, self.seconds = self.seconds, defaultdict(float)
-        drafts = self.recipe.rollout.speculative is not None
+        speculative = self.recipe.rollout.speculative
+        drafts = speculative is not None and speculative.model != SIBLINGS
         names = ("draw", "publish", "distill") if drafts else ("draw", "publish")
         return {f"throughput/{name}_seconds": took[name] for name in names}
 

@@ -29,7 +29,7 @@ from offdrift.records.rollouts import FullVocab, HiddenStates, Rollouts
 from offdrift_lab.train.features.base import Feature
 from offdrift_lab.train.loop.old_policy import read_weights, write_weights
 from offdrift_lab.train.settings.recipe import Recipe
-from offdrift_lab.train.settings.rollout import SpeculativeSettings
+from offdrift_lab.train.settings.rollout import SIBLINGS, SpeculativeSettings
 
 FILE = "drafter.safetensors"
 """File of the drafter's weights and AdamW's moments in a checkpoint."""
@@ -179,7 +179,8 @@ class Drafting(Feature):
 
     @classmethod
     def of(cls, recipe: Recipe, arm: str) -> Drafting | None:
-        return None if recipe.rollout.speculative is None else cls(recipe.rollout.speculative)
+        settings = recipe.rollout.speculative
+        return None if settings is None or settings.model == SIBLINGS else cls(settings)
 
     def start(self, arm: Any) -> None:
         recipe = arm.run.recipe

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from offdrift.engines.grids import fitting_matrices, on_grid, put_on_grid
-from offdrift.errors import EngineError, RecipeError
+from offdrift.engines.grids import fused_experts, grid, on_grid, put_on_grid
+from offdrift.errors import RecipeError
 from offdrift_lab.train.data.problems import digest
 from offdrift_lab.train.features.base import Feature, Metrics
 from offdrift_lab.train.features.quantization import (
@@ -116,10 +116,12 @@ class EngineGrid(Feature):
         return cls(recipe.grid, compares=recipe.lora is None and not recipe.quantized_of(arm).forward)
 
     def check(self, recipe: Recipe, model: Any) -> None:
-        try:
-            fitting_matrices(model, self.grid)
-        except EngineError as e:
-            raise RecipeError(f"rollout.quantization: {e}") from e
+        fused = fused_experts(model) if recipe.rollout.engine == "vllm" else None
+        if fused is not None and grid(self.grid).activations is not None:
+            raise RecipeError(
+                f'rollout.quantization = "{self.grid}" rounds inputs, and {fused} is a fused tensor of experts: vLLM '
+                'was not tried with that; use rollout.engine = "transformers", or "int8"'
+            )
 
     def publishing(self, arm: Any, model: nn.Module) -> AbstractContextManager[Any]:
         return on_grid(model, self.grid) if self.compares else nullcontext()

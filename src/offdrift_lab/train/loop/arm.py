@@ -126,7 +126,8 @@ class Arm:
     @property
     def region(self) -> TrustRegion:
         """The trust region that every update's certificate is about."""
-        return TrustRegion(horizon=self.run.sampling.max_tokens, delta=self.run.recipe.delta)
+        delta, eps = self.run.recipe.token_limits
+        return TrustRegion(horizon=self.run.sampling.max_tokens, delta=delta, eps=eps)
 
     @property
     def compares_old(self) -> bool:

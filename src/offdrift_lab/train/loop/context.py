@@ -43,6 +43,7 @@ from offdrift_lab.train.loop.old_policy import EXACT_NORMS_BELOW, score_batch
 from offdrift_lab.train.loop.run_folder import RunFolder, checked_head
 from offdrift_lab.train.loop.sharded import make_accelerator
 from offdrift_lab.train.settings.recipe import QuantizedSettings, Recipe, changed_settings
+from offdrift_lab.train.settings.rollout import SIBLINGS
 from offdrift_lab.train.settings.sections import WarmStartSettings
 
 PROBES = 8
@@ -234,7 +235,8 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch, rules: Rules | None 
     watch(Event("setup", text=f"starting the {recipe.rollout.engine} engine"))
     source, options = _engine_source(recipe, folder, model, tokenizer, accelerator)
     options |= {} if teacher is None else {"teacher": teacher}
-    options |= {} if drafter is None else {"drafter": drafter}
+    siblings = recipe.rollout.speculative is not None and recipe.rollout.speculative.model == SIBLINGS
+    options |= {"drafter": SIBLINGS} if siblings else {} if drafter is None else {"drafter": drafter}
     sampling = recipe.rollout.sampling(max_tokens=recipe.horizon, stop_token_ids=stop_tokens(model, tokenizer))
     engine = _engine(recipe, source, options, sampling, model)
     probes = [prompt_ids(p, tokenizer) for p in task.sample(PROBES, seed=recipe.seed, split="eval")]
@@ -382,7 +384,7 @@ def _drafter(
     Raises: `RecipeError` if it has another vocabulary than the policy.
     """
     settings, start = recipe.rollout.speculative, recipe.warm_start
-    if settings is None:
+    if settings is None or settings.model == SIBLINGS:
         return None
     watch(Event("setup", text=f"loading the drafter {settings.model}"))
     drafter, tokenizer = load_model(settings.model, seed=recipe.seed)

@@ -7,6 +7,7 @@ file and what was expected.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -58,6 +59,9 @@ from offdrift_lab.train.settings.sections import (
 
 SUPPLIED = {"logp_old", "sum_pi_squared", "weight", "position", "greedy_rewards", "components", "values", "entropy"}
 """Inputs of advantage estimators that the trainer has, besides rewards and groups."""
+
+DEFAULT_DELTA = 0.05
+"""Limit on a token's KL, nat, of a recipe that states no trust region."""
 
 
 class ArmSettings(Section):
@@ -113,8 +117,12 @@ class Recipe(Section):
     """Decides prompts, samples and initial weights; every arm sees the same."""
     batches: Positive
     """Rollout batches to train on, per arm."""
-    delta: PositiveFloat = 0.05
-    """The trust region whose precondition, max KL(rollout || current) <= delta nat, is tested."""
+    delta: PositiveFloat | None = None
+    """Trust region of certificates: KL(rollout || current) of every token is at most this, nat. Absent: 0.05, or no
+    limit on KL where `eps` limits TV."""
+    eps: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] | None = None
+    """Trust region of certificates: TV(rollout, current) of every token is at most this. With `delta` as well, a token
+    outside either limit leaves the region. Absent: what `delta` implies, sqrt(delta / 2)."""
     reward_range: tuple[float, float] = (0.0, 1.0)
     """Smallest and largest possible reward: what certificates rescale; a reward outside is refused."""
     right_from: Annotated[float, Field(allow_inf_nan=False)] | None = None
@@ -515,6 +523,13 @@ class Recipe(Section):
     def horizon(self) -> int:
         """Tokens of the model in a sequence, at most."""
         return self.max_turns * self.rollout.max_tokens
+
+    @property
+    def token_limits(self) -> tuple[float, float | None]:
+        """Limits of the trust region on KL (nat; infinite: none) and TV (None: what KL's implies) of a token."""
+        if self.delta is not None:
+            return self.delta, self.eps
+        return (DEFAULT_DELTA, None) if self.eps is None else (math.inf, self.eps)
 
     @property
     def updates(self) -> int:

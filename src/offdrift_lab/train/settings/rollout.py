@@ -51,12 +51,17 @@ class KVSettings(Section):
         return self
 
 
+SIBLINGS = "siblings"
+"""Name of the drafter that has no model."""
+
+
 class SpeculativeSettings(Section):
     """A drafter that proposes tokens to the engine (docs/speculative.md). What is drawn has the law of the policy,
     whatever the drafter proposes; a better one saves forward passes of the policy."""
 
     model: str
-    """The drafter: what a recipe's `model` may be, or "tiny-qwen3-draft"; of the policy's vocabulary, and smaller."""
+    """The drafter: what a recipe's `model` may be, or "tiny-qwen3-draft"; of the policy's vocabulary, and smaller.
+    "siblings": no model, but what the other responses to the same prompt have written so far."""
     tokens: Positive = 4
     """Proposals that one pass of the policy judges, at most."""
     warm_start: Natural = 0
@@ -88,6 +93,8 @@ class SpeculativeSettings(Section):
             )
         if unfit := [name for name, is_set in whole.items() if is_set]:
             raise ValueError(f"rollout.speculative: no tokens are proposed with {unfit[0]}; leave one of the two out")
+        if self.model == SIBLINGS:
+            self._check_siblings(rollout)
         if rollout.max_tokens < 2:
             raise ValueError(
                 "rollout.speculative does nothing with rollout.max_tokens = 1: a pass draws one token by itself; leave "
@@ -105,6 +112,20 @@ class SpeculativeSettings(Section):
                 f"rollout.speculative.every = {self.every} is more than the {updates} updates of an arm, so that the "
                 "drafter never learns; lower it, or leave it out"
             )
+
+    def _check_siblings(self, rollout: RolloutSettings) -> None:
+        """Refuse siblings that are not there, and lessons for a drafter without weights."""
+        if rollout.samples < 2:
+            raise ValueError(
+                f'rollout.speculative.model = "{SIBLINGS}" with rollout.samples = {rollout.samples}: a response has no '
+                "siblings; set rollout.samples, or name a model"
+            )
+        for name in ("warm_start", "every"):
+            if getattr(self, name) != SpeculativeSettings.model_fields[name].default:
+                raise ValueError(
+                    f'rollout.speculative.{name} does nothing with rollout.speculative.model = "{SIBLINGS}", which has '
+                    "no weights; leave it out"
+                )
 
 
 class RolloutSettings(Section):
