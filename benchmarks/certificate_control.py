@@ -9,7 +9,7 @@ the direct guarantee's share of alpha = .05. Writes results/certificate_control.
 
 With --trainer, the certificates of `offdrift train` at its own sizes: a tiny Qwen3 learns sums after a warm start, and every
 batch's certificate is taken twice from the same evidence, with its control variates and without, as a look of the run and at
-alpha by itself. Also the CPU seconds that the conditional means add to a step. Goes on where the file ends.
+alpha by itself. Goes on where the file ends.
 """
 
 import argparse
@@ -26,16 +26,15 @@ import numpy as np
 import torch
 from benchmarks.certificate_fresh import ALPHA, ROLLOUT, at_distance
 
-from offdrift.certificate import betting
-from offdrift.certificate.confidence import betting_any
-from offdrift.certificate.control import LOWEST, SHARE, control_sums, ratio_means
+from offdrift.certificate import betting, samples
 from offdrift.certificate.batch import COLUMNS, BatchEvidence
 from offdrift.certificate.certify import certify
-from offdrift.certificate.confidence import Looks
+from offdrift.certificate.confidence import Looks, betting_any
+from offdrift.certificate.control import LOWEST, SHARE, control_sums, ratio_means
 from offdrift.certificate.samples import SHARES
 from offdrift.segments import Segments
 from offdrift_lab.train.features.base import Feature, Metrics
-from offdrift_lab.train.loop.arm import start_arm
+from offdrift_lab.train.loop import arm
 from offdrift_lab.train.loop.context import begin, set_up
 from offdrift_lab.train.loop.loop import train_batches
 from offdrift_lab.train.loop.run_folder import RunFolder
@@ -43,7 +42,7 @@ from offdrift_lab.train.settings.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "certificate_control.json"
-HORIZONS, DISTANCES, SIZES = (16, 64), (0.02, 0.19, 0.83), (1024, 4096)
+HORIZONS, DISTANCES, SIZES = (16, 64), (0.02, 0.19, 0.83), (64, 128, 256, 1024, 4096)
 
 
 def measured(horizon: int, kl: float, prompts: int, *, repetitions: int) -> dict[str, float]:
@@ -99,9 +98,9 @@ def of_run(prompts: int, lag: int, seed: int, batches: int) -> list[dict[str, An
         head = begin(recipe, at, False)
         run = set_up(recipe, at, lambda event: None)
         at.create(head | {"trained_return": {}})
-        arm, source = start_arm(run, "none", resume=False)
-        arm.features = [*arm.features, kept]
-        train_batches(arm, source)
+        trained, source = arm.start_arm(run, "none", resume=False)
+        trained.features = [*trained.features, kept]
+        train_batches(trained, source)
         source.close()
     rows = []
     for t, evidence in enumerate(kept.seen, start=1):
@@ -149,11 +148,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.trainer:
+        samples.CONTROL_FROM = arm.CONTROL_FROM = 1  # the rule that keeps them from small batches is what is measured
         of_trainer(options)
         return
-    rows = [measured(t, kl, n, repetitions=options.repetitions) for t in HORIZONS for kl in DISTANCES for n in SIZES]
-    before = json.loads(options.json.read_text("utf-8")) if options.json.exists() else {}
-    found = {**before, "repetitions": options.repetitions, "rows": rows}
+    found = json.loads(options.json.read_text("utf-8")) if options.json.exists() else {"rows": []}
+    there = {(r["horizon"], r["kl"], r["prompts"]): r for r in found["rows"]}
+    cells = itertools.product(HORIZONS, DISTANCES, SIZES)
+    rows = [there.get(cell) or measured(*cell, repetitions=options.repetitions) for cell in cells]
+    found |= {"repetitions": options.repetitions, "rows": rows}
     options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for r in rows:
         print(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -559,7 +560,9 @@ EVIDENCE_ABOUT = """A verdict is about the testbed beside it, mostly models of a
 claim at every size. What training came to is called reproduced or falsified only with eight independent seeds or pairs,
 or an exact sign-flip p below .05; four pairs cannot come below .125. Less is **undecided**. **Other regime**: the claim
 was tried, and in every testbed model, length, drift or learning rate are ten times or more from the source's, or the cause of
-drift is another one; what was found here stands before the regime. Both rules are code (`offdrift_lab.evidence.claims`). Claims
+drift is another one; what was found here stands before the regime. Where a source does not state the size of its model, what
+training came to here is undecided. These rules are code (`offdrift_lab.evidence.claims`). [Where regimes of sources were
+read](#regimes-of-the-sources) stands at the end. Claims
 about the rounding of engines, about simulations and about statistics have no regime.
 
 Brackets are 95 % intervals; those of rewards are of the held-out prompts alone, unless seeds are named, and leave out
@@ -591,7 +594,17 @@ def evidence_page() -> str:
     for verdict in claims.VERDICTS:
         lines += ["", f"## {upper(verdict)}", "", *_claim_table([r for r in of_sources if r["verdict"] == verdict])]
     lines += ["", "## This library's own bars", "", *_claim_table(library, with_verdict=True)]
+    lines += ["", "## Regimes of the sources", "", *_sources()]
     return "\n".join(lines) + "\n"
+
+
+def _sources() -> list[str]:
+    """Regimes of the sources, with what they leave out and where they were read."""
+    lines = ["| source | regime | not stated | read in |", "|---|---|---|---|"]
+    for name, values in tomllib.loads(EVIDENCE.read_text(encoding="utf-8"))["sources"].items():
+        missing = ", ".join(key for key in UNITS if key not in values)
+        lines.append(f"| {name} | {_units(values)} | {missing} | {cell(values['read'])} |")
+    return lines
 
 
 def _verdict_counts(rows: list[dict[str, Any]]) -> str:
@@ -625,7 +638,8 @@ def _regime(row: dict[str, Any]) -> str:
     student = f" (Student {row['seen'].student:.2g})" if row["seen"] and row["seen"].student is not None else ""
     parts += [f"sign-flip p {p:.2g}{student}"] if p is not None else []
     parts += [f"*here*, {cell(name)}: {_units(values)}" for name, values in row["testbeds"].items()]
-    parts += [f"*source*: {_units(row['of_source'])}"] if row["of_source"] else []
+    if row["of_source"]:
+        parts.append(f"*source*: {_units(row['of_source'])}" + "; size not stated" * (not row["stated"]))
     return "<br>".join(parts) or ("exact" if row["kind"] == "exact" else "")
 
 
