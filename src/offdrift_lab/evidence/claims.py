@@ -1,9 +1,9 @@
 """Verdicts of docs/evidence.toml, made by rules from what was found, from regimes and from stored results.
 
 `found` is what the runs here say of a claim; `verdict` is what may be said of the claim. They differ where too few
-seeds were run, where the source does not state its regime, and where model, length, drift or learning rate are ten times or
-more from the source's, or the cause of drift is another one. `seen` is the smallest difference that the runs would have
-shown, from their stored pairs.
+seeds were run, where the source does not state its regime, and where model, length, drift or learning rate are ten
+times or more from the source's, or the cause of drift is another one. `seen` is the smallest difference that the runs
+would have shown, from their stored pairs.
 """
 
 from __future__ import annotations
@@ -137,6 +137,10 @@ def _runs(document: Any, contrast: Row) -> Iterator[dict[str, Any]]:
         yield from _of_stacks(document["stacks"])
     elif "rows" in document:
         yield from itertools.chain.from_iterable(map(_of_row, document["rows"]))
+    elif isinstance(document.get("runs"), dict):
+        for run in document["runs"].values():
+            start, end = run["evals"][0][1], run["evals"][-1][1]
+            yield {"arm": run["arm"], "values": {"cell": run["cell"]}, "seed": run["seed"], "start": start, "end": end}
     elif "runs" in document:
         yield from itertools.chain.from_iterable(map(_of_run, itertools.count(), document["runs"]))
     else:
