@@ -9,8 +9,8 @@ import torch
 
 from offdrift.certificate.batch import BatchEvidence
 from offdrift.certificate.certify import certify
-from offdrift.certificate.confidence import betting, betting_any
-from offdrift.certificate.control import LOWEST, RATIO_CAP, SHARE, SUM_CAP, control_sums, ratio_means
+from offdrift.certificate.confidence import Looks, betting, betting_any
+from offdrift.certificate.control import CONTROL_FROM, LOWEST, RATIO_CAP, SHARE, SUM_CAP, control_sums, ratio_means
 from offdrift.certificate.plan import plan
 from offdrift.certificate.regions import TrustRegion
 from offdrift.logprobs import LogProbs
@@ -90,6 +90,19 @@ def test_certificates_with_control_variates_are_seldom_false():
 
     assert false(0.0) <= 20
     assert false(0.5) > 50  # means that are wrong by a half make a control variate that lifts every certificate
+
+
+@pytest.mark.parametrize(
+    ("prompts", "anytime", "taken"),
+    [(CONTROL_FROM - 1, False, False), (CONTROL_FROM, False, True), (CONTROL_FROM - 1, True, True)],
+)
+def test_small_batches_are_certified_by_ratios_alone(prompts, anytime, taken):
+    """A number of prompts that is fixed beforehand decides; that of a sample that grows is not."""
+    mu, pi = policies(3, 0.8)
+    rewards = np.random.default_rng(0).random(VOCAB**T).round()
+    looks = Looks(anytime=anytime)
+    lows = {c: certify(batch(mu, pi, rewards, prompts, 0, control=c), looks=looks).gain_low for c in (True, False)}
+    assert (lows[True] != lows[False]) is taken
 
 
 def test_mixing_takes_the_better_of_two_and_costs_log_two():

@@ -82,6 +82,20 @@ def test_the_table_of_fresh_answers_is_that_of_its_benchmark():
         assert [c.strip() for c in cells] == [str(r["kl"]), f"{r['prompts']:,}", *numbers, ratio]
 
 
+def test_the_table_of_control_variates_is_that_of_its_benchmark():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "certificate_control.json").read_text("utf-8"))["rows"]
+    table = PAGE.partition("<!-- The table of control variates. -->")[2].partition("<!-- End of the table")[0]
+    shown = [[c.strip() for c in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
+    assert len(rows) == 30
+    assert shown == [
+        [
+            *(str(r["kl"]), str(r["horizon"]), f"{r['prompts']:,}", f"{r['gain']:.3f}", f"{r['direct']:.3f}"),
+            *(f"{r[k] / r['direct']:.2f}" for k in ("control", "mixed")),
+        ]
+        for r in rows
+    ]
+
+
 def weight_under_grpo(n: int, p: float) -> float:
     """E[sqrt((n-k-1)(n-1) / (n (k+1))) + sqrt(k (n-1) / (n (n-k)))], k right ones among n - 1 siblings."""
     total = 0.0

@@ -55,6 +55,7 @@ def test_no_verdict_is_forbidden(row):
     assert "p" not in row or row["p"] >= 2 / 2 ** row["seeds"]
     if row["verdict"] in claims.DECIDED:
         assert not row["far"]
+        assert row["kind"] != "runs" or row["stated"] or row.get("about") == "library"
         p = row["p_sign_flip"]
         assert row["kind"] != "runs" or row["seeds"] >= claims.SEEDS or (p is not None and p < claims.LEVEL)
     if row["verdict"] == "other regime":
@@ -71,6 +72,19 @@ def test_what_runs_came_to_has_a_regime_and_a_power(row):
     assert (
         not of_source or row.get("about") == "library" or {row.get("there")} == of_source or "collapse" in row["claim"]
     )
+
+
+@pytest.mark.parametrize(("name", "regime"), DOCUMENT["sources"].items())
+def test_a_regime_of_a_source_says_where_it_was_read(name, regime):
+    assert regime["read"]
+    assert set(regime) <= {*claims.COMPARED, "cause", "read"}
+    assert any(row.get("there") == name for row in CLAIMS)
+
+
+@pytest.mark.parametrize("contrast", [c for row in CLAIMS for c in row.get("contrast", [])], ids=str)
+def test_no_contrast_is_copied_from_a_text(contrast):
+    assert not {"low", "high", "mean"} & set(contrast)
+    assert (RESULTS / contrast["data"]).is_file()
 
 
 @pytest.mark.parametrize("name", TESTBEDS)

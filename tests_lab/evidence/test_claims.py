@@ -42,6 +42,19 @@ def test_a_verdict_is_what_the_rules_allow(changes, far, p, expected):
 
 
 @pytest.mark.parametrize(
+    ("changes", "far", "expected"),
+    [
+        ({}, [], "undecided"),
+        ({}, ["cause"], "other regime"),
+        ({"about": "library"}, [], "reproduced"),
+        ({"kind": "counts"}, [], "reproduced"),
+    ],
+)
+def test_runs_decide_nothing_about_a_source_that_states_no_size(changes, far, expected):
+    assert verdict(GOOD | changes, far, 0.01, stated=False) == expected
+
+
+@pytest.mark.parametrize(
     ("here", "there", "far"),
     [
         ([{"parameters": 1e6}], {"parameters": 8e9}, ["parameters"]),
@@ -87,8 +100,9 @@ def test_pairs_are_those_of_the_stored_runs(tmp_path):
     assert power is not None
     assert power.student == pytest.approx(of_sweep["p"])
     # The stored interval of the same pairs stands for them.
-    interval = {"low": of_sweep["low"], "high": of_sweep["high"], "n": of_sweep["n"]}
-    of_interval = seen({"contrast": [interval]}, RESULTS)
+    (tmp_path / "interval.json").write_text(json.dumps({"auroc": [of_sweep[k] for k in ("mean", "low", "high")]}))
+    interval = {"data": "interval.json", "interval": ["auroc"], "n": of_sweep["n"]}
+    of_interval = seen({"contrast": [interval]}, tmp_path)
     assert of_interval is not None
     assert of_interval.smallest == pytest.approx(power.smallest, rel=1e-6)
     with pytest.raises(BadValueError, match="no seed"):
@@ -97,6 +111,37 @@ def test_pairs_are_those_of_the_stored_runs(tmp_path):
     (tmp_path / "sweep.json").write_text(json.dumps({"runs": runs}))
     assert pairs({"data": "sweep.json", "arm": "a", "less": "b"}, tmp_path) == [3.0]
     assert pairs({"data": "sweep.json", "arm": "a", "less": "b", "where": {"lr": 1}}, tmp_path) == [2.0]
+
+
+STORED = {
+    "runs.json": {"runs": [{"arm": "a", "values": {"lr": v}, "seed": s, "value": x} for s, v, x in ((0, 1, 3.0), (0, 2, 5.0), (1, 1, 1.0))]},
+    "starts.json": {"sweeps": [{"name": "s", "changes": [], "runs": [{"arm": "n", "values": {}, "seed": 0, "start": 0.5, "end": 9.0}]}]},
+    "fixes.json": {"runs": [{"first": {"held_out": [0.9, 0.2]}, "fixed": {"held_out": [0.9, 0.6]}}, {"fixed": None}]},
+    "stacks.json": {"stacks": [{"over": [], "token_tis": [9.0], "trm_max": [9.0]}, {"over": ["tv"], "token_tis": [0.1, 0.2], "trm_max": [9.0, 9.0]}]},
+    "drafters.json": {"rows": [{"drafter": d, "task": "t", "seed": 0, "speculative/accepted_frac": x} for d, x in (("f", [0.8, 0.5]), ("u", [0.7, 0.65]))]},
+    "progress.json": {"rows": [{"tokens": 8, "asked_kl": 0.1, "seed": 0, "methods": [{"method": m, "over_token": [x]} for m, x in (("token_is", 1.0), ("w", 0.75))]}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("contrast", "expected"),
+    [
+        # Seed 1 has no run of lr 2; both runs of seed 0 are averaged.
+        ({"data": "runs.json", "arm": ["a"], "less": "a", "less_where": {"lr": 2}}, [-1.0]),
+        ({"data": "runs.json", "arm": "a", "less": "nothing", "where": [{"lr": 1}, {"lr": 2}]}, [4.0, 1.0]),
+        ({"data": "runs.json", "arm": "a", "less": "start", "less_data": "starts.json", "less_sweep": "s", "start_of": "n"}, [3.5]),
+        ({"data": "fixes.json", "arm": "fixed", "less": "first"}, [0.4]),
+        ({"data": "stacks.json", "arm": "token_tis", "less": "nothing", "where": {"repaired": False}}, [0.1, 0.2]),
+        ({"data": "drafters.json", "arm": "u", "less": "f", "what": "change"}, [0.25]),
+        ({"data": "progress.json", "arm": "w", "less": "token_is", "where": {"tokens": 8, "kl": 0.1}}, [-0.25]),
+    ],
+)  # fmt: skip
+def test_pairs_are_read_from_every_kind_of_stored_result(tmp_path, contrast, expected):
+    for name, content in STORED.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    found = pairs(contrast, tmp_path)
+    assert len(found) == len(expected)
+    assert found == pytest.approx(expected)
 
 
 def test_an_unknown_regime_is_refused(tmp_path):

@@ -24,7 +24,7 @@ from offdrift.certificate.confidence import (
     power,
     power_any,
 )
-from offdrift.certificate.control import LOWEST, SHARE
+from offdrift.certificate.control import CONTROL_FROM, LOWEST, SHARE
 from offdrift.certificate.regions import TrustRegion
 from offdrift.errors import BadValueError
 from offdrift.numerics import LOG_RATIO_LIMIT
@@ -179,14 +179,17 @@ def estimates(
     Args:
         host, rewards, accepted, region: as in `variables`.
         alpha: what all intervals together may spend.
-        anytime: intervals that hold at every moment of a sample that grows, its prompts in order of arrival.
+        anytime: intervals that hold at every moment of a sample that grows, its prompts in order of arrival. The number
+            of prompts is then not fixed beforehand, and decides nothing.
     """
     result = {}
+    prompts = len(host["length"]) if host.group_ids is None else len(np.unique(host.group_ids))
+    control = has_control(host) and (anytime or prompts >= CONTROL_FROM)
     for name, x in variables(host, rewards, accepted, region).items():
         # A sum of rounded terms may pass its range's end by a rounding.
         means = np.clip(_draws(x.values, host, anytime), x.low, x.high)
         share = alpha * SHARES[name]
-        if name == "gain" and rewards is not None and has_control(host):
+        if name == "gain" and rewards is not None and control:
             both = [(np.maximum(_draws(v, host, anytime), low), low) for v, low in gains(host, rewards)]
             result[name] = betting_any(both, alpha=share, anytime=anytime)
         elif name == "acceptance" and len(means) == len(x.values) and not anytime:
@@ -230,15 +233,19 @@ def power_curve(host: HostEvidence, rewards: Column, *, alpha: float, control: b
         host: the batch.
         rewards: in [0, 1].
         alpha: what all intervals of the planned batch together may spend.
-        control: with control variates, which the batch must have.
+        control: with control variates where a sample has `CONTROL_FROM` prompts; the batch must have them.
     """
     of_gain = gains(host, rewards) if control else [(rewards * (_ratio(host) - 1), -1.0)]
     both = [(np.maximum(cluster_means(x, host.group_ids), low), low) for x, low in of_gain]
     share = alpha * SHARES["gain"]
     mean, size = both[0][0].mean(), len(both[0][0])
-    if control:
-        return _curve(lambda n: power_any(both, n, alpha=share), size, rises=mean > 0)
-    return _curve(lambda n: power(both[0][0], n, low=-1.0, high=math.inf, alpha=share), size, rises=mean > 0)
+
+    def chance(n: int) -> float:
+        if control and n >= CONTROL_FROM:
+            return power_any(both, n, alpha=share)
+        return power(both[0][0], n, low=-1.0, high=math.inf, alpha=share)
+
+    return _curve(chance, size, rises=mean > 0)
 
 
 PLANNED_DRAWS, ENOUGH = 4096, 0.8

@@ -1,8 +1,9 @@
 """Verdicts of docs/evidence.toml, made by rules from what was found, from regimes and from stored results.
 
 `found` is what the runs here say of a claim; `verdict` is what may be said of the claim. They differ where too few
-seeds were run, and where model, length, drift or learning rate are ten times or more from the source's, or the cause
-of drift is another one. `seen` is the smallest difference that the runs would have shown, from their stored pairs.
+seeds were run, where the source does not state its regime, and where model, length, drift or learning rate are ten
+times or more from the source's, or the cause of drift is another one. `seen` is the smallest difference that the runs
+would have shown, from their stored pairs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -81,33 +82,42 @@ def pairs(contrast: Row, results: Path) -> list[float]:
     """Differences of a contrast by seed, as stored results have them.
 
     Args:
-        contrast: `data`, a file of `results`; `arm`, and `less`, the arm that is taken off, or "start" for the reward
-            before training; `where` and `less_where`, values of settings (runs of other values are averaged by seed);
-            `sweep` and `changes` where a file has several.
+        contrast: `data`, a file of `results`; `arm`, one or several, and `less`, the arm that is taken off, "start" for
+            the reward before training, or "nothing" where differences are stored; `where` and `less_where`, values of
+            settings, or a list of such values (runs of all that match are averaged by seed); `what`, "end" or "change",
+            the end less the start; `sweep` and `changes` where a file has several. What is taken off may be in
+            another file: `less_data`, `less_sweep`, and `start_of`, the arm whose start it is.
         results: the folder of stored results.
 
     Raises: `BadValueError` where no seed has both.
     """
+    less, where, what = contrast["less"], contrast.get("where", {}), contrast.get("what", "end")
     runs = list(_runs(_stored(results / contrast["data"]), contrast))
-    less = contrast["less"]
-    ends = _by_seed(runs, contrast["arm"], contrast.get("where", {}), "end")
+    ends = _by_seed(runs, contrast["arm"], where, what)
+    if less == "nothing":
+        return [ends[seed] for seed in sorted(ends)]
+    if "less_data" in contrast:
+        other = contrast | {"sweep": contrast.get("less_sweep")}
+        runs = list(_runs(_stored(results / contrast["less_data"]), other))
     if less == "start":
-        base = _by_seed(runs, contrast["arm"], contrast.get("where", {}), "start")
-    else:
-        base = _by_seed(runs, less, contrast.get("less_where", contrast.get("where", {})), "end")
+        less, what = contrast.get("start_of", contrast["arm"]), "start"
+    base = _by_seed(runs, less, contrast.get("less_where", where), what)
     both = sorted(ends.keys() & base.keys())
     if not both:
         raise BadValueError(f"no seed of {contrast['data']} has both sides of {dict(contrast)}")
     return [ends[seed] - base[seed] for seed in both]
 
 
-def _by_seed(runs: Iterable[Row], arm: str, where: Row, what: str) -> dict[int, float]:
-    """Mean over the runs of an arm and of these values, seed by seed."""
+def _by_seed(runs: Iterable[Row], arms: str | list[str], where: Row | list[Row], what: str) -> dict[int, float]:
+    """Mean over the runs of these arms and of these values, seed by seed."""
+    names, wheres = [arms] if isinstance(arms, str) else arms, where if isinstance(where, list) else [where]
     by_seed: dict[int, list[float]] = {}
     for run in runs:
         values = run["values"]
-        if run["arm"] == arm and all(values.get(key) == value for key, value in where.items()) and what in run:
-            by_seed.setdefault(run["seed"], []).append(run[what])
+        matches = any(all(values.get(key) == value for key, value in of.items()) for of in wheres)
+        if run["arm"] in names and matches and (what in run or what == "change"):
+            value = run["end"] - run["start"] if what == "change" else run[what]
+            by_seed.setdefault(run["seed"], []).append(value)
     return {seed: fmean(x) for seed, x in by_seed.items()}
 
 
@@ -123,17 +133,53 @@ def _runs(document: Any, contrast: Row) -> Iterator[dict[str, Any]]:
         for sweep in document["sweeps"]:
             if sweep["name"] == contrast.get("sweep", sweep["name"]) and sweep["changes"] == changes:
                 yield from sweep["runs"]
+    elif "stacks" in document:
+        yield from _of_stacks(document["stacks"])
     elif "rows" in document:
-        for row in document["rows"]:
-            ends = [row[key] for key in ("after", "dense_after") if key in row]
-            if ends:
-                start = row.get("before", row.get("dense_before"))
-                yield {"arm": row["arm"], "values": {}, "seed": row["seed"], "end": ends[0], "start": start}
+        yield from itertools.chain.from_iterable(map(_of_row, document["rows"]))
+    elif isinstance(document.get("runs"), dict):
+        for run in document["runs"].values():
+            start, end = run["evals"][0][1], run["evals"][-1][1]
+            yield {"arm": run["arm"], "values": {"cell": run["cell"]}, "seed": run["seed"], "start": start, "end": end}
     elif "runs" in document:
-        yield from ({**run, "end": run["value"]} for run in document["runs"] if run["value"] is not None)
+        yield from itertools.chain.from_iterable(map(_of_run, itertools.count(), document["runs"]))
     else:
         for part in document.values():
             yield from ({**run, "end": run["value"]} for run in part["runs"])
+
+
+def _of_stacks(stacks: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Differences that a factorial has stored by stack and seed; `repaired` stacks are within the budget."""
+    for i, stack in enumerate(stacks):
+        for arm in ("token_tis", "trm_max"):
+            for seed, difference in enumerate(stack[arm]):
+                values = {"repaired": not stack["over"]}
+                yield {"arm": arm, "values": values, "seed": i * len(stack[arm]) + seed, "end": difference}
+
+
+def _of_row(row: Row) -> Iterator[dict[str, Any]]:
+    """Runs of a row: rewards before and after, progress over the token's ratio by method, or acceptance over a run."""
+    ends = [row[key] for key in ("after", "dense_after") if key in row]
+    if ends:
+        start = row.get("before", row.get("dense_before"))
+        yield {"arm": row["arm"], "values": {}, "seed": row["seed"], "end": ends[0], "start": start}
+    elif "methods" in row:
+        values = {"tokens": row["tokens"], "kl": row["asked_kl"]}
+        for m in row["methods"]:
+            yield {"arm": m["method"], "values": values, "seed": row["seed"], "end": m["over_token"][0]}
+    elif "drafter" in row:
+        of_run = row["speculative/accepted_frac"]
+        values = {"task": row["task"]}
+        yield {"arm": row["drafter"], "values": values, "seed": row["seed"], "end": of_run[-1], "start": of_run[0]}
+
+
+def _of_run(number: int, run: Row) -> Iterator[dict[str, Any]]:
+    """A run with its value; or one that was repeated with a fix, as two arms of the same seed."""
+    if "fixed" in run:
+        for arm in ("first", "fixed") if run["fixed"] is not None else ():
+            yield {"arm": arm, "values": {}, "seed": number, "end": run[arm]["held_out"][-1]}
+    elif run["value"] is not None:
+        yield {**run, "end": run["value"]}
 
 
 class Seen(NamedTuple):
@@ -151,16 +197,17 @@ class Seen(NamedTuple):
 def seen(row: Row, results: Path) -> Seen | None:
     """Power of a claim's runs; None without a contrast.
 
-    A contrast that is an interval of 95 %, `{ low, high, n }`, stands for the pairs it was made of, and has no p.
-    Contrasts of several testbeds count together.
+    A contrast `{ data, interval, n }` is the path to a stored mean and interval of 95 %, which stands for the n runs
+    that it was made of, and has no p. Contrasts of several testbeds count together.
     """
     contrasts = row.get("contrast", [])
     if not contrasts:
         return None
-    if "low" in contrasts[0]:
-        x = contrasts[0]
-        deviation = (x["high"] - x["low"]) / 2 / student_t(LEVEL, x["n"] - 1) * math.sqrt(x["n"])
-        return Seen(smallest_difference(deviation, x["n"]), x["n"], None, None)
+    if "interval" in contrasts[0]:
+        n = contrasts[0]["n"]
+        _, low, high = reduce(lambda x, key: x[key], contrasts[0]["interval"], _stored(results / contrasts[0]["data"]))
+        deviation = (high - low) / 2 / student_t(LEVEL, n - 1) * math.sqrt(n)
+        return Seen(smallest_difference(deviation, n), n, None, None)
     d = [x for contrast in contrasts for x in pairs(contrast, results)]
     p = sign_flip_p(d) if len(d) <= MOST_FLIPPED else None
     return Seen(smallest_difference(stdev(d), len(d)), len(d), p, over_seeds(d).p)
@@ -196,24 +243,32 @@ def causes_of(text: str) -> set[str]:
     return {part.split()[0].strip(",") for part in re.split(r"; ", text) if part.strip()}
 
 
-def verdict(row: Row, far: Sequence[str], p: float | None = None) -> str:
+def verdict(row: Row, far: Sequence[str], p: float | None = None, *, stated: bool = True) -> str:
     """Verdict on a claim: the finding, unless a rule forbids it.
 
     Args:
         far: parts of the regime that differ, of `differs`.
         p: sign-flip p of the claim's pairs, if there is one.
+        stated: whether the source states the size of its model. Where it does not, what training came to here cannot be
+            said of the claim.
 
     Example:
         >>> row = {"found": "reproduced", "kind": "runs", "seeds": 4}
         >>> verdict(row, [], p=0.125), verdict(row, [], p=0.01), verdict(row | {"seeds": 8}, ["lr"])
         ('undecided', 'reproduced', 'other regime')
+        >>> verdict(row, [], p=0.01, stated=False)
+        'undecided'
     """
     finding = row["found"]
     if finding not in DECIDED:
         return finding
     if row["kind"] == "runs" and row["seeds"] < SEEDS and (1.0 if p is None else p) >= LEVEL:
         return "undecided"
-    return "other regime" if far else finding
+    if far:
+        return "other regime"
+    if row["kind"] == "runs" and not stated and row.get("about") != "library":
+        return "undecided"
+    return finding
 
 
 def judged(evidence: Path, results: Path) -> list[dict[str, Any]]:
@@ -237,6 +292,7 @@ def judged(evidence: Path, results: Path) -> list[dict[str, Any]]:
         power = seen(row, results)
         p = power.p if power and power.p is not None else row.get("p")
         far = differs(list(here.values()), there)
-        made = {"testbeds": here, "of_source": there, "far": far, "seen": power, "p_sign_flip": p}
-        rows.append({**row, **made, "verdict": verdict(row, far, p)})
+        stated = "parameters" in there
+        made = {"testbeds": here, "of_source": there, "far": far, "seen": power, "p_sign_flip": p, "stated": stated}
+        rows.append({**row, **made, "verdict": verdict(row, far, p, stated=stated)})
     return rows

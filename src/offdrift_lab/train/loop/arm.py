@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from offdrift.advantages import ADVANTAGES
 from offdrift.certificate import TrustRegion
+from offdrift.certificate.control import CONTROL_FROM
 from offdrift.engines.verify_sync import check_sync
 from offdrift.judge import Context, Watcher, num_experts
 from offdrift.methods import Method, override
@@ -128,6 +129,12 @@ class Arm:
         """The trust region that every update's certificate is about."""
         delta, eps = self.run.recipe.token_limits
         return TrustRegion(horizon=self.run.sampling.max_tokens, delta=delta, eps=eps)
+
+    @property
+    def control_variates(self) -> bool:
+        """Whether steps have prompts and lag enough for certificates to gain by control variates."""
+        recipe = self.run.recipe
+        return recipe.rollout.prompts // recipe.optim.minibatches >= CONTROL_FROM and not self.always_fresh
 
     @property
     def compares_old(self) -> bool:

@@ -31,7 +31,7 @@ from offdrift.correction import Corrected
 from offdrift.divergence.evidence import Distributions, Grade
 from offdrift.engines.retention import distillation, sampled_distillation
 from offdrift.engines.routing import routed, routing_sums
-from offdrift.engines.score import chunks, divergences, old_divergences, score
+from offdrift.engines.score import chunks, divergences, old_divergences, rollout_ratio_means, score
 from offdrift.errors import EngineError
 from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss, policy_loss
@@ -105,6 +105,7 @@ class Accumulated:
     """Results of the micro-batches of a step, besides gradients."""
 
     region: TrustRegion | None
+    control: bool
     view: bool
     loss: Float[Tensor, ""] = field(default_factory=lambda: torch.tensor(0.0))
     stats: list[DriftStats] = field(default_factory=list)
@@ -124,7 +125,7 @@ class Accumulated:
         self.stats.append(result.stats)
         self.loss = self.loss + result.loss.detach()
         if self.region is not None:
-            self.evidence.append(piece.evidence(self.region, result))
+            self.evidence.append(piece.evidence(self.region, result, control=self.control))
         if self.view:
             self.rows.append(rows)
             self.token_values.append(piece.token_values(result))
@@ -166,6 +167,11 @@ class Stepping(Protocol):
         """Evidence is collected for a certificate of this trust region."""
         ...
 
+    @property
+    def control_variates(self) -> bool:
+        """Whether this evidence is to have control variates (`certificate.control`)."""
+        ...
+
 
 @dataclass(kw_only=True)
 class Learner:
@@ -180,6 +186,7 @@ class Learner:
     half: torch.dtype | None = None
     version: int = 0
     region: TrustRegion | None = None
+    control_variates: bool = False
 
     @property
     def learning_rate(self) -> float:
@@ -207,7 +214,7 @@ def train_step(arm: Stepping, batch: Batch | StreamedBatch, *, view: bool = Fals
         feature.stepping(arm)
     loss_scale = next((x.loss_scale for x in features if x.loss_scale is not None), None)
     # Gradients, piece by piece.
-    gathered = Accumulated(arm.region, view)
+    gathered = Accumulated(arm.region, arm.control_variates, view)
     if isinstance(batch, StreamedBatch):
         batch = accumulate_parts(arm, batch, gathered, loss_scale or 1.0)
     else:
@@ -540,14 +547,17 @@ class ScoredPiece:
         logprobs = self.logprobs if method.anchor is None else method.anchor(self.logprobs, self.batch_info)
         return method.observe(logprobs, self.advantages, self.batch_info).cpu()
 
-    def evidence(self, region: TrustRegion, result: PolicyLoss) -> BatchEvidence:
-        """Evidence about the trust region in the piece."""
+    def evidence(self, region: TrustRegion, result: PolicyLoss, *, control: bool) -> BatchEvidence:
+        """Evidence about the trust region in the piece; with `control`, what control variates need."""
+        logits = self.clean.logits.detach()
+        means = rollout_ratio_means(self.batch.rollouts, logits) if control else None
         return BatchEvidence.of(
             self.logprobs if self.clean is self.scored else replace(self.logprobs, logp=self.clean.logp),
             self.batch_info.rewards,
             region=region,
             divergences=self.divergences,
             keep=result.corrected.keep,
+            ratio_means=means,
         )
 
     def token_values(self, result: PolicyLoss) -> dict[str, Float[Tensor, " n"]]:
