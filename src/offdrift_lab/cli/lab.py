@@ -25,6 +25,7 @@ def write_outputs(out: Path, panels: Any, numbers: Any, screen: Screen, **texts:
     from offdrift.records.atomic import write_atomically
     from offdrift.show.figures import write_figure
 
+    screen.doing("drawing the figure")
     picture, page = write_figure(out, panels, **texts)
     table, text = out.with_name(out.name + ".json"), json.dumps(numbers, indent=1, allow_nan=False)
     write_atomically(table, lambda partial: Path(partial).write_text(text))
@@ -278,6 +279,7 @@ def routing(
     from offdrift_lab.exact.routing import experiment
     from offdrift_lab.exact.views import routing_table
 
+    screen.doing(f"{pairs:,} mixtures of experts")
     result = experiment(pairs, experts=experts, top_k=top_k, mismatch=mismatch, update=update, steps=steps, seed=seed)
     if screen.as_json:
         about = {"pairs": pairs, "experts": experts, "top_k": top_k, "mismatch": mismatch, "update": update}
@@ -327,6 +329,7 @@ def masking(
         raise typer.BadParameter(f"--delta {delta:g} --tau {tau:g}: thresholds are above 0, nats")
     lengths = sorted({int(x) for x in numbers_of("--horizons", horizons)})
     shares = numbers_of("--rejected", rejected)
+    screen.doing(f"{pairs:,} pairs of policies")
     g = torch.Generator().manual_seed(seed)
     mu, pi = flipped_pairs(pairs, vocab=3, horizon=5, noise=0.05, flip=2.0, touched=0.1, generator=g)
     rewards = torch.rand(pairs, 3**5, generator=g, dtype=torch.float64)
