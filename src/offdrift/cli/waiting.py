@@ -29,22 +29,26 @@ class Waiting:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._lock = threading.Lock()
+        self._lines: ProgressLines | None = None
         self._close: Callable[[], object] | None = None
 
     def begin(self, stage: str) -> None:
         """Say from now on that this is being done."""
+        if self._lines is not None:  # still waiting: the silence goes on
+            self._lines(stage, 0, 1)
+            return
         self.end()
         if self._console.is_terminal:
             self._begin_status(stage)
             return
-        lines = ProgressLines(self._print)
-        lines(stage, 0, 1)
-        lines.__enter__()
-        self._close = lines.__exit__
+        self._lines = ProgressLines(self._print)
+        self._lines(stage, 0, 1)
+        self._lines.__enter__()
+        self._close = self._lines.__exit__
 
     def end(self) -> None:
         """Say nothing more; what a terminal shows of it is gone when this returns."""
-        close, self._close = self._close, None
+        close, self._close, self._lines = self._close, None, None
         if close is not None:
             close()
 
