@@ -1,6 +1,8 @@
-# make train        sets everything up and trains a tiny model four times: about two minutes on two quiet cores
-# make test-quick   the laws, the core and one engine: about a minute on two cores
-# make test         every test but the slow ones: what to run before a commit, six minutes on two cores
+# Times are those of two quiet cores of a 2.1 GHz Xeon.
+#
+# make train        sets everything up and trains a tiny model four times: about two minutes
+# make test-quick   the laws, the core and one engine: about a minute
+# make test         every test but the slow ones: what to run before a commit, six minutes
 # make test-all     that with shapes checked (of a function's first calls in every test and for every case), the slow ones,
 #                   test-narrow, test-foreign and test-build: what continuous integration runs
 # make test-core    the tests of src/offdrift alone; make test-lab those of src/offdrift_lab and the contracts it builds on
@@ -12,7 +14,7 @@
 # make currency     signatures and table of the frameworks, against their newest releases
 # make test-build   wheel and sdist are built, alike, and whole; nothing is installed
 # make train-vllm   the same with real vLLM drawing the tokens of a tiny mixture of experts
-# make train-smollm2  a real pretrained model learns sums: a quarter of an hour on two cores
+# make train-smollm2  a real pretrained model learns sums: a quarter of an hour
 # make dist-test    wheel and sdist, installed and used in fresh environments: core, [audit], [train] with tests/users (EXTRAS=core for one)
 # make matrix       the core's laws under Python 3.11 to 3.13 and torch 2.6 to the newest, by tox
 # make audit-deps   dependencies: declared, used, explained, pinned, licences; ADVISORIES=1 asks for known vulnerabilities

@@ -259,7 +259,10 @@ def _with_room(table: str) -> str:
 
 
 def _claims(html: str) -> str:
-    """The tables of claims as cards, below a field that searches them: verdict, claim, numbers and command are seen at once."""
+    """The tables of claims as cards, below a field that searches them: verdict, claim, numbers and command are seen at once.
+
+    Paragraphs on how to read them, all but the first, are folded, so that the first cards are on the first screen.
+    """
     verdict = ""
 
     def change(match: re.Match[str]) -> str:
@@ -278,7 +281,9 @@ def _claims(html: str) -> str:
         'autocomplete="off"></label> <span id="claim-count" aria-live="polite"></span></p>'
     )
     first, heading, rest = body.partition("<h2")
-    return f'{first}{search}{heading}{rest}<script src="assets/claims.js" defer></script>'
+    counts, end, reading = first.partition("</p>")
+    folded = f"<details><summary>How to read the verdicts</summary>{reading}</details>" if reading.strip() else ""
+    return f'{counts}{end}{search}{folded}{heading}{rest}<script src="assets/claims.js" defer></script>'
 
 
 def _claim(heading: str, row: dict[str, str]) -> str:

@@ -233,12 +233,13 @@ def test_a_claim_is_a_card_with_its_verdict_numbers_and_command():
     head = f"<thead><tr>{''.join(f'<th>{name}</th>' for name in cells)}</tr></thead>"
     row = "".join(f"<td>{cell}</td>" for cell in cells.values())
     make = runpy.run_path(str(ROOT / "docs" / "hooks.py"))["_claims"]
-    page = make(f'<p>All</p><h2 id="r">Falsified here</h2><table>{head}<tr>{row}</tr></table>')
+    page = make(f'<p>All</p><p>Read</p><h2 id="r">Falsified here</h2><table>{head}<tr>{row}</tr></table>')
     assert "<table" not in page
     assert page.count('<article class="claim">') == 1
     card = re.sub(r"<[^>]+>", "", page[page.index("<article") : page.index("</article")])
     assert card.split(" · ") == ["Falsified here It holds.KL 0.1runa paper", "a model", "8 seeds"]
-    assert page.index("claim-search") < page.index("<h2")
+    assert page.index("<p>All") < page.index("claim-search") < page.index("<details") < page.index("<p>Read")
+    assert page.index("<p>Read") < page.index("</details>") < page.index("<h2")
 
 
 def test_a_new_page_is_not_lost_and_a_file_of_the_repository_is_shown(tmp_path):

@@ -27,6 +27,7 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from offdrift.cli.exit_codes import exit_codes_text
+from offdrift.cli.waiting import Waiting
 
 if TYPE_CHECKING:
     from offdrift.cli.lines import ProgressLines
@@ -140,7 +141,12 @@ def _on_screen(function: Callable[..., Any]) -> Callable[..., Any]:
             values = value if isinstance(value, tuple | list) else (value,)
             if any(isinstance(x, float) and math.isnan(x) for x in values):
                 raise typer.BadParameter(f"--{name.replace('_', '-')}: nan is no number")
-        return function(screen=Screen(as_json, quiet), **options)
+        screen = Screen(as_json, quiet)
+        screen.doing("loading")  # a command imports what it runs, which takes seconds
+        try:
+            return function(screen=screen, **options)
+        finally:
+            screen.shown()
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [p.replace(kind=keyword) for p in signature.parameters.values() if p.name != "screen"]
@@ -344,8 +350,14 @@ def interruptible() -> Callable[[], None]:
     return check
 
 
+SUMMING_UP = "summing up"
+"""What a command does between its work and its output."""
+
+
 class Screen:
     """Output of a command: results go to stdout, progress, notes and the next step to stderr.
+
+    Between `doing` and the next output a line says what is being done, where it takes longer than `SILENCE_S`.
 
     Args:
         as_json: stdout belongs to a machine; what a person would read there is left out.
@@ -354,17 +366,39 @@ class Screen:
 
     def __init__(self, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json, self.quiet, self.interrupted = as_json, quiet, False
-        self.out = Console(quiet=as_json)
-        self.err = Console(stderr=True, quiet=quiet)
+        self._out = Console(quiet=as_json)
+        self._err = Console(stderr=True, quiet=quiet)
+        self._waiting = Waiting(self._err)
+
+    @property
+    def out(self) -> Console:
+        """Console of results."""
+        self.shown()
+        return self._out
+
+    @property
+    def err(self) -> Console:
+        """Console of progress and notes."""
+        self.shown()
+        return self._err
+
+    def doing(self, stage: str) -> None:
+        """Say what is being done, if it takes long, until the next output."""
+        if not self.quiet and os.environ.get("RANK", "0") == "0":  # of several processes one speaks
+            self._waiting.begin(stage)
+
+    def shown(self) -> None:
+        """Say no longer what is being done: the output follows, or the end."""
+        self._waiting.end()
 
     @property
     def width(self) -> int:
-        return self.out.width
+        return self._out.width
 
     @property
     def in_terminal(self) -> bool:
         """Whether a person reads stdout: not a pipe, a file or a machine."""
-        return self.out.is_terminal and not self.as_json
+        return self._out.is_terminal and not self.as_json
 
     def show(self, *views: Any) -> None:
         """Print tables and texts for a person."""
@@ -381,6 +415,7 @@ class Screen:
 
     def json_text(self, text: str) -> None:
         """Print JSON on stdout for a machine."""
+        self.shown()
         typer.echo(text)
 
     def note(self, text: str) -> None:
@@ -389,6 +424,7 @@ class Screen:
 
     def warn(self, text: str) -> None:
         """Say on stderr, with --quiet too, why a result is not what was asked for."""
+        self.shown()
         Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True, style="yellow")
 
     def next(self, command: str, purpose: str) -> None:
@@ -405,13 +441,19 @@ class Screen:
             except KeyboardInterrupt:
                 self.interrupted = True
 
-    def progress(self, unit: str = "") -> Progress:
-        """A bar on stderr that vanishes when it is done."""
+    @contextmanager
+    def progress(self, unit: str = "") -> Iterator[Progress]:
+        """A bar on stderr that vanishes when it is done; off a terminal a line now and then says how far it is."""
+        from offdrift.cli.lines import TaskLines
         from offdrift.show.progress import progress_bar
 
-        return progress_bar(self.err, unit)
+        bar = progress_bar(self.err, unit)
+        with bar if self.err.is_terminal else TaskLines(bar, self.note):
+            yield bar
+        self.doing(SUMMING_UP)
 
-    def watching(self, unit: str = "", *, every: bool = False) -> ProgressBar | ProgressLines:
+    @contextmanager
+    def watching(self, unit: str = "", *, every: bool = False) -> Iterator[ProgressBar | ProgressLines]:
         """Whom long work tells of its stages, while it lasts: a bar on a terminal, else lines.
 
         A stage of 0 parts is a note, which stays on the screen.
@@ -422,6 +464,7 @@ class Screen:
         from offdrift.cli.lines import ProgressLines
         from offdrift.show.progress import ProgressBar
 
-        if self.err.is_terminal:
-            return ProgressBar(self.err, unit, self.note)
-        return ProgressLines(self.note, every=every)
+        bar = ProgressBar(self.err, unit, self.note) if self.err.is_terminal else ProgressLines(self.note, every=every)
+        with bar as watch:
+            yield watch
+        self.doing(SUMMING_UP)

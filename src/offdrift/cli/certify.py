@@ -188,6 +188,7 @@ def certify(
     limits = {"delta": delta, "eps": eps, "tau": tau}
     longest = longest_response(files) if horizon is None else horizon
     region = TrustRegion(horizon=longest, **limits)  # type: ignore[arg-type]
+    screen.doing(f"loading {model}")
     policy, _ = load_model(model, seed=0)
     before = None if old is None else load_model(old, seed=0)[0]
     prove = partial(
@@ -302,6 +303,7 @@ def compare_fresh(
     chosen = choose_rules(rules, *record_above(paths[0]))
     alpha = settings["alpha"]
     limit = chosen.rules.limits["certificate_error"] if alpha is None else alpha
+    screen.doing("reading answers")
     a, b = (read_answers(path, cluster=cluster) for path in paths)
     design = settings["prompts"] if cluster is None else "clustered"
     proof = certify_fresh(a, b, **{**settings, "alpha": limit, "prompts": design})

@@ -29,11 +29,13 @@ def compare(
     from offdrift.audit.compare import comparison_view, differences, write_comparison
     from offdrift.audit.rejudge import audit_judged_by
 
+    screen.doing("reading the audits")
     a, b = audit_judged_by(run_a, rules), audit_judged_by(run_b, rules)
     paths = run_a.resolve(), run_b.resolve()
     names = paths[0].name, paths[1].name
     if names[0] == names[1]:  # short names that differ
         names = f"{paths[0].parent.name}/{names[0]}", f"{paths[1].parent.name}/{names[1]}"
+    screen.doing("writing the page")
     page = write_comparison(a, b, names, out)
     if screen.as_json:
         screen.json(differences(a, b), indent=None)

@@ -6,6 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from rich.progress import Progress
+from rich.text import Text
+
 SILENCE_S = 2.5
 """Seconds without a line after which one says what is being done; of a long wait, a tenth of it."""
 POLL_S = 0.2
@@ -60,3 +63,26 @@ class ProgressLines:
     def _watch(self) -> None:
         while not self._ended.wait(POLL_S):
             self.due()
+
+
+class TaskLines(ProgressLines):
+    """Lines about the newest task of a bar that is not drawn.
+
+    Args:
+        bar: told how far its tasks are.
+    """
+
+    def __init__(
+        self, bar: Progress, write: Callable[[str], object], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(write, clock=clock)
+        self._bar = bar
+
+    def due(self) -> None:
+        """Write how far the newest task is, if a line is due."""
+        if tasks := self._bar.tasks:
+            task = tasks[-1]
+            done = f"{task.completed:,.0f}" + (f"/{task.total:,.0f}" if task.total else "")
+            with self._lock:
+                self._stage = f"{done} {Text.from_markup(task.description).plain}".rstrip()
+        super().due()

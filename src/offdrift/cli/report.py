@@ -41,6 +41,7 @@ def report(
     """
     from offdrift.show.html import PAGE_BYTES
 
+    screen.doing("writing the page")
     limit = math.inf if every_step else PAGE_BYTES
     if (run / "arms.json").is_file():
         from offdrift.audit.arms_view import arms_view

@@ -236,6 +236,7 @@ def follow(follower: Follower, judge: RunJudge, out: WatchOutputs, pace: Pace) -
 
     def judged(rows: Iterator[Row]) -> Iterator[bool]:
         for row in rows:
+            out.screen.shown()
             if row.source not in judge.watchers:
                 if row.source == METRICS:
                     out.screen.warn(MISSING)
@@ -247,10 +248,13 @@ def follow(follower: Follower, judge: RunJudge, out: WatchOutputs, pace: Pace) -
             yield any(reaches(finding["severity"], pace.fail_on) for finding in findings)
 
     stopped, failed, last = False, False, time.monotonic()
+    if not out.screen.in_terminal:  # where a table is drawn
+        out.screen.doing("reading what is there")
     try:
         while not failed:
             for severe in judged(follower.look()):
                 last, failed = time.monotonic(), failed or severe
+            out.screen.shown()
             out.tick()
             if pace.until_idle is not None and time.monotonic() - last >= pace.until_idle:
                 break

@@ -44,9 +44,20 @@ def verdict(
     first = min(shown, key=lambda f: URGENCY.index(f.severity))
     others = len(shown) - 1
     confirm = deciding_measurement(first.fix, first.decides)
-    steps = [first.fix, *([f"To confirm: {confirm}"] if confirm else [])]
+    steps = [*in_steps(first.fix), *([f"To confirm: {confirm}"] if confirm else [])]
     steps += [f"Then look at {others} more finding{'s' * (others > 1)}."] if others else []
     return {"level": first.severity, "text": " ".join([*missing[:1], first.symptom]), "steps": steps}
+
+
+def in_steps(fix: str) -> list[str]:
+    """A fix that is done one thing after the other, in its steps.
+
+    Example:
+        >>> in_steps("Compare the tensors; then send those that differ.")
+        ['Compare the tensors.', 'Send those that differ.']
+    """
+    parts = [part for part in re.split(r";\s+then\s+", fix.rstrip(".")) if part]
+    return [f"{part[:1].upper()}{part[1:]}." for part in parts]
 
 
 def deciding_measurement(fix: str, measurement: str) -> str:

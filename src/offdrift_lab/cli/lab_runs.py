@@ -52,6 +52,7 @@ def length_bias(
         independent_stream(sequences=sequences, horizon=LENGTHS[-1], violation=violation, seed=seed),
         *(read_recording(p) for p in paths),
     ]
+    screen.doing("acceptance by length")
     results = []
     for stream in streams:
         longest = stream.kl.shape[1]
@@ -124,6 +125,7 @@ def lengths(
                 '(rollout.evidence = "full" or "hidden"), or give a check.json'
             )
         drifts.append(Drift(path.name, drift.premises["kl_rate"], drift.premises["delta"], drift.source))
+    screen.doing("bounds at every length")
     rows = length_rows(drifts, sorted({int(t) for t in words_of(tokens)}))
     if screen.as_json:
         screen.json(rows)
@@ -260,6 +262,7 @@ def collapse(
         "window": window,
         "smooth": smooth,
     }
+    screen.doing(f"predicting collapses of {len(runs)} runs")
     result = compare_predictors(runs, **scale, folds=folds, limits=limits)
     if screen.as_json:
         screen.json({"scale": scale, **result, "versions": {n: version(n) for n in ("offdrift", "numpy")}})

@@ -110,6 +110,7 @@ def plan(
     document |= inputs.facts() | {"no_drift": missing}
     document |= {"judged_by": chosen.words} if fitted is not None else {}
     if page is not None:
+        screen.doing("writing the page")
         from offdrift_lab.plan.page import write_plan_page
 
         write_plan_page(document, page)

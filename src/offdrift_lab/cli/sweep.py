@@ -118,6 +118,7 @@ def sweep(
 
     if own != file:
         screen.note(f"{file}: the package's own, {own}")
+    screen.doing("reading the sweep")
     grid = load_sweep(own, out, changes=changes or [], rules=rules)
     for task in {cell.recipe.task for cell in grid.cells}:
         check_task_name(task)
@@ -138,6 +139,7 @@ def sweep(
         for row in rows:
             screen.show(f"{row['setting']}  compared with {row['baseline']}" if row["baseline"] else row["setting"])
         return
+    screen.doing("comparing what there is" if report else "loading")
     from offdrift_lab.train.report.page import write_sweep, write_sweep_chart
     from offdrift_lab.train.report.view import sweep_summary
     from offdrift_lab.train.sweep.sweep_workers import run_sweep

@@ -74,19 +74,19 @@ def train(
     screen = screen if main_process else Screen(as_json=True, quiet=True)
     file = recipe_file(recipe)
     check_keys(file, changes or [])
-    with screen.err.status("loading PyTorch and transformers"):  # seconds, on a slow disk many
-        if not screen.err.is_terminal:
-            screen.note(f"{recipe}: loading PyTorch and transformers")
-        from offdrift.judge import load_rules
-        from offdrift.methods.load import without_loading
-        from offdrift_lab.train.data.tasks import check_task_name
-        from offdrift_lab.train.loop.context import rules_of_run
-        from offdrift_lab.train.loop.loop import Event, agree
-        from offdrift_lab.train.loop.loop import train as train_recipe
-        from offdrift_lab.train.loop.run_folder import checked_head
-        from offdrift_lab.train.report.page import write_report
-        from offdrift_lab.train.report.view import LiveProgress
-        from offdrift_lab.train.settings.recipe import load_recipe
+    if not screen.err.is_terminal:
+        screen.note(f"{recipe}: loading PyTorch and transformers")
+    screen.doing("loading PyTorch and transformers")  # seconds, on a slow disk many
+    from offdrift.judge import load_rules
+    from offdrift.methods.load import without_loading
+    from offdrift_lab.train.data.tasks import check_task_name
+    from offdrift_lab.train.loop.context import rules_of_run
+    from offdrift_lab.train.loop.loop import Event, agree
+    from offdrift_lab.train.loop.loop import train as train_recipe
+    from offdrift_lab.train.loop.run_folder import checked_head
+    from offdrift_lab.train.report.page import write_report
+    from offdrift_lab.train.report.view import LiveProgress
+    from offdrift_lab.train.settings.recipe import load_recipe
 
     if file != recipe:
         screen.note(f"{recipe}: the package's own, {file}")

@@ -69,6 +69,15 @@ def test_an_unknown_setting_is_refused_with_those_that_there_are(change, says):
     assert f"--set {change}" in str(refused.value)
 
 
+@pytest.mark.parametrize(("part", "kind"), [("Recipe", "recipe"), ("Sweep", "sweep")])
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, part, kind):
+    with pytest.raises(RecipeError, match=rf"cannot read {kind} .*nowhere.toml: .* is an example"):
+        check_keys(tmp_path / "nowhere.toml", part=part)
+    (tmp_path / "half.toml").write_text("name = ")
+    with pytest.raises(RecipeError, match=r"half.toml is not valid TOML: "):
+        check_keys(tmp_path / "half.toml", part=part)
+
+
 COMMAND = """
 import sys
 from offdrift.cli import main
@@ -85,6 +94,7 @@ finally:
     ("s.toml", ("sweep", "s.toml"), "s.toml: unknown key 'sedes', for instance seeds; a sweep has name"),
     ("t.toml", ("sweep", "t.toml"), "t.toml, [set]: unknown key 'lag.sync_evry'"),
     ("t.toml", ("sweep", "sweep", "--set", "lag.sync_evry=4"), "--set lag.sync_evry=4: unknown key"),
+    ("", ("train", "tinny"), "cannot read recipe tinny"),
 ])  # fmt: skip
 def test_the_command_refuses_before_torch_is_imported(tmp_path, file, words, says):
     tiny = (ROOT / "recipes" / "tiny.toml").read_text()

@@ -31,6 +31,7 @@ from offdrift_lab.train.report.stored import (
     StoredArm,
     columns_for,
     lag_counts,
+    notes_of,
     read_run,
     verdict_lines,
 )
@@ -78,6 +79,7 @@ def render(run: Run, *, limit: float | int = PAGE_BYTES) -> str:
         "run": run,
         "verdict": headline,
         "remarks": remarks,
+        "notes": notes_of(run.arms),
         "spread": spread(run),
         "one_seed": ONE_SEED,
         "columns": columns_for(run),

@@ -526,6 +526,21 @@ COLUMNS = (
 )
 
 
+def notes_of(arms: Iterable[StoredArm]) -> dict[str, list[str]]:
+    """Notes of arms, each once, with the names of the arms that have it.
+
+    Example:
+        >>> arms = [StoredArm(name, True, {"notes": ["nothing was rejected"]}) for name in ("none", "trm_max")]
+        >>> notes_of(arms)
+        {'nothing was rejected': ['none', 'trm_max']}
+    """
+    found: dict[str, list[str]] = {}
+    for arm in arms:
+        for note in arm.notes:
+            found.setdefault(note, []).append(arm.name)
+    return found
+
+
 def columns_for(run: Run) -> tuple[Column, ...]:
     """The columns with the thresholds that the run is judged by in their words."""
     limits = run.arms[0].limits if run.arms else load_rules().limits

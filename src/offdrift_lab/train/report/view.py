@@ -23,7 +23,7 @@ from offdrift.show.json_access import number
 from offdrift.show.numbers import percent, short
 from offdrift_lab.train.report.overlap import OVERLAP
 from offdrift_lab.train.report.spread import ONE_SEED, spread
-from offdrift_lab.train.report.stored import NORMAL_ESS, NORMAL_KL, REMARK, Run, columns_for, verdict
+from offdrift_lab.train.report.stored import NORMAL_ESS, NORMAL_KL, REMARK, Run, columns_for, notes_of, verdict
 from offdrift_lab.train.sweep.sweep import worded
 from offdrift_lab.train.sweep.sweep_results import explained, sentence, signed
 
@@ -271,7 +271,7 @@ def run_summary(run: Run, *, width: int = 140) -> Group:
     words = f"{', '.join(left_out)}: in a wider terminal, or on the page"
     rest = [Text(words, style="dim")] if left_out else []
     rest += [Text(NORMAL, style="dim")] if run.arms else []
-    notes = [Text(f"{arm.name}: {note}", style="dim") for arm in run.arms for note in arm.notes]
+    notes = [Text(f"{', '.join(names)}: {note}", style="dim") for note, names in notes_of(run.arms).items()]
     judged = [Text(run.judged_by, style="dim")] if run.judged_by else []
     return Group(table, *rest, Text(verdict(run)), *_spread_lines(run), *notes, *judged)
 
@@ -332,7 +332,7 @@ def sweep_summary(document: Mapping[str, Any], *, width: int = 140) -> Group:
                 _two_lines(signed(change.get("mean")), _interval(change, signed)) if change else Text(),
                 _two_lines(
                     verdict_word,
-                    f"p {short(change['p_holm'])}" if change.get("n") else "",
+                    _certainty(change),
                     VERDICT_STYLE.get(verdict_word, ""),
                 ),
                 _two_lines(f"{row['finished']} of {row['runs']}", amiss, "yellow" if failed else ""),
@@ -341,6 +341,12 @@ def sweep_summary(document: Mapping[str, Any], *, width: int = 140) -> Group:
     lines = [*explained(document), *filter(None, [document.get("judged_by")])]
     notes = [Text(line, style="dim") for line in lines]
     return Group(_table(rows, width), Text(sentence(document)), *notes)
+
+
+def _certainty(change: Mapping[str, Any]) -> str:
+    """What a verdict rests on: a p-value, of two seeds or more."""
+    count = change.get("n", 0)
+    return f"p {short(change['p_holm'])}" if count > 1 else "one seed" * count
 
 
 def _interval(mean: Mapping[str, Any], write: Callable[[float | None], str]) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from offdrift.errors import RecipeError
 from offdrift.setting import parse_setting
-from offdrift.texts import read_toml
+from offdrift_lab.train.settings.places import read_settings
 
 STANDS_FOR_ARMS = ("method", "override")
 """Keys of a recipe that stand for one arm: no fields."""
@@ -70,17 +70,15 @@ def check_keys(file: Path, changes: Sequence[str] = (), *, part: str = "Recipe",
     """Refuse keys that no part of a file of settings has.
 
     Args:
-        file: TOML. One that cannot be read is left to who reads it.
+        file: TOML.
         changes: "dotted.key=value" pairs of `--set`, which belong to a recipe.
         part: the part that the file is.
         name: of that part, for the message.
 
-    Raises: `RecipeError` naming the key, the file or `--set`, and the keys that there are.
+    Raises: `RecipeError` naming the key, the file or `--set`, and the keys that there are; or a file that cannot be
+        read, or is not TOML.
     """
-    try:
-        content = read_toml(file)
-    except (OSError, ValueError):
-        content = {}
+    content = read_settings(file, "sweep" if part == "Sweep" else "recipe")
     if part == "Recipe":
         content = {key: value for key, value in content.items() if key not in STANDS_FOR_ARMS}
     _check(content, part, (), str(file), name)

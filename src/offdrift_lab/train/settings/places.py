@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from offdrift.errors import RecipeError
+from offdrift.texts import read_toml
 
 PACKAGE = Path(__file__).parents[2]
 
@@ -30,6 +33,25 @@ def recipe_file(path: Path) -> Path:
     return (
         user_copy if not path.is_file() and path.parent in (Path(), Path("recipes")) and user_copy.is_file() else path
     )
+
+
+def read_settings(file: Path, kind: Literal["recipe", "sweep"]) -> dict[str, Any]:
+    """Content of a recipe or a sweep file.
+
+    Raises: `RecipeError` naming a file that cannot be read, with an example of one, or is not TOML.
+    """
+    try:
+        return read_toml(file)
+    except OSError as e:
+        folder = own_recipes()
+        example = (
+            f"`offdrift train tiny` is an example, of those in {folder}"
+            if kind == "recipe"
+            else f"{folder / 'sweep.toml'} is an example"
+        )
+        raise RecipeError(f"cannot read {kind} {file}: {e.strerror}; {example}") from e
+    except ValueError as e:
+        raise RecipeError(f"{file} is not valid TOML: {e}") from e
 
 
 def base_recipe(name: str, sweep: Path) -> tuple[Path | None, list[Path]]:

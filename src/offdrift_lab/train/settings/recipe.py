@@ -26,7 +26,6 @@ from offdrift.methods.load import UNLOADED, CodeSource, absolute, code_source, i
 from offdrift.methods.method import Interpolated, RolloutAsOld
 from offdrift.records.atomic import plain
 from offdrift.setting import parse_setting
-from offdrift.texts import read_toml
 from offdrift_lab.schedules import Schedule, schedule
 from offdrift_lab.schedules import override as with_rules
 from offdrift_lab.train.data.environments import ENVIRONMENTS, check_turns, is_environment
@@ -34,7 +33,7 @@ from offdrift_lab.train.features.fusion import Fusion, MixtureSettings
 from offdrift_lab.train.features.quantization import QuantizedSettings
 from offdrift_lab.train.settings.arm_tables import merged, refuse_unread, replaced
 from offdrift_lab.train.settings.optim import OptimSettings
-from offdrift_lab.train.settings.places import found_beside, own_recipes, with_code_found
+from offdrift_lab.train.settings.places import found_beside, read_settings, with_code_found
 from offdrift_lab.train.settings.rollout import ReplaySettings, RolloutSettings
 from offdrift_lab.train.settings.sections import (
     BufferSettings,
@@ -580,14 +579,7 @@ def load_recipe(
         'float16'
     """
     path = Path(path)
-    try:
-        content = read_toml(path)
-    except OSError as e:
-        raise RecipeError(
-            f"cannot read recipe {path}: {e.strerror}; `offdrift train tiny` is an example, of those in {own_recipes()}"
-        ) from e
-    except ValueError as e:
-        raise RecipeError(f"{path} is not valid TOML: {e}") from e
+    content = read_settings(path, "recipe")
     content = _with_code_found(content, path, path.parent, Path.cwd())
     for change in changes:
         key, equals, text = change.partition("=")

@@ -40,9 +40,9 @@ from offdrift.records.atomic import remove_half_written, write_json
 from offdrift.show.json_access import mapping, rows
 from offdrift.show.numbers import duration
 from offdrift.stats import METRICS
-from offdrift.texts import read_json, read_toml
+from offdrift.texts import read_json
 from offdrift_lab.train.loop.run_folder import ArmFolder, check_code
-from offdrift_lab.train.settings.places import base_recipe, found_beside, own_recipes
+from offdrift_lab.train.settings.places import base_recipe, found_beside, read_settings
 from offdrift_lab.train.settings.recipe import Recipe, changed_settings, load_recipe, problems
 from offdrift_lab.train.settings.sections import FOLDER, FolderName, Natural, Positive, Section
 
@@ -305,14 +305,7 @@ def load_sweep(
 
     Raises: `RecipeError` naming file, key and what was expected, for a run too.
     """
-    try:
-        content = read_toml(path)
-    except OSError as e:
-        raise RecipeError(
-            f"cannot read sweep {path}: {e.strerror}; {own_recipes() / 'sweep.toml'} is an example"
-        ) from e
-    except ValueError as e:
-        raise RecipeError(f"{path} is not valid TOML: {e}") from e
+    content = read_settings(path, "sweep")
     try:
         sweep = Sweep.model_validate(content)
     except ValidationError as e:
