@@ -7,7 +7,7 @@
 # make test-narrow  the numerical rooms and the laws again, on the vectors of a processor without AVX-512
 # make test-foreign the adapters and readers against other frameworks' own modules, from pinned wheels
 # make test-upstream  the adapters against the losses of miles, NeMo-RL, prime-rl, ROLL and slime, from their sources
-# make test-built-on  the adapters under trainers that are built on TRL and verl: axolotl, agent-lightning, Trinity
+# make test-built-on  the adapters in and under trainers that are built on TRL and verl: axolotl, agent-lightning, Trinity
 # make test-versions  the adapters against the older releases of TRL and verl that they say they know
 # make currency     signatures and table of the frameworks, against their newest releases
 # make test-build   wheel and sdist are built, alike, and whole; nothing is installed
