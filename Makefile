@@ -89,7 +89,8 @@ test-foreign: install-test install-foreign
 # Frameworks that publish no wheel: their sources at the commits that were read, which git fetches.
 test-upstream: install-test
 	$(BIN)/python packaging/upstream.py $(abspath $(VENV))/upstream
-	$(TEST_ENV) OFFDRIFT_UPSTREAM=$(abspath $(VENV))/upstream $(BIN)/python -m pytest tests/foreign/test_upstream.py
+	$(TEST_ENV) OFFDRIFT_UPSTREAM=$(abspath $(VENV))/upstream $(BIN)/python -m pytest tests/foreign/test_upstream.py \
+		tests/foreign/test_upstream_writers.py
 
 test-built-on: install-test
 	rm -rf $(VENV)/built-on
