@@ -90,7 +90,7 @@ test-foreign: install-test install-foreign
 test-upstream: install-test
 	$(BIN)/python packaging/upstream.py $(abspath $(VENV))/upstream
 	$(TEST_ENV) OFFDRIFT_UPSTREAM=$(abspath $(VENV))/upstream $(BIN)/python -m pytest tests/foreign/test_upstream.py \
-		tests/foreign/test_upstream_writers.py
+		tests/foreign/test_upstream_writers.py tests/foreign/test_upstream_snippets.py
 
 test-built-on: install-test
 	rm -rf $(VENV)/built-on
