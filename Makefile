@@ -9,7 +9,7 @@
 # make test-narrow  the numerical rooms and the laws again, on the vectors of a processor without AVX-512
 # make test-foreign the adapters and readers against other frameworks' own modules, from pinned wheels
 # make test-upstream  the adapters against the losses of miles, NeMo-RL, prime-rl, ROLL and slime, from their sources
-# make test-built-on  the adapters under trainers that are built on TRL and verl: axolotl, agent-lightning, Trinity
+# make test-built-on  the adapters in and under trainers that are built on TRL and verl: axolotl, agent-lightning, Trinity
 # make test-versions  the adapters against the older releases of TRL and verl that they say they know
 # make currency     signatures and table of the frameworks, against their newest releases
 # make test-build   wheel and sdist are built, alike, and whole; nothing is installed
@@ -91,7 +91,8 @@ test-foreign: install-test install-foreign
 # Frameworks that publish no wheel: their sources at the commits that were read, which git fetches.
 test-upstream: install-test
 	$(BIN)/python packaging/upstream.py $(abspath $(VENV))/upstream
-	$(TEST_ENV) OFFDRIFT_UPSTREAM=$(abspath $(VENV))/upstream $(BIN)/python -m pytest tests/foreign/test_upstream.py
+	$(TEST_ENV) OFFDRIFT_UPSTREAM=$(abspath $(VENV))/upstream $(BIN)/python -m pytest tests/foreign/test_upstream.py \
+		tests/foreign/test_upstream_writers.py tests/foreign/test_upstream_snippets.py
 
 test-built-on: install-test
 	rm -rf $(VENV)/built-on

@@ -130,7 +130,7 @@ def main() -> int:
         newest, said = "-" if wheels else "not published", f"recorded {row['date']}"
         if wheels and not options.offline:
             with tempfile.TemporaryDirectory() as folder:
-                found = download(row["name"], Path(folder))
+                found = download(row.get("distribution", row["name"]), Path(folder))
             newest, said = ("could not be had", "not compared") if found is None else (found[0], "")
             if found is not None:
                 last = wheels[-1]["version"]
@@ -142,7 +142,7 @@ def main() -> int:
         newest, said = "not published", f"recorded {row['date']}"
         if row["source"] == "wheel" and not options.offline:
             with tempfile.TemporaryDirectory() as folder:
-                found = download(row["name"], Path(folder))
+                found = download(row.get("distribution", row["name"]), Path(folder))
             newest = found[0] if found is not None else "could not be had"
             newer |= found is not None and newest not in row["releases"]
         print(f"| {row['name']} | {row['releases'][-1]} | {newest} | {said} |")

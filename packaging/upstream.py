@@ -19,6 +19,7 @@ COMMITS = {
     "nemo-rl": ("https://github.com/NVIDIA-NeMo/RL", "7ea279abfbeb698b092856d0dab61e7cf39bc909"),
     "rllm": ("https://github.com/rllm-org/rllm", "9beb6e0f676a46d38858991fd79ac5f8e0b16d4c"),
     "torchtitan": ("https://github.com/pytorch/torchtitan", "b5bcd76c66d0acb1a08b176d9639425bc55e0b2a"),
+    "vime": ("https://github.com/vllm-project/vime", "2b83ea209634051243693e8186f45f449acb4cd1"),
     "roll": ("https://github.com/alibaba/ROLL", "8eb27cc2dc34c4d1310b169d9b86d339004d811a"),
 }
 """Where each is, and the commit that docs/integrations/versions.toml names."""

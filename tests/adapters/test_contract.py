@@ -29,6 +29,7 @@ from tests.adapters import test_prime_rl as prime_rl
 from tests.adapters import test_roll as roll
 from tests.adapters import test_skyrl as skyrl
 from tests.adapters import test_slime as slime
+from tests.adapters import test_trinity as trinity
 from tests.adapters.hooked import (
     HORIZON,
     SOME,
@@ -48,6 +49,7 @@ from tests.records.samples import read_all
 
 FRAMEWORKS: list[Framework] = [
     *(prime_rl.FRAMEWORK, skyrl.FRAMEWORK, slime.FRAMEWORK, nemo_rl.FRAMEWORK, areal.FRAMEWORK),
+    trinity.FRAMEWORK,
     *roll.FRAMEWORKS,
     *openrlhf.FRAMEWORKS,
 ]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from offdrift.adapters.arguments import refuse_set, refuse_unknown
-from offdrift.adapters.contrib import areal, ms_swift, nemo_rl, openrlhf, prime_rl, roll, skyrl, slime
+from offdrift.adapters.contrib import areal, ms_swift, nemo_rl, openrlhf, prime_rl, roll, skyrl, slime, trinity
 from offdrift.adapters.frameworks import FRAMEWORKS
 from offdrift.adapters.trl import OffdriftMixin
 from offdrift.adapters.verl import losses
@@ -47,6 +47,9 @@ HANDLED: dict[tuple[str, str], Iterable[str] | None] = {
     ("ms-swift", "GRPOTrainer._get_rollout_is_correction"): named(ms_swift.correction) - {"trainer"},
     ("ms-swift", "GRPOTrainer._apply_rollout_importance_sampling"): EVERYTHING,
     ("skyrl", "ppo_policy_loss"): named(skyrl.RegisteredLoss.__call__),
+    # What the class of the configuration is made with; other settings are refused by name.
+    ("trinity", "PolicyLossFn.__init__"): named(trinity.PolicyLoss.__init__),
+    ("trinity", "PPOPolicyLossFn.__init__"): {*named(trinity.PolicyLoss.__init__), *trinity.PPO_SETTINGS},
     ("slime", "tis_kwargs"): named(slime.tis),
     ("miles", "tis_kwargs"): named(slime.tis),
     ("roll", "compute_train_infer_correction"): named(roll.train_infer_correction),

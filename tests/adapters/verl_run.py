@@ -40,8 +40,9 @@ def pushed(
     tokens: int | None = None,
     sequences: int | None = None,
     ranks: int = 1,
+    through: Any = None,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Loss, gradient and metrics of verl's real `ppo_loss` on one micro-batch."""
+    """Loss, gradient and metrics of verl's real `ppo_loss` on one micro-batch, or of what calls it (`through`)."""
     verl, (b, t) = real_verl(), batch.mask.shape
     fields = {
         "old_log_probs": batch.old,
@@ -59,7 +60,8 @@ def pushed(
     leaf = batch.logp.clone().requires_grad_() if leaf is None else leaf
     # Unpadded model output: each position predicts the next token.
     flat = torch.cat([leaf, leaf.new_zeros(b, 1)], dim=1).flatten()
-    loss, metrics = verl.ppo_loss(config, {"log_probs": flat}, data)
+    through = functools.partial(verl.ppo_loss, config) if through is None else through
+    loss, metrics = through({"log_probs": flat}, data)
     (gradient,) = torch.autograd.grad(loss, leaf)
     return loss.detach(), gradient, metrics
 

@@ -18,11 +18,15 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
+from offdrift.adapters import verl as verl_plugin
 from offdrift.adapters.contrib import nemo_rl, prime_rl, roll, slime
-from offdrift.errors import FrameworkError
-from tests.adapters import hooked, test_nemo_rl, test_prime_rl, test_roll, test_slime
+from offdrift.adapters.verl import losses as verl_losses
+from offdrift.errors import FrameworkError, MethodError
+from tests.adapters import hooked, test_nemo_rl, test_prime_rl, test_roll, test_slime, verl_run
 from tests.foreign import real
+from tests.parity.peers import random_batch
 from tests.records.samples import read_all
 from tests.records.test_dumps import TITAN_TURNS
 
@@ -360,12 +364,72 @@ def test_slimes_context_parallel_group_of_two_processes(factor: str, tmp_path: P
         assert all("vanilla_tis_function is a loss" in text for text in said), said
 
 
+@pytest.fixture(scope="module")
+def rllms() -> Iterator[Any]:
+    """`rllm.trainer.verl.verl_backend`, over the installed verl; imported once, as by its trainer."""
+    root = source("rllm")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("METHOD", "SETTINGS", "RECORD"):
+            patch.delenv(f"OFFDRIFT_{name}", raising=False)
+        packages(patch, root, "rllm", "rllm.trainer", "rllm.trainer.verl")
+        unread = ("data", "data.utils", "engine", "engine.rollout", "trainer.algorithms", "trainer.verl.metrics")
+        hollow(patch, *(f"rllm.{name}" for name in (*unread, "trainer.verl.utils", "types")))
+        protocol = type("BackendProtocol", (), {"__class_getitem__": classmethod(lambda cls, _: cls)})
+        empty(patch, "rllm.trainer.backend_protocol", BackendProtocol=protocol)
+        transforms = ("transform_episodes_to_dataproto", "transform_trajectory_groups_to_dataproto")
+        for name in (*transforms, "update_dataproto_with_advantages"):
+            patch.setattr(sys.modules["rllm.trainer.verl"], name, None, raising=False)
+        verl_run.real_verl()
+        verl_losses.configured.cache_clear()
+        yield real.quietly(verl_plugin.RLLM)
+    verl_losses.configured.cache_clear()
+    leave("rllm")
+
+
+def test_rllms_own_loss_takes_verls_losses_of_ours(rllms: Any, monkeypatch: Any) -> None:
+    """By the configuration, and by the name that it sends along with the batch of a role."""
+    batch = random_batch(0, far=False).bypass
+    counts = {"tokens": batch.tokens, "sequences": batch.sequences}
+    for name, bypass in (("token_tis", True), ("ppo_clip", False)):
+        config = verl_run.config(f"offdrift/{name}", bypass=bypass)
+        ours = verl_run.pushed(config, batch, **counts)
+        found = verl_run.pushed(config, batch, **counts, through=rllms.CustomPPOLoss(config))
+        torch.testing.assert_close(found[:2], ours[:2], rtol=0, atol=0)
+        assert int((found[1] != 0).sum()) > 10
+        assert config.policy_loss.loss_mode in rllms._get_verl_known_losses()
+
+
+def backend_of(rllms: Any, loss: str, **by_role: str) -> Any:
+    """Its backend as far as its validation reads it."""
+    rollout = SimpleNamespace(mode="async", n=1)
+    actor = OmegaConf.create({"policy_loss": {"loss_mode": loss}, "ppo_mini_batch_size": 4})
+    own = OmegaConf.create({"algorithm": {}, "stepwise_advantage": {"mode": "broadcast"}})
+    more = {"algorithm": OmegaConf.create({}), "rllm": own, "get": lambda name, default: default}
+    made = object.__new__(rllms.VerlBackend)
+    made.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout, actor=actor), **more)
+    made.is_separated, made.algorithm_config = False, SimpleNamespace(loss_fn_map=by_role)
+    return made
+
+
+def test_what_rllms_trainer_would_leave_out_is_refused_before_training(rllms: Any, monkeypatch: Any) -> None:
+    for loss in ("vanilla", "offdrift/token_tis", "offdrift/grpo"):
+        backend_of(rllms, loss).validate_config()
+    with pytest.raises(MethodError, match=r"offdrift/icepop leaves \[.*mismatch.*tis_mode"):
+        backend_of(rllms, "offdrift/icepop").validate_config()
+    for loss in ("offdrift/no_such", "offdrift//folder/mine.py:mine"):
+        with pytest.raises(MethodError, match="not in verl's registry"):
+            backend_of(rllms, "vanilla", solver=loss)._update_actor_with_loss_routing(None, None)
+    for name in ("METHOD", "RECORD"):
+        monkeypatch.setenv(f"OFFDRIFT_{name}", "token_tis")
+        with pytest.raises(MethodError, match=f"OFFDRIFT_{name} is set and has no"):
+            backend_of(rllms, "vanilla").validate_config()
+        monkeypatch.delenv(f"OFFDRIFT_{name}")
+
+
 def test_where_rllm_calls_what_the_verl_adapter_replaces() -> None:
-    """Losses by verl's registry in both trainers; the driver's correction in the fully asynchronous one alone."""
+    """The driver's correction in the fully asynchronous trainer alone; names of its settings in verl's place."""
     root = source("rllm") / "rllm"
     unified, separate = root / "trainer" / "verl" / "verl_backend.py", root / "experimental" / "fully_async"
-    assert "POLICY_LOSS_REGISTRY.keys()" in unified.read_text()
-    assert "return ppo_loss(self.config" in unified.read_text()
     name = "compute_rollout_correction_and_add_to_batch("
     assert name not in unified.read_text()
     assert name in (separate / "fully_async_trainer.py").read_text()

@@ -51,6 +51,7 @@ FRAMEWORKS = {
     "areal": Framework("areal", "areal", "1.0.4", "2.0.0", "see docs/integrations/areal.md", ran=False),
     "openrlhf": Framework("openrlhf", "openrlhf", "0.10.0", "0.11.2", "see docs/integrations/openrlhf.md", ran=False),
     "ms-swift": Framework("ms-swift", "swift", "4.6.0", "4.6.0", "see docs/integrations/ms-swift.md", ran=False),
+    "trinity": Framework("trinity-rft", "trinity", "0.6.0", "0.6.0", "see docs/integrations/trinity.md", ran=False),
 }  # fmt: skip
 
 

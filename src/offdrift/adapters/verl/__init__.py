@@ -46,6 +46,7 @@ TAKEN_OVER = {
     TRAINER_V1: "_compute_advantage",
 }
 """What a driver replaces in each module; in the last, a method of `PPOTrainer`."""
+RLLM = "rllm.trainer.verl.verl_backend"
 FROM_BLOCK = "rollout_correction"
 """OFFDRIFT_METHOD that takes verl's own configuration block instead of a row."""
 
@@ -199,9 +200,17 @@ def _plug_in(module: ModuleType) -> None:
         install(row, settings=settings if row else {}, record=folder, on_idle=environ_on_idle())
 
 
+def _watch_rllm(module: ModuleType) -> None:
+    """Refuse before training what rLLM's unified trainer leaves out."""
+    from offdrift.adapters.verl.rllm import watch
+
+    watch(module)
+
+
 if LOG.level == logging.NOTSET:  # verl shows warnings alone, and liveness must be seen
     LOG.setLevel(logging.INFO)
 for _module in (CORE, HELPER):
     after_import(_module, _plug_in)
 for _module in TAKEN_OVER:
     after_import(_module, _take_over)
+after_import(RLLM, _watch_rllm)

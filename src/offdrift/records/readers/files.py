@@ -166,8 +166,18 @@ def _check_secrets(path: str) -> None:
         )
 
 
+ARTIFACT = re.compile(r"wandb-artifact://|wandb://[^/]+/[^/]+/[^/]*:")
+"""Addresses of W&B artifacts: their own scheme, or a name with a version where a run's would be."""
+
+
 def _store(path: str) -> tuple[Any, str]:
     """The file system of a URL, and the path inside it."""
+    if ARTIFACT.match(path):
+        name = "/".join(path.partition("://")[2].split("/")[:3])
+        raise RecordError(
+            f"{path} is a W&B artifact, which no client of fsspec reads: fetch it by `wandb artifact get {name} --root "
+            "FOLDER`, and give FOLDER"
+        )
     try:
         from fsspec.core import url_to_fs
     except ImportError as e:
@@ -199,6 +209,33 @@ def _client(path: str) -> Iterator[None]:
         raise RecordError(f"cannot read {path}: {reason}; {way}, or copy the files to disk") from e
 
 
+class _Remote:
+    """A file of a store, whose client's errors name the file while it is read, too."""
+
+    def __init__(self, path: str, file: Bytes) -> None:
+        self._path, self._file = path, file
+
+    def __enter__(self) -> _Remote:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.readline, b"")
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._file, name)
+        if name not in ("read", "read1", "readinto", "readline", "readlines", "seek"):
+            return found
+
+        def guarded(*arguments: Any) -> Any:
+            with _client(self._path):
+                return found(*arguments)
+
+        return guarded
+
+
 @contextmanager
 def opened(path: str) -> Iterator[Bytes]:
     """A file to read bytes from; `RecordError` if it cannot be opened."""
@@ -206,7 +243,7 @@ def opened(path: str) -> Iterator[Bytes]:
         if is_url(path):
             fs, inside = _store(path)
             with _client(path):
-                file = fs.open(inside, "rb")
+                file = _Remote(path, fs.open(inside, "rb"))
         else:
             file = texts.open_file(path)
     except Problem as e:
@@ -272,7 +309,9 @@ def find(paths: Sequence[str]) -> tuple[list[str], list[BadRow]]:
         before = len(skipped)
         named = _remote(path) if is_url(path) else _local(path, skipped)
         if not named and len(skipped) == before:
-            raise RecordError(f"no log at {path}: it does not exist, or holds no file ending in {', '.join(SUFFIXES)}")
+            unseen = ", or its client was given no right to see it" if is_url(path) else ""
+            suffixes = ", ".join(SUFFIXES)
+            raise RecordError(f"no log at {path}: it does not exist, or holds no file ending in {suffixes}{unseen}")
         files += named
     return files, skipped
 
