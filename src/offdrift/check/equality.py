@@ -213,8 +213,8 @@ def split_merged(theirs: Outputs, ours: Outputs) -> None:
     A merged projection with other widths than the trainer's (padded, or sharded over devices) is left as it is.
     """
     for name, parts in list(theirs.parts.items()):
-        before, _, last = name.rpartition(".")
-        members = [f"{before}.{member}" for member in MERGED.get(last, ())]
+        last = name.rpartition(".")[2]
+        members = [name.removesuffix(last) + member for member in MERGED.get(last, ())]
         if not members or not all(member in ours.parts for member in members):
             continue
         widths = [ours.parts[member][0].shape[1] for member in members]
