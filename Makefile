@@ -19,6 +19,7 @@
 # make matrix       the core's laws under Python 3.11 to 3.13 and torch 2.6 to the newest, by tox
 # make audit-deps   dependencies: declared, used, explained, pinned, licences; ADVISORIES=1 asks for known vulnerabilities
 # make bench        the benchmarks, each a ratio measured side by side
+# make planted      plants the faults of docs/check.md, in transformers and real vLLM: an hour on two cores
 # make check        formatter, linter, types
 # make docs         regenerate pages and tables that come from the code, and api.json; build the site into site/, offline
 # make census       how many files, helpers and long lines the source has
@@ -40,7 +41,7 @@ QUICK_FILES := test_loss.py test_logprobs.py test_segments.py test_ratios.py tes
 NUMERICAL := $(addprefix tests/,laws divergence correction objectives stats records/test_store.py) \
 	$(addprefix --ignore=tests/,laws/test_unread.py laws/test_leaks.py divergence/test_benchmarks.py)
 
-.PHONY: train train-vllm train-smollm2 test-quick test test-core test-lab test-all test-narrow test-foreign test-upstream test-built-on test-versions currency test-build dist-test matrix audit-deps install install-vllm install-smollm2 install-test install-docs install-foreign bench check docs census clean
+.PHONY: train train-vllm train-smollm2 test-quick test test-core test-lab test-all test-narrow test-foreign test-upstream test-built-on test-versions currency test-build dist-test matrix audit-deps install install-vllm install-smollm2 install-test install-docs install-foreign bench planted check docs census clean
 
 train: install
 	$(BIN)/offdrift train recipes/backwards.toml
@@ -194,6 +195,15 @@ bench: install $(VENV)/.parity
 	$(BIN)/python benchmarks/audit.py
 	$(BIN)/python benchmarks/generation.py
 	$(BIN)/python benchmarks/step.py
+
+# One snapshot: rows of another commit are dropped, so commit first.
+PLANTED := OMP_NUM_THREADS=1 $(BIN)/python benchmarks
+planted: install-vllm install-smollm2
+	$(PLANTED)/planted.py --json benchmarks/results/planted.json
+	$(PLANTED)/planted.py --engine vllm --json benchmarks/results/planted_vllm.json
+	$(PLANTED)/planted_outside.py --json benchmarks/results/planted_outside.json
+	$(PLANTED)/planted_outside.py --engine vllm --json benchmarks/results/planted_outside_vllm.json
+	$(PLANTED)/planted_outside.py --engine vllm --pretrained --json benchmarks/results/planted_outside_smollm2.json
 
 $(VENV)/.docs: $(VENV)/.train
 	$(PIP) --editable '.[train,docs]'

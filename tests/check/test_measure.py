@@ -1,6 +1,7 @@
 """What is measured between two engines: against formulas, against other routes, and null pairs."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from offdrift.check import bench as pair
 from offdrift.check import rescore
 from offdrift.check.bench import EngineSpec
 from offdrift.check.measure import Measured, clustered_error, logged, measure, measured, surprise_z
+from offdrift.check.recommend import sentence
 from offdrift.check.rescore import THETAS, Scored, rescored, smallest_caps, surprise_cgf, tail_sums
 from offdrift.divergence.interval import topk_divergences
 from offdrift.engines.generate import Generation, rollouts_from
@@ -240,3 +242,20 @@ def test_a_token_beyond_the_trainers_vocabulary_is_named():
         tokens[3] = 71
         with pytest.raises(EvidenceError, match=r"token 71.*64 tokens"):
             measure(bench, drawn.with_(tokens=tokens, evidence=None), FLOAT32)
+
+
+def test_likeliest_tokens_give_certified_ends_around_the_exact_kl(bench):
+    """And a limit is held against the estimate of the drawn tokens, unless it is certain that the KL is above."""
+    full, few = (bench.rollouts(BFLOAT16, evidence=kind) for kind in ("full", 8))
+    exact, told = measure(bench, full, FLOAT32), measure(bench, few, FLOAT32)
+    assert math.isnan(exact.kl_low)
+    assert math.isnan(told.kl_mean)
+    assert 0 <= told.kl_low <= exact.kl_mean <= told.kl_high < math.inf
+    assert exact.kl_known == exact.kl_mean
+    assert told.kl_known == told.metrics["mismatch/k3"] > 0
+    assert told.within(None)
+    assert told.within(2 * told.kl_known)
+    assert not told.within(told.kl_known / 2)
+    assert not replace(told, kl_low=1.0, kl_high=2.0).within(0.5), "certain, though the estimate is below"
+    assert "estimated from the drawn tokens" in sentence(told, [], pair="a against b")
+    assert "for certain" in sentence(told, [], pair="a against b")

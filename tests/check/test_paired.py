@@ -163,7 +163,8 @@ class Reading(Played):
 
 
 def test_a_server_that_only_reads_is_labelled_so_and_both_sides_read():
-    from offdrift.check.paired import READ
+    from offdrift.check.paired import READ, UNASKED
+    from offdrift.engines.server.settings import SETTINGS
     from tests.engines.models import tiny
 
     small = tiny("dense")
@@ -175,7 +176,10 @@ def test_a_server_that_only_reads_is_labelled_so_and_both_sides_read():
             logp = measure(bench, drawn, FLOAT32).logged.logp_old
             rows = paired_rows(bench, spec, drawn, logp, FLOAT32, against=spec)
             found = claimed_equal_to(bench, drawn, spec, spec)
-    assert [r["factor"] for r in rows] == ["prefill", "repeats, batch, prefix_cache", "another engine"]
+    assert [r["factor"] for r in rows[:3]] == ["prefill", "repeats, batch, prefix_cache", "another engine"]
+    assert [r["factor"] for r in rows[3:]] == [setting.name for setting in SETTINGS]
+    assert {r["why"] for r in rows[3:]} == {UNASKED}
+    assert rows[-1]["changed"] == "--dtype float16"
     assert rows[0]["equal_tokens"] == rows[0]["tokens"]
     assert "decodes no given tokens" in rows[1]["why"]
     assert rows[2]["computed"] == found.computed == READ
@@ -197,4 +201,9 @@ def test_rows_stand_on_terminal_and_page():
     for shown in (console.export_text(), render_check(found)):
         assert words[:60] in shown
         assert found["claim"]["digest_rollout"] in shown or "first difference" in shown
-    assert paired_lines({"paired": [Paired("batch", "", "", why="off").as_dict()]}) == [("batch", "not measured: off")]
+    off, one, two = (
+        Paired(name, change, "", why="off") for name, change in (("batch", ""), ("a_b", "--a"), ("c", "--c"))
+    )
+    assert paired_lines({"paired": [off.as_dict()]}) == [("batch", "not measured: off")]
+    together = paired_lines({"paired": [off.as_dict(), one.as_dict(), two.as_dict()]})
+    assert together[1:] == [("not changed", "off: a b, --a; c, --c")]

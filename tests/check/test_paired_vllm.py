@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offdrift.engines.server.engine import OpenAIEngine
+from offdrift.engines.server.settings import SETTINGS
 from offdrift.engines.vllm.forced import PLUGIN
 from offdrift.models import save_for_engine, tiny_tokenizer
 from offdrift.records.provenance import Sampling
@@ -72,8 +73,8 @@ def test_the_server_is_proved_equal_to_vllm_in_this_process_and_not_with_one_bit
         found = json.loads((tmp_path / name / "check.json").read_text())
         claims[name] = found["claim"]
         rows = {row["factor"]: row for row in found["paired"]}
-        assert tuple(rows) == PAIRED
-        assert not any(row["why"] for row in rows.values())
+        assert tuple(rows) == (*PAIRED, *(setting.name for setting in SETTINGS))
+        assert not any(rows[name]["why"] for name in PAIRED)
         assert rows["repeats"]["equal_tokens"] == found["tokens"]
         assert "cache (" in rows["prefix_cache"]["changed"]
     assert claims["same"]["whole"] is claims["flipped"]["whole"] is True

@@ -47,7 +47,7 @@ Watch = Callable[[str, int, int], object]
 """Called with the name of a stage, the stages done, and their number."""
 
 OWN_NUMBERS = (
-    "kl_mean", "kl_max", "kl_se", "tv_mean", "tv_max", "tv_p95", "chi2_exact",
+    "kl_mean", "kl_max", "kl_se", "tv_mean", "tv_max", "tv_p95", "chi2_exact", "kl_low", "kl_high",
     "record_deviation", "drawn_z", "tail_log_ratio_cap", "tail_log_ratio_cap_all",
     "abs_log_ratio_max", "pearson", "chi2_token", "delta_router",
 )  # fmt: skip
@@ -298,7 +298,7 @@ def _judged(
         "stacks": by_stack(context, baseline.metrics, advice),
         "branches": branches(pair, outcomes),
         "max_kl": max_kl,
-        "passed": level != "stop" and not other and (max_kl is None or baseline.kl_mean <= max_kl),
+        "passed": level != "stop" and not other and baseline.within(max_kl),
     }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from offdrift.check.bench import Bench
+from offdrift.check.finding import act_finding
 from offdrift.engines.server.engine import OpenAIEngine
 from offdrift.judge import Evidence, Finding
 from offdrift.models import stored_configs
@@ -119,7 +120,7 @@ def quantization_finding(declared: str | None, own: str | None) -> list[Finding]
     if declared is None or (own is not None and "+" not in declared and declared.startswith(own)):
         return []  # vLLM calls gptq "gptq_marlin"
     return [
-        _finding(
+        act_finding(
             "quantization_differs",
             "quantized_rollouts",
             f"The rollout engine is quantized ({declared}), the trainer {'is not' if own is None else f'is {own}'}.",
@@ -152,7 +153,7 @@ def folder_findings(compared: Mapping[str, Any]) -> list[Finding]:
             )
             more = f"; and {len(entries) - SHOWN} more" if len(entries) > SHOWN else ""
             findings.append(
-                _finding(
+                act_finding(
                     rule,
                     "served_folder",
                     f"The server opened {compared['folder']}, whose {what} is another: {named[:400]}{more}.",
@@ -163,21 +164,3 @@ def folder_findings(compared: Mapping[str, Any]) -> list[Finding]:
                 )
             )
     return findings
-
-
-def _finding(
-    rule: str, cause: str, symptom: str, evidence: Evidence, *, explanation: str, fix: str, refuted_by: str
-) -> Finding:
-    return Finding(
-        rule=rule,
-        cause=cause,
-        letter="A",
-        severity="act",
-        confidence="high",
-        symptom=symptom,
-        evidence=(evidence,),
-        explanation=explanation,
-        fix=fix,
-        refuted_by=refuted_by,
-        source="check",
-    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from offdrift.check.finding import act_finding
 from offdrift.engines.server.engine import OpenAIEngine
 from offdrift.judge import Evidence, Finding
 from offdrift.records.rollouts import Rollouts
@@ -98,19 +99,15 @@ def end_findings(recorded: Mapping[str, Any], served: Mapping[str, Any] | None, 
     if missing:
         places["goes on behind"] = (len(missing), missing[0], "ends at which it goes on")
     return [
-        Finding(
-            rule="ends_differ",
-            cause="open_settings",
-            letter="A",
-            severity="act",
-            confidence="high",
-            symptom=f"The rollout engine {does} token {token} ({tokenizer.decode([token])!r}), the trainer does not.",
-            evidence=(Evidence(metric, float(count), ">", 0.0, source="the record, or one token allowed"),),
+        act_finding(
+            "ends_differ",
+            "open_settings",
+            f"The rollout engine {does} token {token} ({tokenizer.decode([token])!r}), the trainer does not.",
+            Evidence(metric, float(count), ">", 0.0, source="the record, or one token allowed"),
             explanation="A stop token, a stop string or the checkpoint's generation_config.json ends texts on one side "
             "alone. Log-probs agree all the same; lengths, rewards and the tokens that are trained on do not.",
             fix="Give the engine the trainer's ends: its stop_token_ids, or one generation_config.json for both.",
             refuted_by="The same prompt ends at the same token on both sides.",
-            source="check",
         )
         for does, (count, token, metric) in places.items()
         if count and token is not None

@@ -201,6 +201,30 @@ def outputs_of(model: nn.Module, row: int | None = None) -> Iterator[Outputs]:
             handle.remove()
 
 
+MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Projections that vLLM multiplies as one matrix, whose outputs stand side by side in this order."""
+
+
+def split_merged(theirs: Outputs, ours: Outputs) -> None:
+    """Add outputs of the trainer's projections to those of an engine that merges them, by the trainer's widths.
+
+        qkv_proj(x) = [q_proj(x), k_proj(x), v_proj(x)]
+
+    A merged projection with other widths than the trainer's (padded, or sharded over devices) is left as it is.
+    """
+    for name, parts in list(theirs.parts.items()):
+        last = name.rpartition(".")[2]
+        members = [name.removesuffix(last) + member for member in MERGED.get(last, ())]
+        if not members or not all(member in ours.parts for member in members):
+            continue
+        widths = [ours.parts[member][0].shape[1] for member in members]
+        if parts[0].shape[1] != sum(widths):
+            continue
+        for i, member in enumerate(members):
+            theirs.parts[member] = [x.split(widths, dim=1)[i] for x in parts]
+            theirs.inputs[member] = theirs.inputs.get(name, [])
+
+
 HEAD = "lm_head"
 """Name of the output head in transformers."""
 
@@ -244,6 +268,7 @@ def bisect(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, An
     model = bench.train_model(train)
     with outputs_of(model, row=0) as ours:
         score(model, together, temperature=bench.sampling.temperature)
+    split_merged(theirs, ours)
     count, widest = len(one.tokens), int(together.lengths_with_context.max())
 
     def compared(name: str, *, inputs: bool = False) -> tuple[Tensor, Tensor] | None:

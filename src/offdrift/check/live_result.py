@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from offdrift.check.bench import EngineSpec
 from offdrift.check.check import FORMAT, OWN_NUMBERS, PAGE, side
+from offdrift.check.finding import act_finding
 from offdrift.check.live import CheckpointFit, Heard, LiveCheck, Measurements
 from offdrift.check.measure import measured
 from offdrift.check.rescore import Scored
@@ -236,17 +237,13 @@ def _findings(result: Conclusion, found: Measurements) -> list[Finding]:
     p = found.precision[0]
     evidence = () if p.why else (Evidence("measured / explained", p.ratio, ">", p.multiple, source="check"),)
     return [
-        Finding(
-            rule="server_holds_other_weights",
-            cause="weights_or_configuration",
-            letter="A",
-            severity="act",
-            confidence="high",
-            symptom=result.text,
-            evidence=evidence,
+        act_finding(
+            "server_holds_other_weights",
+            "weights_or_configuration",
+            result.text,
+            *evidence,
             explanation=result.why,
             fix=result.steps[0],
             refuted_by="It was given the weights only while it was asked: the check passes with the trainer paused.",
-            source="check",
         )
     ]

@@ -66,8 +66,24 @@ class Measured:
     delta_router: float = NAN
     """Share of a layer's experts whose membership differs between the engines, mean over positions and
     layers (`engines.routing.flip_rate`). NaN of dense models and where routing was not compared."""
+    kl_low: float = NAN
+    """Mean of the certified lower ends of KL(mu || pi), nats, where only the likeliest tokens of mu are known."""
+    kl_high: float = NAN
+    """Mean of the upper ends."""
     logged: Logged | None = field(default=None, repr=False)
     """The tokens as a training log would hold them, exact divergences included."""
+
+    @property
+    def kl_known(self) -> float:
+        """Mean KL, nats: exact where distributions are recorded, else the estimate k3 of the drawn tokens."""
+        return self.metrics.get("mismatch/k3", NAN) if math.isnan(self.kl_mean) else self.kl_mean
+
+    def within(self, max_kl: float | None) -> bool:
+        """Whether the mean KL is at most `max_kl`, nats; None: no limit.
+
+        Without distributions the estimate is held against it, and it must not be certain that the KL is above.
+        """
+        return max_kl is None or (self.kl_known <= max_kl and not self.kl_low > max_kl)
 
 
 def measure(bench: Bench, rollouts: Rollouts, train: EngineSpec, *, details: bool = False) -> Measured:
@@ -109,6 +125,8 @@ def measured(rollouts: Rollouts, scored: Scored) -> Measured:
         drawn_z=surprise_z(scored),
         tail_log_ratio_cap=cap,
         tail_log_ratio_cap_all=cap_all,
+        kl_low=_mean(scored.kl_low),
+        kl_high=_mean(scored.kl_high),
         logged=log,
     )
 

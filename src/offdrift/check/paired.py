@@ -24,6 +24,7 @@ from offdrift.check.factors.rollout import LONG
 from offdrift.check.measure import NAN, clustered_error
 from offdrift.engines.generate import prompts_of
 from offdrift.engines.server.engine import OpenAIEngine
+from offdrift.engines.server.settings import SETTINGS, differing
 from offdrift.errors import EngineError, NotOfferedError, OffdriftError
 from offdrift.records.rollouts import EvidenceKind, FullVocab, Rollouts, TopK
 from offdrift.segments import Segments
@@ -162,6 +163,8 @@ def paired_rows(
         rows += _server(bench, rollout, drawn, logp_train, train)
     if against is not None:
         rows.append(_attempted("another engine", lambda: _other(bench, rollout, drawn, logp_train, against)))
+    if rollout.kind == "openai":
+        rows += _unasked(bench, rollout, {row.factor for row in rows})
     return [row.as_dict() for row in rows]
 
 
@@ -229,13 +232,39 @@ def _long_prompts(bench: Bench, rollouts: Rollouts) -> Rollouts:
     )
 
 
+UNASKED = "no request changes it: start a second server with it, and give that as --against"
+
+
+def _unasked(bench: Bench, rollout: EngineSpec, measured: set[str]) -> Iterator[Paired]:
+    """Name each setting that only another server changes, with the option and what that needs."""
+    engine: Any = bench.engine(rollout)
+    for setting in SETTINGS:
+        option = setting.sglang if engine.served.software == "sglang" else setting.vllm
+        if setting.name not in measured:
+            needs = f" (needs {setting.needs})" if setting.needs else ""
+            yield Paired(setting.name, f"{option}{needs}", "", why=UNASKED)
+
+
+def _name_of(bench: Bench, rollout: EngineSpec, against: EngineSpec) -> tuple[str, str]:
+    """The factor by which two engines differ, as far as both say, and the change in words."""
+    words = f"{against} instead of {rollout}"
+    one, other = (bench.engine(spec) for spec in (rollout, against))
+    if not (isinstance(one, OpenAIEngine) and isinstance(other, OpenAIEngine)):
+        return "another engine", words
+    changed = differing(one.served.settings, other.served.settings)
+    if changed:
+        words = "; ".join(f"{name} {there} instead of {here}" for name, (here, there) in changed.items())
+    return next(iter(changed)) if len(changed) == 1 else "another engine", words
+
+
 def _other(
     bench: Bench, rollout: EngineSpec, drawn: Rollouts, logp_train: Float[Tensor, " n"], against: EngineSpec
 ) -> Paired:
     """Another engine along the same tokens, both decoding, or both reading."""
     other, computed = along(bench, against, drawn)
     before = beside(bench, rollout, drawn, computed)
-    return paired("another engine", f"{against} instead of {rollout}", computed, before, other, logp_train=logp_train)
+    name, words = _name_of(bench, rollout, against)
+    return paired(name, words, computed, before, other, logp_train=logp_train)
 
 
 def beside(bench: Bench, rollout: EngineSpec, drawn: Rollouts, computed: str) -> Rollouts:

@@ -12,7 +12,17 @@ PAIRED = "The same tokens, one setting changed"
 
 def paired_lines(check: Fields) -> list[tuple[str, str]]:
     """Name and sentence of every paired difference, empty where none was measured."""
-    return [(safe(text(row.get("factor"))).replace("_", " "), _words(row)) for row in rows(check.get("paired"))]
+    found = list(rows(check.get("paired")))
+    unasked = [row for row in found if text(row.get("why")) and text(row.get("changed"))]
+    lines = [(_name(row), _words(row)) for row in found if row not in unasked]
+    if unasked:
+        options = "; ".join(f"{_name(row)}, {safe(text(row.get('changed')))}" for row in unasked)
+        lines.append(("not changed", f"{safe(text(unasked[0].get('why')))}: {options}"))
+    return lines
+
+
+def _name(row: Fields) -> str:
+    return safe(text(row.get("factor"))).replace("_", " ")
 
 
 def _words(row: Fields) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from offdrift.check.bench import DTYPES, Bench, EngineSpec
 from offdrift.check.factors.base import few
+from offdrift.check.finding import act_finding
 from offdrift.check.measure import Measured, clustered_error, measured
 from offdrift.engines import make_engine
 from offdrift.judge import Evidence, Finding, load_rules
@@ -193,17 +194,12 @@ def unexplained(found: Explained) -> list[Finding]:
     )
     limit = f"check: at most {found.multiple:g} times what transformers' own rounding explains"
     return [
-        Finding(
-            rule="unexplained_by_precision",
-            cause="weights_or_configuration",
-            letter="A",
-            severity="act",
-            confidence="high",
-            symptom=symptom,
-            evidence=(
-                Evidence("measured / explained", found.ratio, ">", found.multiple, source=limit),
-                Evidence("standard errors above it", found.z, ">", found.limits["precision_z"]),
-            ),
+        act_finding(
+            "unexplained_by_precision",
+            "weights_or_configuration",
+            symptom,
+            Evidence("measured / explained", found.ratio, ">", found.multiple, source=limit),
+            Evidence("standard errors above it", found.z, ">", found.limits["precision_z"]),
             explanation=(
                 "Rounding of the same weights does less: a tensor, an adapter or a setting (rope base and scaling, "
                 "eps, window, softcap, tied head) is not the same on both sides."
@@ -214,7 +210,6 @@ def unexplained(found: Explained) -> list[Finding]:
                 "this dtype differs as much."
             ),
             snippets={"offdrift": "offdrift check ... --bisect   # names the first module that differs"},
-            source="check",
         )
     ]
 

@@ -453,10 +453,7 @@ def sentence(
     """The verdict in one to three sentences: how much the engines (`pair`) differ, and what that means."""
     missed = [r for r in rows if not r["holds"]]
     missed = [r for r in missed if r["kind"] != "budget"]
-    size = (
-        f"{pair} with the same weights: KL {baseline.kl_mean:.2g} nat per token on average, "
-        f"{baseline.kl_max:.2g} at the worst token."
-    )
+    size = f"{pair} with the same weights: {_size_of(baseline)}"
     if wrong:
         return f"{size} {_capital('; '.join(wrong))}."
     if precision is not None and precision.exceeded:
@@ -473,6 +470,16 @@ def sentence(
         else (f"{precision.ratio:.2g} times what {precision.dtype} explains, and every threshold of health holds")
     )
     return f"{size} {compared or 'Every threshold of health holds'}: nothing to repair."
+
+
+def _size_of(baseline: Measured) -> str:
+    """The size of the divergence in words: exact, or as far as drawn and likeliest tokens tell it."""
+    if not math.isnan(baseline.kl_mean):
+        return f"KL {baseline.kl_mean:.2g} nat per token on average, {baseline.kl_max:.2g} at the worst token."
+    certain = ""
+    if not math.isnan(baseline.kl_low):
+        certain = f", for certain {baseline.kl_low:.2g} to {baseline.kl_high:.2g}"
+    return f"KL {baseline.kl_known:.2g} nat per token, estimated from the drawn tokens (k3){certain}."
 
 
 def _capital(words: str) -> str:

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from offdrift.divergence.chunks import by_rows
 from offdrift.divergence.fused import exact_divergences
+from offdrift.divergence.interval import topk_divergences
 from offdrift.engines.output_head import logits_in_pieces
 from offdrift.engines.score import chunks, score
 from offdrift.errors import EvidenceError
 from offdrift.numerics import one_thread
-from offdrift.records.rollouts import FullVocab, HiddenStates, Rollouts
+from offdrift.records.rollouts import FullVocab, HiddenStates, Rollouts, TopK
 from offdrift.segments import Segments
 
 LOGITS = 2**26
@@ -64,6 +65,10 @@ class Scored(NamedTuple):
     tail_cap: Float[Tensor, " n"] | None = None
     """Detail: the smallest `tail_log_ratio_cap` with which the top 20 and the drawn token give an upper
     end of at least KL(mu || pi), nats; 0 where they leave no tail."""
+    kl_low: Float[Tensor, " n"] | None = None
+    """Certified lower end of KL(mu || pi), nats, where the likeliest tokens of mu are recorded and it is unfiltered."""
+    kl_high: Float[Tensor, " n"] | None = None
+    """Certified upper end, without any assumption about the other tokens."""
 
 
 @torch.no_grad()
@@ -102,7 +107,17 @@ def rescored(model: nn.Module, rollouts: Rollouts, *, details: bool = False) -> 
         compared = [
             _compared(mu.to(device), scores.logits[at], part.tokens[at].to(device), details) for at, mu in recorded
         ]
-        parts.append(Scored(scores.logp.cpu(), scores.entropy.cpu(), *_joined(compared)))
+        scored = Scored(scores.logp.cpu(), scores.entropy.cpu(), *_joined(compared))
+        if isinstance(evidence, TopK) and not part.provenance.sampling.filtered:
+            kl, _ = topk_divergences(
+                evidence.ids.to(device),
+                evidence.logp.to(device),
+                part.tokens.to(device),
+                part.logp_rollout.to(device),
+                logits=scores.logits,
+            )
+            scored = scored._replace(kl_low=kl.lo.cpu(), kl_high=kl.hi.cpu())
+        parts.append(scored)
         rows.append(segments.rows(piece))
     order = torch.cat(rows)
     fields = (x if x is None else torch.empty_like(x).index_copy_(0, order, x) for x in joined(parts))

@@ -14,6 +14,7 @@ from offdrift.check.bench import Bench, EngineSpec
 from offdrift.check.declared import compare_folder, folder_findings, folder_of
 from offdrift.check.ends import ends_of, served_ends
 from offdrift.check.equality import attempted
+from offdrift.check.finding import act_finding
 from offdrift.engines.server.engine import OpenAIEngine
 from offdrift.errors import NotOfferedError
 from offdrift.judge import Evidence, Finding
@@ -24,6 +25,7 @@ TOKENS = 32
 """Longest of those answers."""
 MARGIN = 6
 """Tokens shown from the first that differs on."""
+REFUTED = "The framework sends token ids and every sampling setting."
 
 
 def server_side(
@@ -101,7 +103,7 @@ def server_findings(found: Mapping[str, Any]) -> list[Finding]:
     if prompts.get("same") is False:
         what = "chat template or tokenizer" if prompts["chat"] else "tokenizer"
         findings.append(
-            _finding(
+            act_finding(
                 "server_prompt",
                 "inputs_differ",
                 f"The server renders prompts otherwise than the trainer's tokenizer, from token {prompts['at']} on: "
@@ -110,12 +112,13 @@ def server_findings(found: Mapping[str, Any]) -> list[Finding]:
                 explanation=f"Its {what} is another. The tokens of this check were sent as ids, a framework that sends "
                 "texts draws behind other prompts than it trains on.",
                 fix=f"Serve the trainer's {what}, or send token ids.",
+                refuted_by=REFUTED,
             )
         )
     if defaults.get("neutral") is False:
         how = "ends early" if defaults["early"] else "has other tokens"
         findings.append(
-            _finding(
+            act_finding(
                 "server_defaults",
                 "open_settings",
                 f"A request that leaves sampling settings open {how} from token {defaults['at']} on, at the same seed.",
@@ -127,22 +130,7 @@ def server_findings(found: Mapping[str, Any]) -> list[Finding]:
                 "show it.",
                 fix="Start vLLM with --generation-config vllm (SGLang: --sampling-defaults openai), or send every "
                 "setting.",
+                refuted_by=REFUTED,
             )
         )
     return findings
-
-
-def _finding(rule: str, cause: str, symptom: str, evidence: Evidence, *, explanation: str, fix: str) -> Finding:
-    return Finding(
-        rule=rule,
-        cause=cause,
-        letter="A",
-        severity="act",
-        confidence="high",
-        symptom=symptom,
-        evidence=(evidence,),
-        explanation=explanation,
-        fix=fix,
-        refuted_by="The framework sends token ids and every sampling setting.",
-        source="check",
-    )

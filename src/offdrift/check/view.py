@@ -139,7 +139,8 @@ def check_view(check: Fields, width: int = 100, *, folder: str = "") -> Renderab
     ]
     limit, passed = number(check.get("max_kl")), check.get("passed") is True
     if isinstance(check.get("passed"), bool) and not live_rows(check) and (limit is not None or not passed):
-        kl = short(number(at(check, "baseline", "kl_mean")))
+        exact, drawn = (number(at(check, "baseline", key)) for key in ("kl_mean", "mismatch/k3"))
+        kl = short(drawn if exact is None else exact)
         words = f"\n{'passed' if passed else 'FAILED'}: mean KL {kl} nat per token"
         words += "" if limit is None else f", --max-kl {limit:g}"
         words = "\nFAILED: the claim does not hold" if claim_fails(check) else words

@@ -21,6 +21,7 @@ import httpcore
 import httpx
 import torch
 
+from offdrift.engines.server.settings import settings_of
 from offdrift.engines.server.sglang_record import Offers
 from offdrift.engines.server.sglang_record import offers as offers_of
 from offdrift.errors import EngineError
@@ -312,6 +313,8 @@ class Served:
     """Names under which it serves these weights; answers bear one of them."""
     offers: Offers = field(default_factory=Offers)
     """What SGLang was started to record."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Settings that no request changes, by name, as far as it says them."""
 
 
 def identify(server: Server, model: str | None) -> Served:
@@ -398,6 +401,7 @@ def _vllm(server: Server) -> dict[str, Any]:
         "dtype": _dtype(config.get("dtype")),
         "quantization": "+".join(str(p) for p in parts if p)[:80] or None,
         "mode": {"processed_logprobs": "processed", "raw_logprobs": "raw"}.get(str(mode)),
+        "settings": settings_of("vllm", _at(info, "vllm_config")),
     }
 
 
@@ -409,6 +413,7 @@ def _sglang(server: Server) -> dict[str, Any]:
         "dtype": _dtype(info.get("dtype")),
         "quantization": None if quantization is None else str(quantization)[:80],
         "offers": offers_of(info),
+        "settings": settings_of("sglang", info),
     }
 
 

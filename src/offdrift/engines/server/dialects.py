@@ -64,10 +64,22 @@ class Answer:
 
 
 def request(
-    api: API, model: str, prompt: Sequence[int], sampling: Sampling, evidence: EvidenceKind, seed: int
+    api: API,
+    model: str,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    *,
+    evidence: EvidenceKind,
+    seed: int,
+    vocab_size: int | None = None,
 ) -> dict[str, Any]:
-    """The body of one request. Every parameter is sent: servers fill gaps from the model's folder."""
-    likeliest = evidence if isinstance(evidence, int) else -1 if evidence == "full" else 0
+    """The body of one request. Every parameter is sent: servers fill gaps from the model's folder.
+
+    Args:
+        vocab_size: asked of SGLang for evidence "full"; there -1 is none of the likeliest tokens, of vLLM it is all.
+    """
+    everything = -1 if api != "sglang" or vocab_size is None else vocab_size
+    likeliest = evidence if isinstance(evidence, int) else everything if evidence == "full" else 0
     filters = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -364,7 +364,8 @@ class OpenAIEngine:
 
         def ask(i: int) -> Answer:
             prompt, own_seed = prompts[i], request_seed(seed, i)
-            body = request(self._api, self.served.model, prompt, sampling=sampling, evidence=evidence, seed=own_seed)
+            facts: dict[str, Any] = {"evidence": evidence, "seed": own_seed, "vocab_size": self.vocab_size}
+            body = request(self._api, self.served.model, prompt, sampling, **facts)
             limit = size_limit(prompt, sampling, width)
             if self._api == "sglang":
                 body |= recording.asked(sampling, evidence)
