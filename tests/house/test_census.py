@@ -8,8 +8,8 @@ import pytest
 from tests.house.census import ROOT, Census, all_tests, census, prose_in_asserts, table
 
 LIMITS = {
-    "bodies over 60 lines": 14,  # aim: 0
-    "functions with more than 20 branches": 43,  # aim: 0; `check` also compares two servers
+    "bodies over 60 lines": 13,  # aim: 0
+    "functions with more than 20 branches": 42,  # aim: 0; `check` also compares two servers
     "calls with 6 or more positional arguments": 40,
     "class names repeated in a package": 1,
     "share of functions with a riddle for a name": 0.048,

@@ -24,6 +24,7 @@ from offdrift.engines.hf_decode import (
     Forward,
     InPlaceLayer,
     cache_of,
+    distinct,
     filters_of,
     inverted,
     left_padded,
@@ -181,9 +182,8 @@ def _speculate(
     device, sampling = target.device, request.sampling
     longest, stops = sampling.max_tokens, torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
     # Each prompt is read once, but for its last token, with which the first pass begins.
-    number: dict[tuple[int, ...], int] = {}
-    text = torch.tensor([number.setdefault(tuple(p), len(number)) for p in request.prompts], device=device)
-    ids, mask = left_padded(list(number), device)
+    prompts, text = distinct(map(tuple, request.prompts), device)
+    ids, mask = left_padded(prompts, device)
     readers = [Reader(model, ids[:, :-1], mask[:, :-1], longest) for model in (target, drafter)]
     for reader in readers:
         reader.keep(text)
