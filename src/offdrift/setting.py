@@ -113,21 +113,21 @@ _UNFIT = object()
 
 def _as(value: Any, kind: Any) -> Any:
     """The value as one type, or `_UNFIT`."""
+    kinds = get_args(kind)
     if get_origin(kind) is Literal:
-        return value if any(type(value) is type(word) and value == word for word in get_args(kind)) else _UNFIT
-    if get_origin(kind) is tuple and isinstance(value, list | tuple):
-        kinds = get_args(kind)
-        if len(kinds) == 2 and kinds[1] is Ellipsis:
-            kinds = kinds[:1] * len(value)
+        return value if any(type(value) is type(word) and value == word for word in kinds) else _UNFIT
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple):
+            return _UNFIT
+        if kinds[1:] == (Ellipsis,):
+            return _as(value, tuple[kinds[:1] * len(value)])
         parts = [_as(x, k) for x, k in zip(value, kinds, strict=False)]
         return _UNFIT if len(kinds) != len(value) or any(x is _UNFIT for x in parts) else tuple(parts)
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return _UNFIT if math.isnan(value) else float(value)
-    if kind is int and isinstance(value, bool):
+    if isinstance(value, bool) and kind in (int, float):
         return _UNFIT
-    if kind is Any or not isinstance(kind, type):
-        return _UNFIT if get_origin(kind) is tuple else value
-    return value if isinstance(value, kind) else _UNFIT
+    if kind is float and isinstance(value, int | float):
+        return _UNFIT if math.isnan(value) else float(value)
+    return value if kind is Any or not isinstance(kind, type) or isinstance(value, kind) else _UNFIT
 
 
 def _allowed(kind: Any) -> str:

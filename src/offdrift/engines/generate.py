@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -70,6 +70,21 @@ def entries(evidence: EvidenceKind, vocab_size: int) -> int:
     return 1 + vocab_size if evidence == "full" else 1
 
 
+SAMPLING_RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (
+        "temperature",
+        lambda t: math.isfinite(t) and t >= MIN_TEMPERATURE,
+        f"must be at least {MIN_TEMPERATURE}; for greedy decoding use top_k=1, whose log-probs are those of what is "
+        "drawn",
+    ),
+    ("top_p", lambda p: 0 < p <= 1, "must be in (0, 1]; 1 keeps all"),
+    ("top_k", lambda k: k >= 0, "must be 0 (keeps all) or more"),
+    ("min_p", lambda p: 0 <= p < 1, "must be in [0, 1); 0 keeps all"),
+    ("max_tokens", lambda count: count >= 1, "must be at least 1"),
+)
+"""Sampling parameters, the values that each may have, and these in words."""
+
+
 @dataclass(frozen=True)
 class Generation:
     """Responses of a few consecutive prompts, packed: `n` tokens in `b` sequences."""
@@ -114,20 +129,9 @@ def check_request(
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             bad = next(t for t in prompt if not 0 <= t < vocab_size)
             raise EngineError(f"prompts[{i}] has token id {bad}, the vocabulary has {vocab_size}")
-    t = sampling.temperature
-    if not (math.isfinite(t) and t >= MIN_TEMPERATURE):
-        raise EngineError(
-            f"sampling.temperature = {t}, must be at least {MIN_TEMPERATURE}; "
-            "for greedy decoding use top_k=1, whose log-probs are those of what is drawn"
-        )
-    if not 0 < sampling.top_p <= 1:
-        raise EngineError(f"sampling.top_p = {sampling.top_p}, must be in (0, 1]; 1 keeps all")
-    if sampling.top_k < 0:
-        raise EngineError(f"sampling.top_k = {sampling.top_k}, must be 0 (keeps all) or more")
-    if not 0 <= sampling.min_p < 1:
-        raise EngineError(f"sampling.min_p = {sampling.min_p}, must be in [0, 1); 0 keeps all")
-    if sampling.max_tokens < 1:
-        raise EngineError(f"sampling.max_tokens = {sampling.max_tokens}, must be at least 1")
+    for name, allowed, rule in SAMPLING_RULES:
+        if not allowed(value := getattr(sampling, name)):
+            raise EngineError(f"sampling.{name} = {value}, {rule}")
     for stop in sampling.stop_token_ids:
         if not 0 <= stop < vocab_size:
             raise EngineError(f"sampling.stop_token_ids has {stop}, the vocabulary has {vocab_size} tokens")

@@ -11,8 +11,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int, Integer
@@ -45,6 +46,8 @@ from offdrift.records.rollouts import (
     TopK,
     cumulative,
 )
+
+Text = TypeVar("Text", bound=Hashable)
 
 PAD = 0
 """Padding id. Lengths say which tokens are real, so any id will do."""
@@ -288,10 +291,9 @@ def _decode(
     steps = int(lengths.max())
     check_every = CHECK_EVERY.get(device.type, CHECK_EVERY_ELSEWHERE)
     # Each text once; the response `rows[i]` continues `text[i]`.
-    number: dict[tuple[tuple[int, ...], float], int] = {}
-    keys = zip(map(tuple, request.prompts), request.alphas or [0.0] * count, strict=True)
-    text = torch.tensor([number.setdefault(key, len(number)) for key in keys], device=device)
-    ids, mask = left_padded([prompt for prompt, _ in number], device)
+    pairs = zip(map(tuple, request.prompts), request.alphas or [0.0] * count, strict=True)
+    texts, text = distinct(pairs, device)
+    ids, mask = left_padded([prompt for prompt, _ in texts], device)
     width, rows = ids.shape[1], torch.arange(count, device=device)
     if recorder.evictions is None:
         cache = cache_of(model, width + steps, count)
@@ -301,7 +303,7 @@ def _decode(
     if request.alphas is not None:
         assert teacher is not None
         theirs = Forward(teacher, cache_of(teacher, width + steps, count)) if any(request.alphas) else None
-        forward = FusedForward(forward, theirs, torch.tensor([alpha for _, alpha in number], device=device))
+        forward = FusedForward(forward, theirs, torch.tensor([alpha for _, alpha in texts], device=device))
     scores = forward(ids, mask, mask.cumsum(1) - 1)
     recorder.read(mask, text)
     places, mask = mask.sum(1, keepdim=True), torch.cat([mask, mask.new_ones(len(mask), steps)], 1)
@@ -480,6 +482,18 @@ def cache_of(model: PreTrainedModel, capacity: int, rows: int = 0) -> DynamicCac
     cache = DynamicCache(config=model.config)
     cache.layers = [InPlaceLayer(capacity, rows) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def distinct(texts: Iterable[Text], device: torch.device) -> tuple[list[Text], Int[Tensor, " b"]]:
+    """Return each text once, in the order of its first place, and the number of every given text among those.
+
+    Example:
+        >>> distinct([(7, 1), (7,), (7, 1)], torch.device("cpu"))
+        ([(7, 1), (7,)], tensor([0, 1, 0]))
+    """
+    number: dict[Text, int] = {}
+    numbers = torch.tensor([number.setdefault(text, len(number)) for text in texts], device=device)
+    return list(number), numbers
 
 
 def left_padded(prompts: Tokens, device: torch.device) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:

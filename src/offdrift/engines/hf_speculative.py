@@ -24,6 +24,7 @@ from offdrift.engines.hf_decode import (
     Forward,
     InPlaceLayer,
     cache_of,
+    distinct,
     filters_of,
     inverted,
     left_padded,
@@ -266,10 +267,8 @@ def _speculate(
     device, sampling = target.device, request.sampling
     longest, stops = sampling.max_tokens, torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
     # Each prompt is read once, but for its last token, with which the first pass begins.
-    number: dict[tuple[int, ...], int] = {}
-    asked = [tuple(request.prompts[i]) for i in rows.tolist()]
-    text = torch.tensor([number.setdefault(p, len(number)) for p in asked], device=device)
-    ids, mask = left_padded(list(number), device)
+    prompts, text = distinct((tuple(request.prompts[i]) for i in rows.tolist()), device)
+    ids, mask = left_padded(prompts, device)
     reader = Reader(target, ids[:, :-1], mask[:, :-1], longest)
     reader.keep(text)
     drafter.start(rows, ids, mask, text)

@@ -311,11 +311,10 @@ def points(chart: Chart, series: Series) -> dict[str, list[Any]]:
     """
     x = _drawable(series.x, log=chart.log_x)
     y = [None if at is None else v for at, v in zip(x, _drawable(series.y, log=chart.log))]
-    low, high = (_drawable(ends) for ends in (series.low, series.high))
+    low, high = _drawable(series.low), _drawable(series.high, log=chart.log)
     if chart.log and low:  # a band that reaches 0 goes down to the smallest value drawn
         smallest = min((v for v in [*low, *y] if v is not None and v > 0), default=None)
         low = [smallest if v is not None and v <= 0 else v for v in low]
-        high = [v if v is not None and v > 0 else None for v in high]
     if low or high:
         complete = [None not in row for row in zip(x, low, high, y or x)]
         low, high = ([v if w else None for v, w in zip(ends, complete)] for ends in (low, high))

@@ -146,6 +146,22 @@ class Shown:
     step: str = ""
     """Step at which it was first seen; empty over a whole log."""
 
+    def small_print(self, folder: str = "") -> list[str]:
+        """Return the lines below a finding in the terminal: what would decide it, how sure it is, where to read on.
+
+        Args:
+            folder: where the page of the finding is, as a reader of the terminal would call it.
+        """
+        facts = [f"confidence {self.confidence}" if self.confidence else "", self.when, self.source]
+        lines = (
+            ("To confirm: ", self.decides),
+            ("This finding is wrong if: ", "" if self.decides else self.refuted_by),
+            ("Track record: ", self.record),
+            ("", " · ".join(filter(None, facts))),
+            (f"Details: {f'{folder}/' if folder else ''}", self.page),
+        )
+        return [f"{opening}{words}" for opening, words in lines if words]
+
 
 def shown(finding: Fields, framework: str = OWN, place: str = "") -> Shown:
     """One finding, read without trust in its shape.
@@ -276,13 +292,7 @@ def shown_view(s: Shown, *, width: int = 100, brief: bool = False, folder: str =
         panel.width = min(width, 110) - 2
         parts.append(panel)
     if not brief:
-        facts = [f"confidence {s.confidence}" if s.confidence else "", s.when, s.source]
-        small = [f"To confirm: {s.decides}"] if s.decides else []
-        small += [f"This finding is wrong if: {s.refuted_by}"] if s.refuted_by and not s.decides else []
-        small += [f"Track record: {s.record}"] if s.record else []
-        small += [" · ".join(f for f in facts if f)] if any(facts) else []
-        small += [f"Details: {f'{folder}/' if folder else ''}{s.page}"] if s.page else []
-        parts += [Text(safe(line), style="dim") for line in small]
+        parts += [Text(safe(line), style="dim") for line in s.small_print(folder)]
     return Group(title, *(Padding(part, (0, 0, 0, 2)) for part in parts))
 
 
