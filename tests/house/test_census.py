@@ -9,7 +9,7 @@ from tests.house.census import ROOT, Census, all_tests, census, prose_in_asserts
 
 LIMITS = {
     "bodies over 60 lines": 12,  # aim: 0
-    "functions with more than 20 branches": 30,  # aim: 0; `check` also compares two servers
+    "functions with more than 20 branches": 29,  # aim: 0; `check` also compares two servers
     "calls with 6 or more positional arguments": 40,
     "class names repeated in a package": 1,
     "share of functions with a riddle for a name": 0.048,
