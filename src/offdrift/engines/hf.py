@@ -124,9 +124,9 @@ class TransformersEngine(BaseEngine):
         width = getattr(model.get_output_embeddings(), "in_features", None)
         width = width or model.config.get_text_config().hidden_size
         self._state_bytes = width * getattr(torch, dtype).itemsize
-        self._grid = None if quantization is None else grid(quantization)
-        self._rounded = {} if quantization is None else matrices(model)
+        self._grid, self._rounded = None, {}
         if quantization is not None:
+            self._grid, self._rounded = grid(quantization), matrices(model)
             put_on_grid(model, quantization, weights=False)
             on_cpu = next(model.parameters()).device.type == "cpu"
             self.instructions = instruction_set() if on_cpu else None
@@ -154,8 +154,8 @@ class TransformersEngine(BaseEngine):
         self._drafter, self.draft_tokens, self.drafter_version = None, draft_tokens, version
         self._siblings = drafter == "siblings"
         if drafter is not None:
-            beside = {"teacher": teacher, "eviction": eviction, "record_routes": record_routes or None}
-            if unfit := [name for name, option in beside.items() if option is not None]:
+            beside = {"teacher": teacher, "eviction": eviction, "record_routes": record_routes}
+            if unfit := [name for name, option in beside.items() if option]:
                 raise EngineError(f"{unfit[0]} does not act beside a drafter; leave one of the two out")
             if draft_tokens < 1:
                 raise EngineError(f"draft_tokens = {draft_tokens}, must be at least 1; leave the drafter out for none")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -14,6 +14,9 @@ from rich.markup import escape
 from offdrift.cli.app import DURING, RulesFile, Screen, app, interruptible
 from offdrift.cli.exit_codes import ExitCode
 from offdrift_lab.cli.complete import sweep_names
+
+if TYPE_CHECKING:  # importing it loads torch
+    from offdrift_lab.train.sweep.sweep import Grid, Progress
 
 
 def counted(things: Sized, name: str) -> str:
@@ -34,6 +37,68 @@ class Interim:
         if begin >= self.next:
             self.write()
             self.next = 10 * time.monotonic() - 9 * begin
+
+
+def headline(grid: Grid, states: Sequence[str]) -> str:
+    """Return one line on a sweep: its size, how many of its runs are in which state, and its folder."""
+    kinds = ", ".join(f"{states.count(s)} {s}" for s in ("finished", "begun", "failed", "waiting") if s in states)
+    return (
+        f"sweep [bold]{grid.sweep.name}[/]: {counted(grid.settings, 'setting')}, {counted(grid.sweep.seeds, 'seed')}, "
+        f"{counted(grid.cells, 'run')} ({kinds}); folder {escape(str(grid.folder))}"
+    )
+
+
+def show_plan(screen: Screen, grid: Grid) -> None:
+    """Show the settings of a sweep, each with what it is compared with."""
+    rows = [
+        {"setting": s.name, "baseline": b.name if (b := grid.baseline_of(s)) else None, "folder": s.folder}
+        for s in grid.settings
+    ]
+    if screen.as_json:
+        screen.json({"seeds": list(grid.sweep.seeds), "runs": len(grid.cells), "settings": rows})
+    for row in rows:
+        screen.show(f"{row['setting']}  compared with {row['baseline']}" if row["baseline"] else row["setting"])
+
+
+def run_on_screen(screen: Screen, grid: Grid, *, jobs: int | None, **cluster: Any) -> tuple[dict[str, Any], Path]:
+    """Make the runs that are missing, with a bar and a line for each that ends; the results, and their page.
+
+    Args:
+        cluster: of `run_sweep`.
+    """
+    from offdrift_lab.train.report.page import write_sweep
+    from offdrift_lab.train.sweep.sweep import Pace, locked
+    from offdrift_lab.train.sweep.sweep_workers import run_sweep
+
+    check = interruptible()
+    pace = Pace(grid, jobs or 1)
+    with locked(grid.folder):
+        write_sweep(grid)  # so that `offdrift report` shows what there is from now on
+        with screen.until_interrupted("updates") as bar:
+            task = bar.add_task("", total=pace.updates[1], completed=pace.updates[0])
+            written = Interim(lambda: write_sweep(grid))
+
+            def follow(progress: Progress) -> None:
+                check()
+                pace.follow(progress)
+                cell, (over, _) = progress.cell, pace.updates
+                name = f"{cell.setting.name}, seed {cell.seed}"
+                bar.update(task, completed=over, description=f"{name}; {pace.left}")
+                if progress.done:
+                    ended = sum(c.status in ("finished", "failed") for c in grid.cells)
+                    error = f": {cell.error.splitlines()[0]}" if cell.status == "failed" else ""
+                    screen.note(f"{ended}/{len(grid.cells)}  {name}  {cell.status}{error}; {pace.left}")
+                    written.again()
+
+            run_sweep(grid, jobs=jobs, report=follow, **cluster)
+        return write_sweep(grid)
+
+
+def command_again(file: Path, changes: Sequence[str], options: Mapping[str, object]) -> str:
+    """Return the command of a sweep, with the options that have a value."""
+    words = [word for change in changes for word in ("--set", change)]
+    words += [str(word) for option, value in options.items() if value is not None for word in (option, value)]
+    return shlex.join(["offdrift", "sweep", str(file), *words])
 
 
 @app.command(rich_help_panel=DURING)
@@ -114,7 +179,7 @@ def sweep(
     own = recipe_file(file)
     check_keys(own, changes or [], part="Sweep", name="a sweep")
     from offdrift_lab.train.data.tasks import check_task_name
-    from offdrift_lab.train.sweep.sweep import Pace, load_sweep, locked
+    from offdrift_lab.train.sweep.sweep import load_sweep
 
     if own != file:
         screen.note(f"{file}: the package's own, {own}")
@@ -123,52 +188,18 @@ def sweep(
     for task in {cell.recipe.task for cell in grid.cells}:
         check_task_name(task)
     states = [cell.status for cell in grid.cells]
-    kinds = ", ".join(f"{states.count(s)} {s}" for s in ("finished", "begun", "failed", "waiting") if s in states)
-    screen.err.print(
-        f"sweep [bold]{grid.sweep.name}[/]: {counted(grid.settings, 'setting')}, {counted(grid.sweep.seeds, 'seed')}, "
-        f"{counted(grid.cells, 'run')} ({kinds}); folder {escape(str(grid.folder))}",
-        soft_wrap=True,
-    )
+    screen.err.print(headline(grid, states), soft_wrap=True)
     if dry_run:
-        rows = [
-            {"setting": s.name, "baseline": b.name if (b := grid.baseline_of(s)) else None, "folder": s.folder}
-            for s in grid.settings
-        ]
-        if screen.as_json:
-            screen.json({"seeds": list(grid.sweep.seeds), "runs": len(grid.cells), "settings": rows})
-        for row in rows:
-            screen.show(f"{row['setting']}  compared with {row['baseline']}" if row["baseline"] else row["setting"])
+        show_plan(screen, grid)
         return
     screen.doing("comparing what there is" if report else "loading")
     from offdrift_lab.train.report.page import write_sweep, write_sweep_chart
     from offdrift_lab.train.report.view import sweep_summary
-    from offdrift_lab.train.sweep.sweep_workers import run_sweep
 
     if report:
         document, page = write_sweep(grid)
     else:
-        check = interruptible()
-        pace = Pace(grid, jobs or 1)
-        with locked(grid.folder):
-            write_sweep(grid)  # so that `offdrift report` shows what there is from now on
-            with screen.until_interrupted("updates") as bar:
-                task = bar.add_task("", total=pace.updates[1], completed=pace.updates[0])
-                written = Interim(lambda: write_sweep(grid))
-
-                def follow(progress) -> None:
-                    check()
-                    pace.follow(progress)
-                    cell, (over, _) = progress.cell, pace.updates
-                    name = f"{cell.setting.name}, seed {cell.seed}"
-                    bar.update(task, completed=over, description=f"{name}; {pace.left}")
-                    if progress.done:
-                        ended = sum(c.status in ("finished", "failed") for c in grid.cells)
-                        error = f": {cell.error.splitlines()[0]}" if cell.status == "failed" else ""
-                        screen.note(f"{ended}/{len(grid.cells)}  {name}  {cell.status}{error}; {pace.left}")
-                        written.again()
-
-                run_sweep(grid, jobs=jobs, ray=ray, cpus=cpus, gpus=gpus, report=follow)
-            document, page = write_sweep(grid)
+        document, page = run_on_screen(screen, grid, jobs=jobs, ray=ray, cpus=cpus, gpus=gpus)
     picture = {} if chart is None else {"chart": write_sweep_chart(chart, grid, document)}
     if screen.as_json:
         from offdrift.records.atomic import plain
@@ -186,9 +217,7 @@ def sweep(
         "--chart": chart,
         "--rules": rules,
     }
-    words = [word for change in changes or [] for word in ("--set", change)]
-    words += [str(word) for option, value in options.items() if value is not None for word in (option, value)]
-    again = shlex.join(["offdrift", "sweep", str(file), *words])
+    again = command_again(file, changes or [], options)
     if report:
         if {"begun", "waiting"} & {*states}:
             screen.next(again, "what is not finished, unless it is running now")

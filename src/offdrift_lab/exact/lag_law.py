@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,62 @@ def _resampled(runs: Sequence[LagRun], rng: np.random.Generator) -> list[LagRun]
     return [run for i in rng.integers(0, len(groups), len(groups)) for run in groups[i]]
 
 
+@dataclass(frozen=True)
+class FamilyFit:
+    """The three rules fitted to the runs of one family, and the law again to samples of its settings."""
+
+    runs: Sequence[LagRun]
+    keep: float
+    """Share of its reward that a stable run keeps."""
+    weights: Mapping[str, Float[np.ndarray, " 3"]]
+    """Of every rule of `RULES`, see `fit`."""
+    samples: Sequence[Law]
+    """The law of every bootstrap sample."""
+
+    @classmethod
+    def of(cls, runs: Sequence[LagRun], *, keep: float, draws: int, seed: int) -> FamilyFit:
+        """Fit the rules, and the law to `draws` samples; those without both kinds of runs are drawn again."""
+        rng, laws = np.random.default_rng(seed), []
+        weights = {rule: fit(runs, keep=keep, rule=rule) for rule in RULES}
+        for _ in range(20 * draws):
+            sample = _resampled(runs, rng)
+            if len({run.stable(keep) for run in sample}) == 2:
+                laws.append(as_law(fit(sample, keep=keep)))
+            if len(laws) == draws:
+                break
+        return cls(runs, keep, weights, laws)
+
+    @cached_property
+    def sharpness_interval(self) -> list[float] | None:
+        return _interval(law.sharpness for law in self.samples)
+
+    @cached_property
+    def alphas(self) -> list[float]:
+        """Alpha of every sample; none where the lag's weight beside ESS, which it is divided by, may be 0."""
+        certain = self.sharpness_interval is not None and self.sharpness_interval[0] > 0
+        return [law.alpha for law in self.samples] if certain else []
+
+    def as_row(self) -> dict[str, Any]:
+        """The fit in plain values."""
+        law = as_law(self.weights["law"])
+        # Lags of one length say nothing of the lag's weight.
+        laws = (law, *self.samples) if len({run.lag for run in self.runs}) > 1 else ()
+        inverse = [x.inverse_alpha for x in laws]
+        return {
+            "c": law.c,
+            "c_interval": _interval(x.c for x in self.samples),
+            "alpha": law.alpha,
+            "alpha_interval": _interval(self.alphas),
+            "inverse_alpha": inverse[0] if inverse and math.isfinite(inverse[0]) else None,
+            "inverse_alpha_interval": _interval(inverse[1:]),
+            "sharpness": law.sharpness,
+            "sharpness_interval": self.sharpness_interval,
+            "in_sample": {
+                rule: quality(self.runs, scores(self.runs, w), keep=self.keep) for rule, w in self.weights.items()
+            },
+        }
+
+
 def judge(
     runs: Sequence[LagRun],
     *,
@@ -220,8 +277,7 @@ def judge(
         )
     families = list(dict.fromkeys(run.family for run in runs))
     rows, across = [], []
-    fitted: dict[str, dict[str, Float[np.ndarray, " 3"]]] = {}
-    alphas: dict[str, list[float]] = {}
+    fits: dict[str, FamilyFit] = {}
     for family in families:
         of_family = [run for run in runs if run.family == family]
         row: dict[str, Any] = {
@@ -232,54 +288,22 @@ def judge(
             "published": quality(of_family, published(of_family), keep=keep),
         }
         if 0 < row["stable"] < len(of_family):
-            fitted[family] = {rule: fit(of_family, keep=keep, rule=rule) for rule in RULES}
-            law = as_law(fitted[family]["law"])
-            again = _bootstrap(of_family, keep=keep, draws=draws, seed=seed)
-            sharpness = _interval(x.sharpness for x in again)
-            # The weight of the lag beside ESS may be 0, and alpha divides by it.
-            if sharpness is not None and sharpness[0] > 0:
-                alphas[family] = [x.alpha for x in again]
-            # Lags of one length say nothing of the lag's weight.
-            inverse = [x.inverse_alpha for x in (law, *again) if len({run.lag for run in of_family}) > 1]
-            row |= {
-                "c": law.c,
-                "c_interval": _interval(math.exp(min(700.0, x.log_c)) for x in again),
-                "alpha": law.alpha,
-                "alpha_interval": _interval(alphas.get(family, [])),
-                "inverse_alpha": inverse[0] if inverse and math.isfinite(inverse[0]) else None,
-                "inverse_alpha_interval": _interval(inverse[1:]),
-                "sharpness": law.sharpness,
-                "sharpness_interval": sharpness,
-                "in_sample": {
-                    rule: quality(of_family, scores(of_family, w), keep=keep) for rule, w in fitted[family].items()
-                },
-            }
+            fits[family] = FamilyFit.of(of_family, keep=keep, draws=draws, seed=seed)
+            row |= fits[family].as_row()
         rows.append(row)
         tick()
-    for source in fitted:
+    for source, fitted in fits.items():
         for target in (f for f in families if f != source):
             other = [run for run in runs if run.family == target]
             across.append(
-                {"fitted_on": source, "tested_on": target, **_tested(other, fitted[source], keep, draws, seed)}
+                {"fitted_on": source, "tested_on": target, **_tested(other, fitted.weights, keep, draws, seed)}
             )
-            if source in alphas and target in alphas:
+            if fitted.alphas and target in fits and fits[target].alphas:
                 # Families are independent: any order of the two bootstraps is a sample of their difference.
-                pairs = zip(alphas[source], reversed(alphas[target]))
+                pairs = zip(fitted.alphas, reversed(fits[target].alphas))
                 across[-1]["alpha_difference"] = _interval(a - b for a, b in pairs)
             tick()
     return {"keep": keep, "seed": seed, "draws": draws, "families": rows, "across": across, "runs": _rows(runs, keep)}
-
-
-def _bootstrap(runs: Sequence[LagRun], *, keep: float, draws: int, seed: int) -> list[Law]:
-    """The law of resampled settings; samples of one kind of run alone are drawn again."""
-    rng, laws = np.random.default_rng(seed), []
-    for _ in range(20 * draws):
-        sample = _resampled(runs, rng)
-        if len({run.stable(keep) for run in sample}) == 2:
-            laws.append(as_law(fit(sample, keep=keep)))
-        if len(laws) == draws:
-            break
-    return laws
 
 
 def _tested(
@@ -303,6 +327,33 @@ def _tested(
     return result
 
 
+def supports(row: Mapping[str, Any]) -> bool:
+    """Whether the law fitted to one family and tested on another tells more than chance and than each rule alone, with
+    an alpha that cannot differ by more than `ALPHA_APART`."""
+    area, difference = mapping(row["law"])["auroc_interval"], row.get("alpha_difference")
+    gains = [row["law_less_ess"], row["law_less_lag"]]
+    return (
+        area is not None
+        and area[0] > 0.5
+        and difference is not None
+        and max(map(abs, difference)) <= ALPHA_APART
+        and all(gain is not None and gain[0] > 0 for gain in gains)
+    )
+
+
+def objections(row: Mapping[str, Any]) -> list[str]:
+    """Reasons against the conjecture in the law fitted to one family and tested on another."""
+    pair = f"fitted on {row['fitted_on']}, tested on {row['tested_on']}"
+    difference, reasons = row.get("alpha_difference"), []
+    # An interval that holds 0 comes as close to it as can be.
+    if difference is not None and min(difference) * max(difference) > 0 and min(map(abs, difference)) > ALPHA_APART:
+        reasons.append(f"alpha differs by more than {ALPHA_APART} ({pair})")
+    for name, gain in (("ESS", row["law_less_ess"]), ("lag", row["law_less_lag"])):
+        if gain is not None and gain[1] < 0:
+            reasons.append(f"{name} alone tells more ({pair})")
+    return reasons
+
+
 def verdict(result: Mapping[str, Any]) -> str:
     """Verdict of `judge` on the conjecture: "holds here", "fails here" or "undecided", and why.
 
@@ -313,27 +364,9 @@ def verdict(result: Mapping[str, Any]) -> str:
     across = [mapping(row) for row in result["across"]]
     if not across:
         return "undecided: no family with stable and unstable runs, and another to test on"
-    reasons, complete = [], True
-    for row in across:
-        pair = f"fitted on {row['fitted_on']}, tested on {row['tested_on']}"
-        area, difference = mapping(row["law"])["auroc_interval"], row.get("alpha_difference")
-        complete = complete and area is not None and area[0] > 0.5
-        if difference is None or max(map(abs, difference)) > ALPHA_APART:
-            complete = False
-            if (
-                difference is not None
-                and min(difference) * max(difference) > 0
-                and min(map(abs, difference)) > ALPHA_APART
-            ):
-                reasons.append(f"alpha differs by more than {ALPHA_APART} ({pair})")
-        for rule in ("ess", "lag"):
-            gain = row[f"law_less_{rule}"]
-            complete = complete and gain is not None and gain[0] > 0
-            if gain is not None and gain[1] < 0:
-                reasons.append(f"{rule.replace('ess', 'ESS')} alone tells more ({pair})")
-    if reasons:
+    if reasons := [reason for row in across for reason in objections(row)]:
         return "fails here: " + "; ".join(reasons)
-    if complete:
+    if all(map(supports, across)):
         return "holds here"
     # Without an interval of alpha the lag's weight beside ESS is not certainly above 0.
     blunt = [row["family"] for row in result.get("families", ()) if "alpha" in row and row["alpha_interval"] is None]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,74 @@ ANSWERED = "\n-> "
 """Before an environment's answer in the text of an episode; a line break follows it."""
 
 
+@dataclass(frozen=True)
+class TurnEnds:
+    """What ends a turn of the model, if its length does not."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stops: Sequence[str]
+    """Texts of the environment."""
+    tokens: frozenset[int]
+    """Stop tokens, and the stop texts that are one token: they end the turn in the engine."""
+
+    @classmethod
+    def of(cls, environment: Environment, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> TurnEnds:
+        single = [tokenizer.encode(text, add_special_tokens=False) for text in environment.stops]
+        tokens = {*sampling.stop_token_ids, *(ids[0] for ids in single if len(ids) == 1)}
+        return cls(tokenizer, environment.stops, frozenset(tokens))
+
+    def cut(self, ids: list[int]) -> tuple[list[int], bool]:
+        """Return the tokens of a turn that count, and whether one of its ends was reached."""
+        length = stop_length(ids, self.stops, self.tokenizer)
+        ids = ids[:length]
+        return ids, length is not None or ids[-1] in self.tokens
+
+
+@dataclass
+class PlayedEpisode:
+    """An episode in progress, or over: what the model and the environment wrote in turn, and what it was worth."""
+
+    problem: Problem
+    environment: Environment
+    tokenizer: PreTrainedTokenizerBase
+    context: list[tuple[int, int]] = field(default_factory=list)
+    """Tokens of the environment behind the prompt, each with the number of the turn that it stands before."""
+    turns: list[str] = field(default_factory=list)
+    """The model's."""
+    text: str = ""
+    reward: float = 0.0
+    stopped: bool = False
+    """Whether the environment ended it, behind a turn that was not cut off."""
+
+    def __post_init__(self) -> None:
+        self.prompt = prompt_ids(self.problem, self.tokenizer)
+        self.state = start(self.environment, self.problem)
+        self.before = list(self.prompt)
+        """Tokens that stand before the next turn."""
+
+    def take(self, ids: list[int], *, stopped: bool, stop_tokens: Sequence[int], last: bool) -> bool:
+        """Take a turn of the model and let the environment answer; whether another turn follows.
+
+        Args:
+            stopped: whether the turn was not cut off by its length.
+            stop_tokens: those of the sampling.
+            last: whether the episode has no more turns.
+        """
+        self.turns.append(str(self.tokenizer.decode(ids, skip_special_tokens=True)))
+        answer = ask(self.environment, self.state, self.problem, self.turns)
+        self.reward += answer.reward
+        self.text += self.turns[-1]
+        self.stopped = stopped and answer.done
+        if answer.done or not stopped or last:
+            return False
+        after = str(self.tokenizer.decode(ids[-1:])) if ids[-1] in stop_tokens else ""
+        new = answer_ids(answer.text, self.problem, self.tokenizer, after=after)
+        self.context += [(token, len(self.turns)) for token in new]
+        self.before += ids + new
+        self.text += f"{ANSWERED}{answer.text.strip()}\n"
+        return True
+
+
 def play(
     engine: Engine,
     problems: Sequence[Problem],
@@ -62,64 +130,44 @@ def play(
     Raises: `EpisodeError` if the environment fails; `EngineError` as `Engine.generate` does.
     """
     asked = [p for p in problems for _ in range(samples)]
-    count, prompts = len(asked), [prompt_ids(p, tokenizer) for p in asked]
-    episodes = [start(environment, p) for p in asked]
-    before = [list(p) for p in prompts]
-    context: list[list[tuple[int, int]]] = [[] for _ in asked]
-    turns: list[list[str]] = [[] for _ in asked]
-    texts, rewards, stopped = [""] * count, [0.0] * count, [False] * count
-    # A stop text that is one token ends the turn in the engine.
-    single = [tokenizer.encode(text, add_special_tokens=False) for text in environment.stops]
-    ends = {*sampling.stop_token_ids, *(ids[0] for ids in single if len(ids) == 1)}
-    of_turn = replace(sampling, max_tokens=sampling.max_tokens // max_turns, stop_token_ids=tuple(sorted(ends)))
+    episodes = [PlayedEpisode(p, environment, tokenizer) for p in asked]
+    ends, stop_tokens = TurnEnds.of(environment, tokenizer, sampling), sampling.stop_token_ids
+    of_turn = replace(sampling, max_tokens=sampling.max_tokens // max_turns, stop_token_ids=tuple(sorted(ends.tokens)))
     parts: list[Rollouts] = []
     played: list[tuple[int, int, int]] = []  # of every turn drawn: its episode, its number, the tokens that count
-    active = list(range(count))
+    active = list(range(len(episodes)))
     for turn in range(max_turns):
         part = engine.generate(
-            [before[i] for i in active], of_turn, seed=request_seed(seed, turn) if turn else seed, evidence=evidence
+            [episodes[i].before for i in active],
+            of_turn,
+            seed=request_seed(seed, turn) if turn else seed,
+            evidence=evidence,
         )
         parts.append(part)
         going = []
         for i, tokens in zip(active, part.tokens.split(part.lengths.tolist()), strict=True):
-            ids = tokens.tolist()
-            length = stop_length(ids, environment.stops, tokenizer)
-            ids = ids[:length]
-            ended = ids[-1] in sampling.stop_token_ids
-            stopped[i] = ended or length is not None or ids[-1] in ends
+            ids, stopped = ends.cut(tokens.tolist())
             played.append((i, turn, len(ids)))
-            turns[i].append(str(tokenizer.decode(ids, skip_special_tokens=True)))
-            answer = ask(environment, episodes[i], asked[i], turns[i])
-            rewards[i] += answer.reward
-            texts[i] += turns[i][-1]
-            if answer.done or not stopped[i]:
-                continue
-            stopped[i] = False  # until the environment says that the episode is over
-            if turn + 1 < max_turns:
-                last = str(tokenizer.decode(ids[-1:])) if ended else ""
-                new = answer_ids(answer.text, asked[i], tokenizer, after=last)
-                context[i] += [(token, turn + 1) for token in new]
-                before[i] += ids + new
-                texts[i] += f"{ANSWERED}{answer.text.strip()}\n"
+            if episodes[i].take(ids, stopped=stopped, stop_tokens=stop_tokens, last=turn + 1 == max_turns):
                 going.append(i)
         active = going
         if not active:
             break
-    prompt_tokens, prompt_cu_seqlens = pack_sequences(prompts)
-    pairs = torch.tensor([pair for of_episode in context for pair in of_episode], dtype=torch.int64).reshape(-1, 2)
+    prompt_tokens, prompt_cu_seqlens = pack_sequences([e.prompt for e in episodes])
+    pairs = torch.tensor([pair for e in episodes for pair in e.context], dtype=torch.int64).reshape(-1, 2)
     none = torch.zeros(0, dtype=torch.int64)
     return joined_turns(
         parts,
         *torch.tensor(played).T,
-        turns=Turns(none, pairs[:, 0], pairs[:, 1], cumulative(torch.tensor([len(p) for p in context]))),
+        turns=Turns(none, pairs[:, 0], pairs[:, 1], cumulative(torch.tensor([len(e.context) for e in episodes]))),
         prompt_tokens=prompt_tokens,
         prompt_cu_seqlens=prompt_cu_seqlens,
         provenance=replace(parts[0].provenance, sampling=sampling),
-        finish=tuple("stop" if s else "length" for s in stopped),
+        finish=tuple("stop" if e.stopped else "length" for e in episodes),
         group_ids=torch.arange(len(problems)).repeat_interleave(samples),
-        rewards=torch.tensor(rewards, dtype=torch.float32),
+        rewards=torch.tensor([e.reward for e in episodes], dtype=torch.float32),
         prompts=tuple(p.prompt for p in asked),
-        completions=tuple(texts),
+        completions=tuple(e.text for e in episodes),
     )
 
 

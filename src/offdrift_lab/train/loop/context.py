@@ -512,6 +512,45 @@ def _check_components(recipe: Recipe, task: Task | Environment) -> None:
         )
 
 
+WHOLE_WEIGHTS: dict[str, Callable[[Recipe], object]] = {
+    "critic.shared = true": lambda recipe: recipe.critic.shared,
+    'optim.gradient_norms = "exact"': lambda recipe: recipe.optim.gradient_norms == "exact",
+}
+"""Settings that need whole weights in every process, and whether a recipe has them."""
+
+UNSHARDED: dict[str, Callable[[Recipe], object]] = {
+    "optim.align": lambda recipe: recipe.optim.align,
+    "optim.perturb": lambda recipe: recipe.optim.perturb,
+    "lora": lambda recipe: recipe.lora,
+    "quantized": lambda recipe: any(recipe.quantized_of(arm) != QuantizedSettings() for arm in recipe.arms),
+    "replay of routers": lambda recipe: any(
+        replay.routes != "none" or replay.freeze_router_bias for replay in map(recipe.replay_of, recipe.arms)
+    ),
+    "rollout.kv": lambda recipe: recipe.rollout.kv,
+}
+"""Settings that a sharded run does not support."""
+
+ONE_PROCESS: dict[str, tuple[Callable[[Recipe], object], str]] = {
+    "batch_invariant = true": (
+        lambda recipe: recipe.batch_invariant,
+        "it is tested in one; launch one process, or leave it out",
+    ),
+    "[pipeline]": (
+        lambda recipe: recipe.pipeline,
+        "this trainer takes groups in one; launch one process, with as many rollout workers as the machine carries",
+    ),
+    "rollout.speculative": (
+        lambda recipe: recipe.rollout.speculative,
+        "each would distill a drafter of its own; launch one process, or leave it out",
+    ),
+    'rollout.engine = "openai"': (
+        lambda recipe: recipe.rollout.engine == "openai",
+        "each would give one server weights; launch one process",
+    ),
+}
+"""Settings of a run in one process, and what becomes of them in several."""
+
+
 def _check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
     """Refuse, before anything is loaded, settings of accelerate that this trainer does not support."""
     kind, world = accelerator.distributed_type.name, accelerator.num_processes
@@ -520,47 +559,26 @@ def _check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
             f"accelerate is configured for {kind}; this trainer runs on one device, data-parallel (--multi_gpu) or "
             "sharded (--use_fsdp --fsdp_version 2)"
         )
-    whole_weights = {
-        "critic.shared = true": recipe.critic.shared,
-        'optim.gradient_norms = "exact"': recipe.optim.gradient_norms == "exact",
-    }
-    if kind == "FSDP" and (wanted := next((name for name, is_set in whole_weights.items() if is_set), None)):
-        raise RecipeError(f"{wanted} needs whole weights in every process; launch without --use_fsdp, or leave it out")
+    whole_weights = [name for name, is_set in WHOLE_WEIGHTS.items() if is_set(recipe)]
+    if kind == "FSDP" and whole_weights:
+        raise RecipeError(
+            f"{whole_weights[0]} needs whole weights in every process; launch without --use_fsdp, or leave it out"
+        )
     if accelerator.gradient_accumulation_steps != 1:
         raise RecipeError(
             f"gradient_accumulation_steps = {accelerator.gradient_accumulation_steps}: a step adds up the gradients of "
             "all pieces of optim.token_budget tokens of all optim.accumulate draws here; set that, and leave "
             "accelerate's at 1"
         )
-    layer = {"optim.align": recipe.optim.align, "optim.perturb": recipe.optim.perturb, "lora": recipe.lora}
-    replays = [recipe.replay_of(name) for name in recipe.arms]
-    treated = (recipe.quantized_of(name) for name in recipe.arms)
-    layer["quantized"] = next((q for q in treated if q != QuantizedSettings()), None)
-    layer["replay of routers"] = next((r for r in replays if r.routes != "none" or r.freeze_router_bias), None)
-    layer["rollout.kv"] = recipe.rollout.kv
-    if kind == "FSDP" and (unsharded := [name for name, part in layer.items() if part is not None]):
+    unsharded = [name for name, is_set in UNSHARDED.items() if is_set(recipe)]
+    if kind == "FSDP" and unsharded:
         raise RecipeError(
             f"{unsharded[0]} is not supported in a sharded run: launch one process or a data-parallel run "
             "(--multi_gpu), or leave it out"
         )
-    if recipe.batch_invariant and world > 1:
-        raise RecipeError(
-            f"batch_invariant = true with {world} processes: it is tested in one; launch one process, or leave it out"
-        )
-    if recipe.pipeline and world > 1:
-        raise RecipeError(
-            f"[pipeline] with {world} processes: this trainer takes groups in one; launch one process, with as many "
-            "rollout workers as the machine carries"
-        )
-    if recipe.rollout.speculative and world > 1:
-        raise RecipeError(
-            f"rollout.speculative with {world} processes: each would distill a drafter of its own; launch one process, "
-            "or leave it out"
-        )
-    if recipe.rollout.engine == "openai" and world > 1:
-        raise RecipeError(
-            f'rollout.engine = "openai" with {world} processes: each would give one server weights; launch one process'
-        )
+    for name, (is_set, why) in ONE_PROCESS.items():
+        if world > 1 and is_set(recipe):
+            raise RecipeError(f"{name} with {world} processes: {why}")
     whole = any(recipe.row(name).whole_prompts for name in recipe.arms)
     smallest = recipe.rollout.prompts // world * (1 if whole else recipe.rollout.samples) * recipe.optim.accumulate
     if min(recipe.rollout.prompts, recipe.log.eval_prompts) < world or smallest < recipe.optim.minibatches:

@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from accelerate import Accelerator
@@ -207,55 +207,102 @@ def train_step(arm: Stepping, batch: Batch | StreamedBatch, *, view: bool = Fals
 
     Raises: `EngineError` if the gradient is not finite and no feature scales the loss; the model is left as it was.
     """
-    accelerator, model, optimizer, features = arm.accelerator, arm.model, arm.optimizer, arm.features
+    accelerator, model, features = arm.accelerator, arm.model, arm.features
     model.train()
-    optimizer.zero_grad(set_to_none=True)
+    arm.optimizer.zero_grad(set_to_none=True)
     for feature in features:
         feature.stepping(arm)
     loss_scale = next((x.loss_scale for x in features if x.loss_scale is not None), None)
+    scale = loss_scale or 1.0
     # Gradients, piece by piece.
     gathered = Accumulated(arm.region, arm.control_variates, view)
     if isinstance(batch, StreamedBatch):
-        batch = accumulate_parts(arm, batch, gathered, loss_scale or 1.0)
+        batch = accumulate_parts(arm, batch, gathered, scale)
     else:
-        accumulate_pieces(arm, batch, gathered, loss_scale or 1.0)
+        accumulate_pieces(arm, batch, gathered, scale)
     # Before clipping, and after the average over processes: all of them see the same gradient.
     of_policy = {name: p for name, p in accelerator.unwrap_model(model).named_parameters() if p.requires_grad}
     maxima = dict(_all_metrics(feature.gradients(arm, of_policy) for feature in features).maxima)
-    beside = [module for feature in features for module in feature.modules()]
+    beside = modules_beside(features)
     trained = nn.ModuleList([model, *beside]) if beside else model
-    scale = (loss_scale or 1.0) * gathered.divisor
-    norm = clip_gradients(accelerator, trained, arm.optim.max_grad_norm, scale=scale)
+    norm = clip_gradients(accelerator, trained, arm.optim.max_grad_norm, scale=scale * gathered.divisor)
     total = _over_processes(accelerator, gathered, batch, arm.version)
-    finite, empty = bool(norm.isfinite()), not bool(norm)
-    if not finite and loss_scale is None:
+    if not norm.isfinite() and loss_scale is None:
         raise EngineError(
             f"the gradient norm is {norm.item()}; the step was not taken. Lower optim.lr, or look "
             "at the last batch's log-ratios (metrics full/abs_log_ratio_max, optim/loss)"
         )
-    # The step, unless a feature leaves it out.
-    opinions = [x for feature in features if (x := feature.leaves_out(arm, norm)) is not None]
-    taken = finite and not any(opinions)
-    of_features = math.prod(feature.step_scale(arm, total) for feature in features)
-    lr_scale = rate_scale(arm.method, gathered.observed) * of_features
-    if taken:
-        with scaled_rates(optimizer, [lr_scale * arm.learning_rate for _ in optimizer.param_groups]):
-            optimizer.step()
-    undone = taken and any(feature.accepts(arm, batch) is False for feature in features)
-    maxima |= {"optim/grad_norm": norm, "optim/empty": float(empty), "optim/lr_scale": lr_scale}
-    maxima |= {"optim/step_skipped": float(any(opinions))} if opinions else {}
+    step = OptimizerStep.of(arm, batch, gathered.observed, norm=norm, total=total)
     update = Update(
-        stats=total.plus({}, maxima),
+        stats=total.plus({}, maxima | step.maxima),
         tokens=gathered.tokens(),
-        method=next_method(arm.method, gathered.observed, total) if finite and not undone else arm.method,
+        method=next_method(arm.method, gathered.observed, total) if step.finite and not step.undone else arm.method,
         evidence=gather_evidence(accelerator, gathered.evidence) if gathered.evidence else None,
         batch=batch,
         norm=norm,
-        taken=taken and not undone,
+        taken=step.taken and not step.undone,
         loss_scale=loss_scale,
     )
     more = _all_metrics(feature.stepped(arm, update) for feature in features)
     return replace(update, stats=update.stats.plus(*more)) if any(more) else update
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerStep:
+    """The optimizer's step of an update: at a scaled rate, unless a feature leaves it out or undoes it."""
+
+    norm: Float[Tensor, ""]
+    """Of the gradient before it was clipped."""
+    finite: bool
+    """Whether that is; no step is taken otherwise."""
+    left_out: bool | None
+    """Whether a feature left the step out; None where none ever does."""
+    undone: bool
+    lr_scale: float
+
+    @classmethod
+    def of(cls, arm: Stepping, batch: Batch, observed: Observed | None, *, norm: Tensor, total: DriftStats) -> Self:
+        """Take the step on accumulated and clipped gradients.
+
+        Args:
+            observed: what the method observed of the whole step.
+            total: statistics over all processes.
+        """
+        opinions = [x for feature in arm.features if (x := feature.leaves_out(arm, norm)) is not None]
+        of_features = math.prod(feature.step_scale(arm, total) for feature in arm.features)
+        lr_scale, finite = rate_scale(arm.method, observed) * of_features, bool(norm.isfinite())
+        left_out = any(opinions) if opinions else None
+        undone = False
+        if finite and not left_out:
+            with scaled_rates(arm.optimizer, [lr_scale * arm.learning_rate for _ in arm.optimizer.param_groups]):
+                arm.optimizer.step()
+            undone = any(feature.accepts(arm, batch) is False for feature in arm.features)
+        return cls(norm=norm, finite=finite, left_out=left_out, undone=undone, lr_scale=lr_scale)
+
+    @property
+    def taken(self) -> bool:
+        """Whether the optimizer changed the weights."""
+        return self.finite and not self.left_out
+
+    @property
+    def maxima(self) -> dict[str, Tensor | float]:
+        """The step's metrics, the same in all processes."""
+        maxima: dict[str, Tensor | float] = {
+            "optim/grad_norm": self.norm,
+            "optim/empty": float(not bool(self.norm)),
+            "optim/lr_scale": self.lr_scale,
+        }
+        return maxima if self.left_out is None else maxima | {"optim/step_skipped": float(self.left_out)}
+
+
+def modules_beside(features: Iterable[Feature]) -> list[nn.Module]:
+    """Modules that are trained beside the model."""
+    return [module for feature in features for module in feature.modules()]
+
+
+def of_all_processes(accelerator: Accelerator, objects: list[Any]) -> list[Any]:
+    """The objects of every process, in all processes."""
+    return objects if accelerator.num_processes == 1 else gather_object(objects)
 
 
 def _all_metrics(metrics: Iterable[Metrics]) -> Metrics:
@@ -275,7 +322,7 @@ def _over_processes(accelerator: Accelerator, gathered: Accumulated, batch: Batc
     total = total.with_sum("optim/loss", gathered.loss / gathered.divisor / world)
     if world > 1:  # a few kilobytes; objects, because processes may have different positions
         total = DriftStats.merge_all(gather_object([total.cpu()]))
-    return total.plus(gathered.tails.sums(lambda own: gather_object([own]) if world > 1 else [own]))
+    return total.plus(gathered.tails.sums(lambda tail: of_all_processes(accelerator, [tail])))
 
 
 def rate_scale(method: Method, observed: Observed | None) -> float:
@@ -296,15 +343,15 @@ def accumulate_pieces(arm: Stepping, batch: Batch, gathered: Accumulated, loss_s
     share = normalizer_of(rollouts.segments, how=method.aggregate, horizon=horizon)
     # Data-parallel wrappers average gradients over processes: multiplying by their number makes it
     # the sum that the global normalizer expects.
-    normalizer = (share if world == 1 else float(sum(gather_object([share])))) / world
+    normalizer = float(sum(of_all_processes(accelerator, [share]))) / world
     pieces = list(chunks(rollouts, token_budget=arm.optim.token_budget))
-    passes = len(pieces) if world == 1 else max(gather_object([len(pieces)]))
+    passes = max(of_all_processes(accelerator, [len(pieces)]))
     if method.needs_whole_step and (passes > 1 or world > 1):
         gathered.observed = observe(arm, batch, pieces)
     adding, tokens = [x for x in arm.features if x.adds_term], len(batch.advantages)
-    if (adding or batch.distill) and world > 1:
-        tokens = sum(gather_object([tokens]))
-    held = (model, *(module for feature in arm.features for module in feature.modules()))
+    if adding or batch.distill:
+        tokens = sum(of_all_processes(accelerator, [tokens]))
+    held = (model, *modules_beside(arm.features))
     for i in range(passes):
         # Every process makes the same number of backward passes: one that has fewer pieces repeats
         # its last without counting it.
@@ -344,7 +391,7 @@ def observe(arm: Stepping, batch: Batch, pieces: Sequence[Tensor]) -> Observed:
                 arm.method
             )
         parts += [part] if counts else []
-    parts = parts if arm.accelerator.num_processes == 1 else gather_object(parts)
+    parts = of_all_processes(arm.accelerator, parts)
     return functools.reduce(Observed.merge, parts).to(arm.accelerator.device)
 
 

@@ -82,51 +82,72 @@ def lag_counts(metrics: Iterable[Row]) -> list[float]:
     return list(map(sum, itertools.zip_longest(*counts, fillvalue=0.0)))
 
 
+def _share(part: float, of: float) -> float | None:
+    """The part of something; None of nothing."""
+    return part / of if of else None
+
+
+@dataclass(frozen=True)
+class PipelineBatches:
+    """Batches of an asynchronous schedule: the rows of metrics that speak of one each."""
+
+    rows: Sequence[Row]
+    seconds: Sequence[float]
+    """Time of each, since the one before it."""
+
+    @classmethod
+    def of(cls, metrics: Sequence[Row]) -> PipelineBatches:
+        """Take the rows with counts of lags; the time of the others counts for the next of those."""
+        rows, seconds, since_last = [], [], 0.0
+        for row in metrics:
+            since_last += number(row.get("throughput/seconds")) or 0.0
+            if isinstance(row.get("pipeline/lag_counts"), list):
+                rows.append(row)
+                seconds.append(since_last)
+                since_last = 0.0
+        return cls(rows, seconds)
+
+    def numbers(self, key: str) -> list[float]:
+        """A metric of every batch; 0 where it was not recorded."""
+        return [number(row.get(key)) or 0.0 for row in self.rows]
+
+    def mean(self, key: str, weights: Sequence[float] | None = None) -> float | None:
+        """The mean of a metric over the batches that recorded it, weighted; None where no weight is left."""
+        weights = [1.0] * len(self.rows) if weights is None else weights
+        values = [(v, w) for row, w in zip(self.rows, weights, strict=True) if (v := number(row.get(key))) is not None]
+        return _share(sum(v * w for v, w in values), sum(w for _, w in values))
+
+
 def overlap_numbers(metrics: Sequence[Row]) -> dict[str, float | None]:
     """Summary of an arm's asynchronous schedule over the whole run; empty where generation and training alternated.
 
     Idle shares are of the time, lags and shares of responses of all responses, `wasted_frac` of all tokens drawn;
     counts are sums, `sync_seconds` and `sync_bytes` means over batches.
     """
-    rows = [row for row in metrics if isinstance(row.get("pipeline/lag_counts"), list)]
-    if not rows:
+    batches = PipelineBatches.of(metrics)
+    if not batches.rows:
         return {}
-    seconds, spans = 0.0, []
-    for row in metrics:  # a row speaks of the time since the last one of its kind
-        seconds += number(row.get("throughput/seconds")) or 0.0
-        if isinstance(row.get("pipeline/lag_counts"), list):
-            spans.append(seconds)
-            seconds = 0.0
-    by_lag = lag_counts(rows)
-    responses = [sum(lag_counts([row])) for row in rows]
-
-    def mean(key: str, weights: Sequence[float]) -> float | None:
-        values = [(v, w) for row, w in zip(rows, weights, strict=True) if (v := number(row.get(key))) is not None]
-        total_weight = sum(w for _, w in values)
-        return sum(v * w for v, w in values) / total_weight if total_weight else None
-
-    def total(key: str) -> float:
-        return sum(number(row.get(key)) or 0.0 for row in rows)
-
-    trained = sum(n * (number(row.get("response/length_mean")) or 0.0) for row, n in zip(rows, responses, strict=True))
-    whole, wasted = sum(by_lag), total("pipeline/wasted_tokens")
-    ones = [1.0] * len(rows)
+    by_lag = lag_counts(batches.rows)
+    responses = [sum(lag_counts([row])) for row in batches.rows]
+    lengths = batches.numbers("response/length_mean")
+    trained = sum(n * length for n, length in zip(responses, lengths, strict=True))
+    wasted, seconds = sum(batches.numbers("pipeline/wasted_tokens")), sum(batches.seconds)
     return {
-        "worker_idle": mean("pipeline/worker_idle", spans),
-        "trainer_idle": mean("pipeline/trainer_idle", spans),
-        "lag_mean": sum(lag * n for lag, n in enumerate(by_lag)) / whole if whole else None,
+        "worker_idle": batches.mean("pipeline/worker_idle", batches.seconds),
+        "trainer_idle": batches.mean("pipeline/trainer_idle", batches.seconds),
+        "lag_mean": _share(sum(lag * n for lag, n in enumerate(by_lag)), sum(by_lag)),
         "lag_max": max((lag for lag, n in enumerate(by_lag) if n), default=None),
-        "stale_frac": sum(by_lag[1:]) / whole if whole else None,
-        "mixed_frac": mean("pipeline/mixed_frac", responses),
+        "stale_frac": _share(sum(by_lag[1:]), sum(by_lag)),
+        "mixed_frac": batches.mean("pipeline/mixed_frac", responses),
         "wasted_tokens": wasted,
-        "wasted_frac": wasted / (wasted + trained) if wasted + trained else None,
+        "wasted_frac": _share(wasted, wasted + trained),
         **{
-            name: total(f"pipeline/{name}")
+            name: sum(batches.numbers(f"pipeline/{name}"))
             for name in ("dropped_groups", "redrawn_groups", "restarted", "lost_workers")
         },
-        "sync_seconds": mean("pipeline/sync_seconds", ones),
-        "sync_bytes": mean("pipeline/sync_bytes", ones),
-        "updates_per_minute": 60 * len(metrics) / sum(spans) if sum(spans) else None,
+        "sync_seconds": batches.mean("pipeline/sync_seconds"),
+        "sync_bytes": batches.mean("pipeline/sync_bytes"),
+        "updates_per_minute": _share(60 * len(metrics), seconds),
     }
 
 

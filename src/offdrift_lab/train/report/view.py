@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,16 @@ from offdrift.show.json_access import number
 from offdrift.show.numbers import percent, short
 from offdrift_lab.train.report.overlap import OVERLAP
 from offdrift_lab.train.report.spread import ONE_SEED, spread
-from offdrift_lab.train.report.stored import NORMAL_ESS, NORMAL_KL, REMARK, Run, columns_for, notes_of, verdict
+from offdrift_lab.train.report.stored import (
+    NORMAL_ESS,
+    NORMAL_KL,
+    REMARK,
+    Column,
+    Run,
+    columns_for,
+    notes_of,
+    verdict,
+)
 from offdrift_lab.train.sweep.sweep import worded
 from offdrift_lab.train.sweep.sweep_results import explained, sentence, signed
 
@@ -236,38 +246,54 @@ NORMAL = f"KL mean: {NORMAL_KL}. ESS: {NORMAL_ESS}."
 """What is normal, below the table."""
 
 
+@dataclass(frozen=True)
+class RunTable:
+    """The table of a run's arms, for a terminal of any width."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Text]]
+    """The titles of the columns behind a place for the corner, and the cells of every arm behind its name."""
+
+    @classmethod
+    def of(cls, run: Run) -> RunTable:
+        """Take the columns that a run has numbers for; those of its schedule come behind the first."""
+        columns = list(columns_for(run))
+        if any(arm.schedule for arm in run.arms):
+            columns = [columns[0], *(c for c in OVERLAP if c.id in IMPORTANT), *columns[1:]]
+        rows = [[Text("arm"), *(_two_lines(c.title, c.unit) for c in columns)]]
+        for arm in run.arms:
+            cells = [c.cell(arm) for c in columns]
+            shown = [_two_lines(c.text, c.note, "yellow" if c.flagged else "") for c in cells]
+            rows.append([Text(arm.name, style="bold"), *shown])
+        return cls(columns, rows)
+
+    def fit(self, width: int) -> tuple[Table, list[str]]:
+        """Return the table, an arm a row or an arm a column, and the titles of the columns that have no room."""
+        by_column = [list(row) for row in zip(*self.rows, strict=True)]
+        by_column[0][0] = Text()
+        if width >= WIDE and sum(_needed(self.rows)) <= width:
+            return _table(self.rows, width), []
+        if sum(_needed(by_column)) <= width:
+            return _table(by_column, width), []
+        # An arm a line, with the columns that matter most.
+        lines = [self.rows[0], *([cell.split(allow_blank=True)[0] for cell in row] for row in self.rows[1:])]
+        first, *others = _needed(lines)
+        room, fitting = width - first, []
+        for at in sorted(range(len(self.columns)), key=lambda i: IMPORTANT.index(self.columns[i].id)):
+            if others[at] > room:
+                break
+            room, fitting = room - others[at], [*fitting, at]
+        table = _table([[row[0], *(row[at + 1] for at in sorted(fitting))] for row in lines], width, apart=False)
+        return table, [c.title for at, c in enumerate(self.columns) if at not in fitting]
+
+
 def run_summary(run: Run, *, width: int = 140) -> Group:
     """Table, notes and the one sentence, for a terminal of so many columns.
 
     The table has an arm a row, or an arm a column where the terminal is narrow. Where arms do not fit side by side
     either, an arm is a line with the columns that matter most, as many as fit; what is left out is named.
     """
-    columns = list(columns_for(run))
-    if any(arm.schedule for arm in run.arms):
-        columns = [columns[0], *(c for c in OVERLAP if c.id in IMPORTANT), *columns[1:]]
-    titles = [_two_lines(c.title, c.unit) for c in columns]
-    names = [Text(arm.name, style="bold") for arm in run.arms]
-    grid = []
-    for arm in run.arms:
-        cells = [c.cell(arm) for c in columns]
-        grid.append([_two_lines(c.text, c.note, "yellow" if c.flagged else "") for c in cells])
-    by_row = [[Text("arm"), *titles], *([name, *row] for name, row in zip(names, grid, strict=True))]
-    by_column = [list(row) for row in zip(*[[Text(), *titles], *by_row[1:]], strict=True)]
-    left_out: list[str] = []
-    if width >= WIDE and sum(_needed(by_row)) <= width:
-        table = _table(by_row, width)
-    elif sum(_needed(by_column)) <= width:
-        table = _table(by_column, width)
-    else:
-        lines = [by_row[0], *([cell.split(allow_blank=True)[0] for cell in row] for row in by_row[1:])]
-        first, *others = _needed(lines)
-        room, kept = width - first, []
-        for at in sorted(range(len(columns)), key=lambda i: IMPORTANT.index(columns[i].id)):
-            if others[at] > room:
-                break
-            room, kept = room - others[at], [*kept, at]
-        table = _table([[row[0], *(row[at + 1] for at in sorted(kept))] for row in lines], width, apart=False)
-        left_out = [c.title for at, c in enumerate(columns) if at not in kept]
+    table, left_out = RunTable.of(run).fit(width)
     words = f"{', '.join(left_out)}: in a wider terminal, or on the page"
     rest = [Text(words, style="dim")] if left_out else []
     rest += [Text(NORMAL, style="dim")] if run.arms else []

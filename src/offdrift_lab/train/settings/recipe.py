@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -551,6 +552,37 @@ def with_arms(content: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
+def with_changes(content: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """A recipe's plain values with "dotted.key=value" pairs in place of the file's.
+
+    Raises: `RecipeError` naming what is not a pair, or stands below a value.
+    """
+    content = deepcopy(dict(content))
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not equals or not key.strip():
+            raise RecipeError(f"--set {change!r}: expected key=value, for instance lag.sync_every=4")
+        *parents, last = key.strip().split(".")
+        table = content
+        for parent in parents:
+            table = table.setdefault(parent, {})
+            if not isinstance(table, dict):
+                raise RecipeError(f"--set {change!r}: {parent!r} is a value, not a table")
+        table[last] = parse_setting(text)
+    return content
+
+
+def with_files(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """A recipe's plain values, the files that they name looked for beside the recipe, too."""
+    content, diagnosis = dict(content), content.get("diagnosis")
+    for key in ("task", "reward"):
+        if isinstance(content.get(key), str):
+            content[key] = found_beside(path, content[key])
+    if isinstance(diagnosis, dict) and isinstance(diagnosis.get("rules"), str):
+        content["diagnosis"] = {**diagnosis, "rules": found_beside(path, diagnosis["rules"])}
+    return content
+
+
 def load_recipe(
     path: str | Path,
     *,
@@ -580,18 +612,7 @@ def load_recipe(
     """
     path = Path(path)
     content = read_settings(path, "recipe")
-    content = _with_code_found(content, path, path.parent, Path.cwd())
-    for change in changes:
-        key, equals, text = change.partition("=")
-        if not equals or not key.strip():
-            raise RecipeError(f"--set {change!r}: expected key=value, for instance lag.sync_every=4")
-        *parents, last = key.strip().split(".")
-        table = content
-        for parent in parents:
-            table = table.setdefault(parent, {})
-            if not isinstance(table, dict):
-                raise RecipeError(f"--set {change!r}: {parent!r} is a value, not a table")
-        table[last] = parse_setting(text)
+    content = with_changes(_with_code_found(content, path, path.parent, Path.cwd()), changes)
     try:
         content = with_arms(content)
     except ValueError as e:
@@ -600,12 +621,7 @@ def load_recipe(
     every = content.get("arms", {})
     if arm is not None:
         content["arms"] = _one_arm(arm, every, path)
-    for key in ("task", "reward"):
-        content[key] = found_beside(path, content[key]) if isinstance(content.get(key), str) else content.get(key)
-    diagnosis = content.get("diagnosis")
-    if isinstance(diagnosis, dict) and isinstance(diagnosis.get("rules"), str):
-        content["diagnosis"] = {**diagnosis, "rules": found_beside(path, diagnosis["rules"])}
-    content = {k: x for k, x in content.items() if x is not None}
+    content = {k: x for k, x in with_files(content, path).items() if x is not None}
     recipe = check_recipe(content, source=str(path))
     if stored is None:
         refuse_unread(

@@ -402,6 +402,29 @@ def _settings(arms: Sequence[str], values: Mapping[str, list[Any]]) -> Iterator[
             yield Setting(arm, tuple(zip(own, combination, strict=True)))
 
 
+def not_compared(cell: Cell, compare: CompareSettings) -> Iterator[str]:
+    """Reasons why a run cannot be compared as a sweep asks."""
+    updates, name = cell.recipe.updates, cell.setting.name
+    at = compare.at or updates
+    # Updates at which the run has the metric, and what these are called.
+    points: Sequence[int] = range(1, updates + 1)
+    one, several = "an update", "updates"
+    if compare.metric == HELD_OUT:
+        a_batch = updates // cell.recipe.batches
+        points = sorted({*range(0, updates, cell.recipe.log.eval_every * a_batch), updates})
+        one, several = "an evaluation", "evaluations"
+    if at not in points:
+        first = f"{', '.join(map(str, points[:8]))}{', ...' if len(points) > 8 else ''}"
+        yield f"compare.at = {at} is not the update of {one} of {name}, which has {first} of {updates}"
+    if compare.smooth > (count := sum(point <= at for point in points)):
+        yield f"compare.smooth = {compare.smooth} is more than the {count} {several} of {name} up to {at}"
+    if (compare.collapse_after or 0) >= updates:
+        yield (
+            f"compare.collapse_after = {compare.collapse_after} would never be over in the {updates} updates of "
+            f"{name}; lower it, or leave it out"
+        )
+
+
 def _check_grid(grid: Grid, arms: Sequence[str]) -> None:
     """Refuse a baseline, a metric or an update that some run does not have, and folders of other runs."""
     sweep, path, compare = grid.sweep, grid.source, grid.sweep.compare
@@ -418,28 +441,8 @@ def _check_grid(grid: Grid, arms: Sequence[str]) -> None:
     if len({s.folder for s in grid.settings}) < len(grid.settings):
         raise RecipeError(f"{path}: two settings would have the same folder; give values that differ in their letters")
     for cell in grid.cells[: len(grid.settings)]:  # seeds change none of this
-        updates, log = cell.recipe.updates, cell.recipe.log
-        at = compare.at or updates
-        points: Sequence[int] = range(1, updates + 1)
-        if compare.metric == HELD_OUT:
-            a_batch = updates // cell.recipe.batches
-            points = sorted({*range(0, updates, log.eval_every * a_batch), updates})
-        if at not in points:
-            wanted = "an evaluation" if compare.metric == HELD_OUT else "an update"
-            raise RecipeError(
-                f"{path}: compare.at = {at} is not the update of {wanted} of {cell.setting.name}, which has "
-                f"{', '.join(map(str, points[:8]))}{', ...' if len(points) > 8 else ''} of {updates}"
-            )
-        if compare.smooth > (count := sum(point <= at for point in points)):
-            raise RecipeError(
-                f"{path}: compare.smooth = {compare.smooth} is more than the {count} "
-                f"{'evaluations' if compare.metric == HELD_OUT else 'updates'} of {cell.setting.name} up to {at}"
-            )
-        if (compare.collapse_after or 0) >= updates:
-            raise RecipeError(
-                f"{path}: compare.collapse_after = {compare.collapse_after} would never be over in the {updates} "
-                f"updates of {cell.setting.name}; lower it, or leave it out"
-            )
+        for problem in not_compared(cell, compare):
+            raise RecipeError(f"{path}: {problem}")
     for cell in grid.cells:
         stored = mapping(stored_json(cell.folder / "run.json").get("recipe"))
         if stored and (changed := changed_settings(cell.recipe, stored)):

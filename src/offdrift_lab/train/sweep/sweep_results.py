@@ -228,24 +228,30 @@ def explained(document: Mapping[str, Any]) -> list[str]:
     patience_words = " to ".join(map(str, {min(document["collapse_after"]): 0, max(document["collapse_after"]): 0}))
     lost = f"{100 * document.get('reward_lost', load_rules().limits['reward_lost']):g} %"
     lines.append(f"Collapsed: the reward fell {lost} below its best and stayed there for {patience_words} updates.")
-    unfinished = [run for run in document["runs"] if run["status"] in ("begun", "waiting")]
+    return [*lines, *troubles(document)]
+
+
+def troubles(document: Mapping[str, Any]) -> list[str]:
+    """Sentences on problems of the runs of a sweep: not finished, failed, of different machines or versions."""
+    lines, runs = [], document["runs"]
+    unfinished = [run for run in runs if run["status"] in ("begun", "waiting")]
     if unfinished:
         begun = ", ".join(f"{r['folder']} is at update {r['updates']}" for r in unfinished if r["status"] == "begun")
         lines.append(
-            f"{len(unfinished)} of {len(document['runs'])} runs are not finished; the same command goes on"
+            f"{len(unfinished)} of {len(runs)} runs are not finished; the same command goes on"
             f"{f' ({begun})' if begun else ''}. Verdicts that are looked at again and again until one comes are wrong "
             "more often than stated: decide by the last."
         )
-    errors = [run for run in document["runs"] if run["status"] == "failed"]
+    errors = [run for run in runs if run["status"] == "failed"]
     if errors:
         lines.append(
             "Failed runs are left out of means and differences, which flatters a setting that fails where it does "
             "badly."
         )
     lines += [f"Failed: {run['folder']}: {str(run['error']).splitlines()[0]}" for run in errors]
-    if any(run["status"] == "finished" and run["value"] is None for run in document["runs"]):
+    if any(run["status"] == "finished" and run["value"] is None for run in runs):
         lines.append(f"Some finished runs have no {document['metric']} there; they are left out.")
-    if len(nodes := Counter(name for run in document["runs"] for name in run.get("nodes", ()))) > 1:
+    if len(nodes := Counter(name for run in runs for name in run.get("nodes", ()))) > 1:
         counts = ", ".join(f"{name} ({count})" for name, count in nodes.most_common())
         lines.append(f"Runs by node of the cluster: {counts}. Machines of different kinds differ in their last bits.")
     if len(document["versions"]) > 1:
