@@ -42,6 +42,10 @@ from tests.adapters.hooked import (
 REAL = importlib.util.find_spec("roll") is not None
 
 
+PLANTED = {"power": 1}
+"""What the stand-in does beside the contract."""
+
+
 class BaseWorker:
     """ROLL's base worker, as far as a loss is concerned."""
 
@@ -73,7 +77,8 @@ class BaseWorker:
                 global_valid_samples=samples,
                 global_valid_tokens=tokens,
             )
-        each = self.token_loss(logp, old, data.batch["advantages"]) * weight
+        each = self.token_loss(logp, old, data.batch["advantages"])
+        each = each * weight ** PLANTED["power"] if config.train_infer_correction.is_weight.enabled else each
         each = each * self.compute_sample_weights(data, mask)[:, None]
         if config.loss_agg_mode == "token-mean":
             return each.sum() / tokens, metrics
@@ -360,6 +365,24 @@ def test_a_pipeline_corrects_without_counts_and_that_is_a_step(monkeypatch: pyte
     share = 1 - float(keep.sum() / of.mask.sum())
     assert metrics["actor/offdrift/gate/drop_frac_token"] == pytest.approx(share)
     assert 0 < share < 1
+
+
+@pytest.mark.skipif(REAL, reason="the stand-in's loss is changed")
+def test_a_variant_that_is_not_multiplied_by_the_weights_is_refused_at_the_first_batch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    choose(monkeypatch, "icepop", on_idle="warn")
+    of = batch()
+    made = worker("CorrectingPGWorker", train_infer_correction=ON, actor_train=SimpleNamespace(pg_variant="vanilla"))
+    data = data_of(of, *counts(of))
+    data.batch["train_infer_is_weight"] = torch.ones_like(of.old)
+    monkeypatch.setitem(PLANTED, "power", 2)
+    with pytest.raises(FrameworkError, match=r"loss_func with pg_variant='vanilla' is a loss"):
+        made.loss_func(data, logits_of(of.current))
+    monkeypatch.setitem(PLANTED, "power", 1)
+    with caplog.at_level("INFO", "offdrift.roll"):
+        made.loss_func(data, logits_of(of.current))
+    assert "loss_func with pg_variant='vanilla': loss" in caplog.text
 
 
 CORRECTING_WORKERS = [name for name, (*_, ours) in roll.WORKERS.items() if ours is not roll._Loss]

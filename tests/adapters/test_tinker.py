@@ -150,3 +150,12 @@ def test_the_snippet_of_the_page_is_a_loss() -> None:
     names: dict[str, Any] = {}
     exec(compile(snippet, "tinker.md", "exec"), names)
     assert by_hand(data_of(batch()), batch(), names["loss"])[2]["offdrift/full/k3"] > 0
+
+
+def test_what_could_not_be_proved_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    loss, of = loss_of("ipo"), batch()
+    with caplog.at_level("WARNING", "offdrift.tinker"):
+        for _ in range(2):
+            by_hand(data_of(of), of, loss)
+    assert caplog.text.count("could not prove itself against it") == 1
+    assert "tinker's server" in caplog.text

@@ -322,6 +322,32 @@ def test_rolls_own_losses(rolls: None, worker: str, method: str, monkeypatch: An
         test_roll.run(worker, method, of, *hooked.counts(of))
 
 
+@pytest.mark.parametrize("variant", ["vanilla", "ppo", "tis", "topr", "cispo", "kimi15"])
+@pytest.mark.parametrize("name", ["CorrectingPGWorker", "AgenticCorrectingPGWorker"])
+def test_rolls_own_variants_are_multiplied_by_the_weights(
+    rolls: None, name: str, variant: str, monkeypatch: Any, caplog: Any
+) -> None:
+    """Every `pg_variant` of both pipelines, and a mean of squares in its place."""
+    hooked.choose(monkeypatch, "icepop")
+    of = hooked.batch(spread=0.5)
+    settings = SimpleNamespace(pg_variant=variant)
+    made = test_roll.worker(name, train_infer_correction=test_roll.ON, actor_train=settings)
+    made.__dict__.update({f"_{x}_logged": True for x in ("topr_sample", "cispo_config", "kimi15_config")})
+    data = test_roll.data_of(of, *hooked.counts(of))
+    data.batch |= {"train_infer_is_weight": torch.ones_like(of.old), "scores": of.advantages[:, 0]}
+    theirs = sys.modules[roll.WORKERS[name][0]]
+    monkeypatch.setattr(theirs, "get_episode_scores", lambda data: data.batch["scores"], raising=False)
+    monkeypatch.setattr(theirs, "current_platform", SimpleNamespace(device_type="cpu"), raising=False)
+    with caplog.at_level("INFO", "offdrift.roll"):
+        made.loss_func(data, test_roll.logits_of(of.current))
+    assert f"loss_func with pg_variant={variant!r}: loss" in caplog.text
+    type(made).proved = False
+    own = theirs.agg_loss
+    monkeypatch.setattr(theirs, "agg_loss", lambda **x: own(**{**x, "loss_mat": x["loss_mat"] ** 2}))
+    with pytest.raises(FrameworkError, match=rf"loss_func with pg_variant={variant!r} is a loss"):
+        made.loss_func(data, test_roll.logits_of(of.current))
+
+
 def test_rolls_own_weights_of_samples(rolls: None, monkeypatch: Any, caplog: Any) -> None:
     """By length of the whole response, also where a part of it trains."""
     hooked.choose(monkeypatch, "dapo")

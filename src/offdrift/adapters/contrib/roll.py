@@ -12,7 +12,8 @@
 A `Worker` replaces ROLL's loss; its counts of tokens and samples in the step are the denominators. A correcting worker
 replaces `compute_train_infer_correction`: the method's gates and weights on the mismatch of the two engines, in the
 worker, and in the pipeline where that corrects (`enable_old_logprobs_recompute`). Once per process, either is held
-against what it replaces: ROLL's loss with its clips, its correction without bounds. Each inherits from the worker
+against what it replaces: ROLL's loss with its clips, its correction without bounds. The loss that a correcting worker
+keeps, whatever its variant, must be multiplied by the weights token by token. Each inherits from the worker
 that ROLL's pipeline takes by default, the ones with PG in their name from the worker that reads
 `actor_train.pg_variant`.
 
@@ -251,7 +252,10 @@ def _variant(config: Any) -> str | None:
 class _Correction:
     """Base class that adds the method's gates and weights to a ROLL worker and keeps ROLL's own loss."""
 
+    strategy: Any
     pipeline_config: Any
+    proved = False
+    """Whether ROLL's loss was found to be multiplied by the weights, in this process."""
     reads_variant = False
     """Whether ROLL's worker reads `actor_train.pg_variant`."""
 
@@ -269,7 +273,66 @@ class _Correction:
                 f"actor_train.pg_variant: {variant} has no effect in ROLL's default worker, whose loss "
                 f"is PPO's; name {__name__}.CorrectingPGWorker (AgenticCorrectingPGWorker), or drop it"
             )
-        return super().loss_func(data, output_tensor)  # type: ignore[misc]
+        result = super().loss_func(data, output_tensor)  # type: ignore[misc]
+        if not type(self).proved:
+            self._prove(data, output_tensor)
+        return result
+
+    def _prove(self, data: Any, output_tensor: Tensor) -> None:
+        """Once: ROLL's loss of the micro-batch without weights is the one with every weight 1, and token by token its
+        gradient is multiplied by the weight, whatever the variant.
+
+        Raises: `FrameworkError` naming the loss and its variant.
+        """
+        batch, native_loss = data.batch, super().loss_func.__func__  # type: ignore[misc]
+        mask = batch.get("final_response_mask", None)
+        mask = (batch["response_mask"][:, 1:] if mask is None else mask) != 0
+        if not bool(mask.any()):
+            return
+        with torch.no_grad():
+            logp = self.strategy.op_compute_log_probs(
+                logits=output_tensor, input_ids=batch["input_ids"], attention_mask=batch["response_mask"]
+            )
+            old = self.get_old_log_probs_with_cache(data, logp)  # type: ignore[attr-defined]
+        rollout = batch.get("infer_logprobs", None)
+        rollout = old if rollout is None or not len(rollout) else rollout
+        s = proof.sample_of(logp, old, rollout, advantages=batch["advantages"], mask=mask)
+        columns = {"old_log_probs": s.old, "infer_logprobs": s.rollout, "ref_log_probs": s.old}
+        columns["advantages"] = s.advantages.where(mask, 0.0)
+        settings = proof.changed(self.pipeline_config, {"enable_old_logprobs_recompute": True})
+
+        def total(leaf: Tensor, weight: Tensor | None) -> Tensor:
+            own = settings.train_infer_correction
+            weighed = proof.changed(own, {"is_weight": proof.changed(own.is_weight, {"enabled": weight is not None})})
+            instead = {"train_infer_is_weight": torch.ones_like(leaf) if weight is None else weight}
+            meta = {key: dict(x) if isinstance(x, dict) else x for key, x in data.meta_info.items()}
+            moved = _Like(data, batch={**batch, **columns, **instead}, meta_info=meta)
+            scored = {
+                "op_compute_log_probs": lambda **_: leaf,
+                "op_compute_entropy": lambda **_: torch.zeros_like(leaf),
+            }
+            config = proof.changed(settings, {"train_infer_correction": weighed})
+            attributes = {"strategy": _Like(self.strategy, **scored), "pipeline_config": config}
+            like = _Like(self, get_old_log_probs_with_cache=lambda *_: s.old, **attributes)
+            return native_loss(like, moved, leaf)[0]
+
+        # No two tokens of a row alike, one of them rejected.
+        weights = torch.linspace(0.0, 2.0, s.logp.shape[1], dtype=s.logp.dtype, device=s.logp.device).expand_as(s.logp)
+        none, ones = torch.zeros_like(s.logp), torch.ones_like(s.logp)
+
+        def native(leaf: Tensor) -> Tensor:
+            weighted = total(leaf, weights) - total(leaf, none)
+            return torch.stack([weighted - weighted.detach(), total(leaf, None)])
+
+        def ours(leaf: Tensor) -> Tensor:
+            at = leaf.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(total(at, ones) - total(at, none), at)
+            weighted = (weights * slope * leaf).sum()
+            return torch.stack([weighted - weighted.detach(), total(leaf, ones)])
+
+        name = f"{native_loss.__module__}.{native_loss.__qualname__} with pg_variant={_variant(self.pipeline_config)!r}"
+        proof.prove(_hook().adapter.log, "roll", name, native=native, ours=ours, at=s.logp)
+        type(self).proved = True
 
 
 class _CorrectionPG(_Correction):

@@ -15,6 +15,7 @@ tinker-cookbook 0.6.1, `rl/data_processing.py`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from offdrift.adapters.base import PREFIX, environ_metrics
 from offdrift.adapters.hooks import HookConfig, check_served, require_logprobs
+from offdrift.adapters.proof import prove
 from offdrift.adapters.selection import Choice, parse_choice, select
 from offdrift.batch_info import BatchInfo
 from offdrift.errors import EvidenceError, MethodError, ShapeError, check_choice
@@ -34,6 +36,8 @@ from offdrift.stats import summarize
 Old = Literal["absent", "current"]
 CustomLoss = Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[str, float]]]
 """What `forward_backward_custom` takes: of the data and the log-probs `[t]` of each datum, a loss and metrics."""
+LOG = logging.getLogger("offdrift.tinker")
+OWN = "the losses that tinker's server has (cross_entropy, importance_sampling, ppo, cispo)"
 HINTS = {
     "logp_old": 'choose a method on="full", or give old="current" (the policy of this call stands for the old one)'
 }
@@ -70,6 +74,7 @@ def loss_of(
     if row.aggregate == "fixed" and not horizon:
         raise MethodError('aggregate="fixed" divides by tokens per sequence: give horizon= (the longest response)')
     choice = environ_metrics() if metrics is None else parse_choice(metrics)
+    said: list[bool] = []
 
     def loss(data: Sequence[Any], logprobs_list: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
         lengths = [len(x) for x in logprobs_list]
@@ -82,6 +87,9 @@ def loss_of(
         segments = Segments.from_lengths(torch.tensor(lengths))
         anchor = logp.detach() if old == "current" else None
         packed = LogProbs.pack(rollout, logp, anchor, mask=mask, segments=segments)
+        if not said:
+            said.append(True)
+            prove(LOG, "tinker", OWN, native=None, ours=torch.sum, at=logp.detach())
         token_advantages = packed.like_caller(advantages)
         result = policy_loss(packed, row, token_advantages, BatchInfo(observed="this_batch"), horizon=horizon)
         numbers = select(summarize(result.stats), choice)
