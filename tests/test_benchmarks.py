@@ -303,3 +303,33 @@ def test_faults_have_names_of_their_own(faults):
     names = [fault.name for fault in (*faults.HONEST, *faults.FAULTS)]
     assert len(set(names)) == len(names) >= 60
     assert set(faults.REAL) <= set(names)
+
+
+STORED = ("planted", "planted_vllm", "planted_outside", "planted_outside_vllm", "planted_outside_smollm2")
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_totals_of_planted_faults_are_those_of_their_rows_and_of_the_page(name):
+    """Counted anew, and the page says them with the commit that they were measured at."""
+    results = Path(__file__).parent.parent / "benchmarks" / "results"
+    stored = json.loads((results / f"{name}.json").read_text())
+    rows = [row for row in stored["rows"] if not row["fault"].startswith("none")]
+    right = [row for row in stored["rows"] if row["fault"].startswith("none")]
+    caught, named = sum(row["caught"] for row in rows), sum(row["caught"] and row["named"] for row in rows)
+    assert len({row["fault"] for row in stored["rows"]}) == len(stored["rows"])
+    passed = sum(not row["caught"] for row in right)
+    totals = {"faults": len(rows), "caught": caught, "named": named, "honest": len(right), "honest_passed": passed}
+    assert stored["totals"] == totals
+    assert passed == len(right)
+    page = (results.parent.parent / "docs" / "check.md").read_text()
+    cells = f"| {stored['machine']['commit']} | {len(rows)} | {caught} | {named} ({named / len(rows):.0%})"
+    assert cells in page
+
+
+def test_rows_of_another_commit_are_dropped(faults, tmp_path, monkeypatch):
+    path, row = tmp_path / "planted.json", {"fault": "a", "caught": True, "named": True}
+    faults.stored([row], "vllm", ["a", "b"], path, command="x")
+    kept = faults.stored([row | {"fault": "b"}], "vllm", ["a", "b"], path, command="x")
+    assert [r["fault"] for r in kept["rows"]] == ["a", "b"]
+    monkeypatch.setattr(faults, "machine", lambda *packages: {"commit": "another"})
+    assert [r["fault"] for r in faults.stored([row], "vllm", ["a", "b"], path, command="x")["rows"]] == ["a"]

@@ -1,10 +1,9 @@
 """What an SGLang server answers to the requests of the engine, recorded from a real one and played again.
 
-    python -m tests.engines.sglang_answers http://127.0.0.1:30000 [http://127.0.0.1:30001]
+    python -m tests.engines.sglang_answers http://127.0.0.1:30000
 
-records `tests/data/sglang-0.5.23.json`: of a server that holds `tiny("dense")` in float32, started with
-`--enable-return-hidden-states`, and of a second one that holds `tiny("moe")`, with `--enable-return-routed-experts`.
-`docs/check.md` says how SGLang starts on a CPU.
+records `tests/data/sglang-0.5.23.json` of a server that holds `tiny("dense")` in float32, started with
+`--enable-return-hidden-states`. `docs/check.md` says how SGLang starts on a CPU.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ TOLD = (
 """Entries of `/get_server_info` that are kept; it has hundreds."""
 
 
-def dense_session(url: str) -> dict[str, Rollouts]:
+def session(url: str) -> dict[str, Rollouts]:
     """Draws of a dense model with each kind of evidence, and the plain ones read again."""
     engine = OpenAIEngine(url, vocab_size=VOCAB, concurrency=1, head=lambda: head_of(tiny("dense")))
     drawn = {str(kind): engine.generate(PROMPTS, PLAIN, seed=1, evidence=kind) for kind in ("full", 3, "hidden")}
@@ -44,16 +43,7 @@ def dense_session(url: str) -> dict[str, Rollouts]:
     return drawn
 
 
-def moe_session(url: str) -> Rollouts:
-    """Draws of a mixture of experts, with the experts of every token."""
-    k = tiny("moe").config.num_experts_per_tok
-    engine = OpenAIEngine(url, vocab_size=VOCAB, concurrency=1, experts_per_token=k)
-    drawn = engine.generate(PROMPTS, PLAIN, seed=1)
-    engine.close()
-    return drawn
-
-
-def recorded(session: Any, url: str) -> list[list[Any]]:
+def recorded(url: str) -> list[list[Any]]:
     """Every request of a session with its answer: verb and path, body, and what came back."""
     exchanges: list[list[Any]] = []
     ask = Server._request
@@ -73,12 +63,10 @@ def recorded(session: Any, url: str) -> list[list[Any]]:
     return exchanges
 
 
-def main(urls: list[str]) -> None:
-    """Record the sessions whose servers are given."""
-    sessions = dict(zip(("dense", "moe"), (dense_session, moe_session), strict=True))
-    found = {name: recorded(sessions[name], url) for name, url in zip(sessions, urls, strict=False)}
-    ANSWERS.write_text(json.dumps(found) + "\n")
+def main(url: str) -> None:
+    """Record the session."""
+    ANSWERS.write_text(json.dumps(recorded(url)) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1])

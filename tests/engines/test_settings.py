@@ -1,5 +1,7 @@
 """Settings that servers say of themselves, and the names by which two of them differ."""
 
+import pytest
+
 from offdrift.engines.server.settings import SETTINGS, differing, settings_of
 
 VLLM = {
@@ -35,6 +37,9 @@ def test_every_named_factor_has_an_option_of_both_servers():
     assert all(setting.vllm and setting.sglang for setting in SETTINGS)
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
 def test_options_of_vllm_are_those_that_it_has():
     from tests.engines.models import need_vllm
 

@@ -9,16 +9,16 @@ from offdrift.check.rescore import rescored
 from offdrift.divergence.head import Head
 from offdrift.records.rollouts import FullVocab, HiddenStates, TopK
 from tests.engines.models import VOCAB, tiny
-from tests.engines.sglang_answers import ANSWERS, PROMPTS, dense_session, moe_session
+from tests.engines.sglang_answers import ANSWERS, session
 from tests.engines.test_openai_broken import Played, playing
 
 
 class Recorded(Played):
     """A server that has the answers of a recorded session, and no others."""
 
-    def __init__(self, session: str) -> None:
+    def __init__(self) -> None:
         super().__init__("sglang")
-        exchanges = json.loads(ANSWERS.read_text())[session]
+        exchanges = json.loads(ANSWERS.read_text())
         self.answers = {(asked, json.dumps(body, sort_keys=True)): answer for asked, body, answer in exchanges}
         self.fault = self.replayed
 
@@ -29,8 +29,8 @@ class Recorded(Played):
 
 @pytest.fixture(scope="module")
 def drawn():
-    with playing(Recorded("dense")) as played:
-        yield dense_session(played.url)
+    with playing(Recorded()) as played:
+        yield session(played.url)
 
 
 @pytest.mark.parametrize("kind", ["full", "3", "hidden", "read"])
@@ -61,14 +61,7 @@ def test_evidence_of_a_real_server_is_whole(drawn):
 def test_a_filtered_draw_of_a_real_server_has_the_mask_it_was_drawn_from(drawn):
     rollouts = drawn["filtered"]
     assert rollouts.provenance.logprobs == "processed"
-    assert (rollouts.support.cu_tokens.diff() == 5).all()
+    assert (rollouts.support.cu_seqlens.diff() == 5).all()
     with torch.no_grad():
         logp = rescored(tiny("dense"), rollouts).logp
     torch.testing.assert_close(rollouts.logp_rollout, logp.float(), atol=1e-5, rtol=1e-5)
-
-
-def test_experts_of_a_real_server_are_those_that_the_model_chooses():
-    with playing(Recorded("moe")) as played:
-        rollouts = moe_session(played.url)
-    assert rollouts.routes is not None
-    assert len(PROMPTS) == rollouts.num_sequences

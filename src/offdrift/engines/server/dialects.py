@@ -148,6 +148,7 @@ def decoding_request(
         body["sampling_params"]["trace_decode_token_ids"] = list(tokens)
     else:
         body["vllm_xargs"] = {IMPOSED: list(tokens)}
+        del body["seed"]  # nothing is drawn; on CPUs vLLM 0.32 ends at a seed whose prompt is read in parts
     return body if salt is None else body | {"cache_salt": salt}
 
 
