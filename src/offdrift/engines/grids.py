@@ -262,7 +262,7 @@ def put_on_grid(model: nn.Module, name: str, *, weights: bool = True) -> Hooks:
             vars(module)[parameter] = straight_through(weight, coded.weights, dim=dim)
         if coded.activations is None:
             return arguments
-        if is_fused(module, dims):
+        if module in fused:
             inside[module] = _ExpertInputs(coded.activations)
             inside[module].__enter__()
             return arguments
@@ -279,12 +279,12 @@ def put_on_grid(model: nn.Module, name: str, *, weights: bool = True) -> Hooks:
                     f'so that its inner inputs were not rounded ({", ".join(EXPERT_PRODUCTS)} are); use "int8"'
                 )
 
-    def is_fused(module: nn.Module, dims: dict[str, int]) -> bool:
-        return any(module.get_parameter(parameter).ndim == 3 for parameter in dims)
-
     inside: dict[nn.Module, _ExpertInputs] = {}
+    fused: set[nn.Module] = set()
     for path, dims in of_module.items():
         module = model.get_submodule(path)
+        if any(module.get_parameter(parameter).ndim == 3 for parameter in dims):
+            fused.add(module)
         hooks.handles += [
             module.register_forward_pre_hook(lambda m, arguments, dims=dims: enter(m, arguments, dims)),
             module.register_forward_hook(lambda m, _, output, dims=dims: leave(m, output, dims), always_call=True),
