@@ -85,7 +85,7 @@ def test_certificates_with_control_variates_are_seldom_false():
 
     def false(shift: float) -> int:
         """Certificates above the gain, of 100."""
-        drawn = (batch(mu, pi, rewards, 200, seed, shift=shift) for seed in range(100))
+        drawn = (batch(mu, pi, rewards, CONTROL_FROM, seed, shift=shift) for seed in range(100))
         return sum(certify(b, alpha=0.2).gain_low > gain for b in drawn)
 
     assert false(0.0) <= 20

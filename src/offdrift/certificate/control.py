@@ -22,7 +22,7 @@ from offdrift.segments import Segments
 
 PREFIX_CAP, RATIO_CAP, SUM_CAP, SHARE = 4.0, 2.0, 4.0, 0.5
 """A, C and K above, and the share of S that is taken off."""
-CONTROL_FROM = 128
+CONTROL_FROM = 256
 """Prompts from which on `certify` takes control variates beside ratios alone. With fewer, betting on both costs more
 than it gains (docs/certificates.md)."""
 LOWEST = -1.0 - SHARE * SUM_CAP

@@ -134,21 +134,21 @@ def _runs(document: Any, contrast: Row) -> Iterator[dict[str, Any]]:
             if sweep["name"] == contrast.get("sweep", sweep["name"]) and sweep["changes"] == changes:
                 yield from sweep["runs"]
     elif "stacks" in document:
-        yield from _of_stacks(document["stacks"])
+        yield from stack_runs(document["stacks"])
     elif "rows" in document:
-        yield from itertools.chain.from_iterable(map(_of_row, document["rows"]))
+        yield from itertools.chain.from_iterable(map(row_runs, document["rows"]))
     elif isinstance(document.get("runs"), dict):
         for run in document["runs"].values():
             start, end = run["evals"][0][1], run["evals"][-1][1]
             yield {"arm": run["arm"], "values": {"cell": run["cell"]}, "seed": run["seed"], "start": start, "end": end}
     elif "runs" in document:
-        yield from itertools.chain.from_iterable(map(_of_run, itertools.count(), document["runs"]))
+        yield from itertools.chain.from_iterable(map(repeated_runs, itertools.count(), document["runs"]))
     else:
         for part in document.values():
             yield from ({**run, "end": run["value"]} for run in part["runs"])
 
 
-def _of_stacks(stacks: Sequence[Row]) -> Iterator[dict[str, Any]]:
+def stack_runs(stacks: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Differences that a factorial has stored by stack and seed; `repaired` stacks are within the budget."""
     for i, stack in enumerate(stacks):
         for arm in ("token_tis", "trm_max"):
@@ -157,7 +157,7 @@ def _of_stacks(stacks: Sequence[Row]) -> Iterator[dict[str, Any]]:
                 yield {"arm": arm, "values": values, "seed": i * len(stack[arm]) + seed, "end": difference}
 
 
-def _of_row(row: Row) -> Iterator[dict[str, Any]]:
+def row_runs(row: Row) -> Iterator[dict[str, Any]]:
     """Runs of a row: rewards before and after, progress over the token's ratio by method, or acceptance over a run."""
     ends = [row[key] for key in ("after", "dense_after") if key in row]
     if ends:
@@ -173,7 +173,7 @@ def _of_row(row: Row) -> Iterator[dict[str, Any]]:
         yield {"arm": row["drafter"], "values": values, "seed": row["seed"], "end": of_run[-1], "start": of_run[0]}
 
 
-def _of_run(number: int, run: Row) -> Iterator[dict[str, Any]]:
+def repeated_runs(number: int, run: Row) -> Iterator[dict[str, Any]]:
     """A run with its value; or one that was repeated with a fix, as two arms of the same seed."""
     if "fixed" in run:
         for arm in ("first", "fixed") if run["fixed"] is not None else ():
