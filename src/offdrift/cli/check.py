@@ -129,8 +129,8 @@ def check(
     offdrift check --rollout openai:http://127.0.0.1:8000/v1 \\
         --checkpoint runs/step_40 --earlier runs/step_39
 
-    Without a model or server of your own it works offline, with SmolLM2-135M (or a tiny model) and bundled prompts.
-    On SmolLM2-135M and one core of a 2.1 GHz Xeon (AVX-512) a factor takes 2 to 25 s, or 20 to 40 s if it starts an
+    Without a model or server of your own it works offline, with SmolLM2-135M (or a tiny model) and bundled prompts. On
+    SmolLM2-135M and one core of a 2.1 GHz Xeon (AVX-512) a factor takes 2 to 25 s, or 20 to 40 s if it starts an
     engine, or 2 min if it compiles one (only with --thorough); a whole check five to six minutes. The time that it
     takes here is said as it begins. Ctrl-C keeps what was measured; the check is then incomplete, neither passed nor
     failed.

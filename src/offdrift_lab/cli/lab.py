@@ -48,7 +48,7 @@ def bounds(
 
     Tries every bound, and every statement of docs/certificates.md (numbers are its equations), on random
     pairs of policies and on pairs made to break it. Errors and divergences are exact, and rewards are the
-    worst there are. 100,000 pairs take about four minutes of a core of a 2.1 GHz Xeon;
+    worst there are. 100,000 pairs take about four minutes on two cores of a 2.1 GHz Xeon;
     Ctrl-C shows what was checked.
 
     \b
@@ -129,7 +129,7 @@ def coverage(
     """How often is a certificate false, and how often does it certify?
 
     Draws batches from worlds small enough to know the true gain, certifies each, and counts the
-    statements that are false. All worlds take about three minutes of a core
+    statements that are false. All worlds take about three minutes on two cores
     of a 2.1 GHz Xeon; Ctrl-C shows what is done.
 
     \b
@@ -199,7 +199,7 @@ def frontier(
 
     Every row of the method table takes its gradient from sequences of small testbeds whose true
     gradient is known exactly, at a drift per token that is the same at every horizon. All rows and
-    horizons take about ten minutes of a core of a 2.1 GHz Xeon; Ctrl-C shows what is done.
+    horizons take about ten minutes on two cores of a 2.1 GHz Xeon; Ctrl-C shows what is done.
 
     \b
     offdrift lab frontier --testbeds chain --horizons 8,64,512
@@ -460,7 +460,7 @@ def flips(
 
     The survey's conjecture is T K delta. Mixtures of experts on three tasks whose gradients are exact at any length;
     the rollout engine's router now and then takes the next best expert. Fits the power of the bias in each quantity,
-    and asks whether the token KL alone tells it. Takes about two minutes of a core
+    and asks whether the token KL alone tells it. Takes about two minutes on two cores
     of a 2.1 GHz Xeon; Ctrl-C shows what is done.
 
     \b

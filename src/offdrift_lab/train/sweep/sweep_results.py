@@ -227,7 +227,8 @@ def explained(document: Mapping[str, Any]) -> list[str]:
         )
     patience_words = " to ".join(map(str, {min(document["collapse_after"]): 0, max(document["collapse_after"]): 0}))
     lost = f"{100 * document.get('reward_lost', load_rules().limits['reward_lost']):g} %"
-    lines.append(f"Collapsed: the reward fell {lost} below its best and stayed there for {patience_words} updates.")
+    patience_words += " update" if patience_words == "1" else " updates"
+    lines.append(f"Collapsed: the reward fell {lost} below its best and stayed there for {patience_words}.")
     return [*lines, *troubles(document)]
 
 
