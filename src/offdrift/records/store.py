@@ -271,7 +271,7 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
         table = table.combine_chunks()
         known = set(table.column_names)
         cu_seqlens = _stream(table, "tokens")[1]
-        streams = {name: _per_token(table, name, cu_seqlens) for name in TOKEN_COLUMNS}
+        streams: dict[str, Any] = {name: _per_token(table, name, cu_seqlens) for name in TOKEN_COLUMNS}
         parts = {name: part.read(table, cu_seqlens) for name, part in PARTS.items() if part.sign in known}
         components = {n.removeprefix(COMPONENT): n for n in table.column_names if n.startswith(COMPONENT)}
         optional: dict[str, Any] = {
