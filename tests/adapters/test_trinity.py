@@ -45,7 +45,7 @@ class PPO:
 
     def __call__(self, logprob: Tensor, **columns: Tensor) -> tuple[Tensor, dict[str, float]]:
         old, advantages, mask = (columns[name] for name in ("old_log_probs", "advantages", "response_mask"))
-        losses = ppo(logprob, old, advantages, self.clip, self.clip, 3.0)
+        losses = ppo(logprob, old, advantages, low=self.clip, high=self.clip, dual=3.0)
         return PLANTED["factor"] * mean(losses, mask, self.mode), {}
 
 

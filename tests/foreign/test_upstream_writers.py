@@ -152,7 +152,7 @@ def test_rollout_dumps_of_slime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_rollout_dumps_of_miles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    packages(monkeypatch, source("miles"), "miles", "miles.utils", "miles.ray", "miles.ray.rollout")
+    packages(monkeypatch, source("miles"), *("miles", "miles.utils", "miles.ray", "miles.ray.rollout"))
     types = importlib.import_module("miles.utils.types")
     module = importlib.import_module("miles.ray.rollout.debug_data")
     monkeypatch.setitem(sys.modules, "polars", None)  # whose file mirrors the dump
@@ -210,7 +210,7 @@ def test_token_exports_of_prime_rl(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     root = source("prime-rl") / "src"
     packages(monkeypatch, root, "prime_rl", "prime_rl.trainer", "prime_rl.trainer.rl")
     monkeypatch.setattr(torch, "compile", lambda function=None, **_: function or (lambda f: f))
-    hollow(monkeypatch, "prime_rl.configs", "prime_rl.configs.trainer", "prime_rl.utils", "prime_rl.utils.utils")
+    hollow(monkeypatch, *(f"prime_rl.{name}" for name in ("configs", "configs.trainer", "utils", "utils.utils")))
     module = importlib.import_module("prime_rl.trainer.rl.token_export")
     flat = {
         "input_ids": [x for p, r in zip(PROMPTS, RESPONSES, strict=True) for x in p + r],
