@@ -141,7 +141,8 @@ class Gate:
             sides = self._inside(logprobs, batch_info)
             if self.advantage == "any":
                 # Spread once: a token is kept where its unit is inside both.
-                return self._per_token(functools.reduce(torch.logical_and, filter(_given, sides)), logprobs)
+                given = [side for side in sides if side is not None]
+                return self._per_token(functools.reduce(torch.logical_and, given), logprobs)
             if advantages is None:
                 raise MethodError(f'a gate with advantage="{self.advantage}" needs advantages')
             above_low, below_high = (self._per_token(side, logprobs) for side in sides)
@@ -192,10 +193,6 @@ class Gate:
     def _bound(self, value: float) -> float:
         """The bound on the scale the statistic has: log for ratios."""
         return math.log(value) if self.statistic == "ratio" else value
-
-
-def _given(inside: Tensor | None) -> bool:
-    return inside is not None
 
 
 def rejection(mode: str, threshold: str | float, *, on: RatioName, k1_band: Literal["ratio", "verl"] = "ratio") -> Gate:
