@@ -267,6 +267,8 @@ class Segments:
         """Give every token the number of its segment. Gradient: to `x`, summed per segment."""
         if (x.requires_grad and torch.is_grad_enabled()) or transformed():
             return _Spread.apply(x, self)
+        if x.device.type == "cpu" and x.dtype != torch.bfloat16:  # numpy's copies are four times as fast
+            return torch.from_numpy(np.repeat(x.detach().numpy(), self.lengths.numpy()))
         return _Spread.forward(x, self)  # where no gradient is taken: `apply` reads a signature in every call
 
     def prefix_sum(self, x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:

@@ -170,6 +170,8 @@ def visible(text: str) -> str:
         >>> visible("a\\u202eb")
         'a\\\\u202eb'
     """
+    if text.isascii() and text.isprintable():  # nearly every text of a page
+        return text
     return "".join(f"\\u{ord(c):04x}" if unicodedata.category(c) in HIDDEN and c not in KEPT else c for c in text)
 
 

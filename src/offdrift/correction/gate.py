@@ -8,6 +8,7 @@ at what another gate left, so the order in which they are composed cannot matter
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -137,11 +138,14 @@ class Gate:
         depends on the sign of the advantage and no advantages were given.
         """
         with torch.no_grad():
-            above_low, below_high = self._inside(logprobs, batch_info)
+            sides = self._inside(logprobs, batch_info)
             if self.advantage == "any":
-                return above_low & below_high
+                # Spread once: a token is kept where its unit is inside both.
+                given = [side for side in sides if side is not None]
+                return self._per_token(functools.reduce(torch.logical_and, given), logprobs)
             if advantages is None:
                 raise MethodError(f'a gate with advantage="{self.advantage}" needs advantages')
+            above_low, below_high = (self._per_token(side, logprobs) for side in sides)
             up, down = advantages > 0, advantages < 0
             if self.advantage == "outward" and self.statistic not in SIGNED:
                 away = advantages * stopped_log_ratio(logprobs, on=self.on) > 0
@@ -150,8 +154,8 @@ class Gate:
                 return (below_high | ~up) & (above_low | ~down)
             return (above_low & below_high) | ~(up if self.advantage == "positive" else down)
 
-    def _inside(self, logprobs: LogProbs, batch_info: BatchInfo) -> tuple[Tensor, Tensor]:
-        """Per token, whether its unit is above the lower bound, and below the upper one.
+    def _inside(self, logprobs: LogProbs, batch_info: BatchInfo) -> tuple[Tensor | None, Tensor | None]:
+        """Per unit, whether it is above the lower bound, and below the upper one; None without that bound.
 
         The bound on one side meets one end of an interval, the bound on the other side the other.
         """
@@ -160,7 +164,7 @@ class Gate:
         if self.exact and self.low is not None:
             x = self._of_unit(logprobs, batch_info, "lower" if self.end == "upper" else "upper")
         above = None if self.low is None else x >= self._bound(self.low)
-        return self._per_token(above, logprobs), self._per_token(below, logprobs)
+        return above, below
 
     def _of_unit(self, logprobs: LogProbs, batch_info: BatchInfo, end: End) -> Float[Tensor, " units"]:
         """The statistic of every token, or of every sequence or turn for its sum or mean."""

@@ -537,19 +537,19 @@ def to_columns(table: pa.Table, before: int, wanted: Mapping[str, str]) -> Colum
 
 
 def _lists(array: pa.Array, floats: bool) -> Lists:
-    lengths = _tensor(pc.fill_null(pc.list_value_length(array), 0).cast(pa.int64()))
+    lengths = _tensor(_filled(pc.list_value_length(array), 0).cast(pa.int64()))
     absent = _tensor(array.is_null()) if array.null_count else None
     values = array.flatten()
     missing = None
     if floats:
-        values = pc.fill_null(values.cast(pa.float32(), safe=False), float("nan"))
+        values = _filled(values.cast(pa.float32(), safe=False), float("nan"))
     else:
         if pa.types.is_floating(values.type):
             # NaN and what no integer reaches have no cast; as nulls they are counted.
             values = pc.if_else(pc.less(pc.abs(values), LARGE), values, None)
         missing = _tensor(values.is_null()) if values.null_count else None
         if not pa.types.is_integer(values.type) or values.null_count:
-            values = pc.fill_null(values.cast(pa.int64(), safe=False), 0)
+            values = _filled(values.cast(pa.int64(), safe=False), 0)
     return Lists(_tensor(values), cumulative(lengths), absent, missing)
 
 
@@ -557,13 +557,24 @@ def _numbers(array: pa.Array, f: LogField) -> Numbers:
     if f.words and is_text(array.type):
         codes = pa.array([*f.words.values(), f.other_word], pa.int64())
         index = pc.index_in(array, pa.array(list(f.words), array.type))
-        codes = codes.take(pc.fill_null(index, len(f.words)))
+        codes = codes.take(_filled(index, len(f.words)))
         array = pc.if_else(array.is_valid(), codes, None)
     if pa.types.is_floating(array.type) or not f.is_whole:
-        values = pc.fill_null(array.cast(pa.float64(), safe=False), float("nan"))
-        return Numbers(_tensor(pc.if_else(pc.less(pc.abs(values), LARGE), values, float("nan"))))
+        values = _tensor(_filled(array.cast(pa.float64(), safe=False), float("nan")))
+        return Numbers(values.where(values.abs() < LARGE, float("nan")))
     absent = _tensor(array.is_null()) if array.null_count else None
-    return Numbers(_tensor(pc.fill_null(array.cast(pa.int64(), safe=False), 0)), absent)
+    return Numbers(_tensor(_filled(array.cast(pa.int64(), safe=False), 0)), absent)
+
+
+def _filled(array: pa.Array, value: float) -> pa.Array:
+    """An array of numbers with `value` for its nulls.
+
+    Not by `pa.scalar`, nor by `pa.array`: either imports pandas where it is installed, for a third of a second.
+    """
+    if not array.null_count:
+        return array
+    raw = np.array([value], array.type.to_pandas_dtype())
+    return pc.fill_null(array, pa.Array.from_buffers(array.type, 1, [None, pa.py_buffer(raw)])[0])
 
 
 def _tensor(array: pa.Array) -> Tensor:
@@ -571,7 +582,7 @@ def _tensor(array: pa.Array) -> Tensor:
     if len(array) == 0:
         return torch.from_numpy(np.zeros(0, array.type.to_pandas_dtype()))
     if pa.types.is_boolean(array.type):
-        return torch.from_numpy(array.to_numpy(zero_copy_only=False))
+        return torch.from_dlpack(array.cast(pa.uint8())).bool()
     if pa.types.is_unsigned_integer(array.type):
         array = array.cast(pa.int64())
     return torch.from_dlpack(array)
