@@ -97,7 +97,7 @@ def pairs(contrast: Row, results: Path) -> list[float]:
     if less == "nothing":
         return [ends[seed] for seed in sorted(ends)]
     if "less_data" in contrast:
-        other = contrast | {"sweep": contrast.get("less_sweep")}
+        other = {**contrast, "sweep": contrast.get("less_sweep")}
         runs = list(_runs(_stored(results / contrast["less_data"]), other))
     if less == "start":
         less, what = contrast.get("start_of", contrast["arm"]), "start"
