@@ -193,16 +193,13 @@ def sentence(a: Fields, b: Fields, names: tuple[str, str]) -> str:
     if abs(x - y) <= SAME * max(x, y):
         return f"Both runs have the same KL per token ({metric}): {short(x)} nat."
     (low, name), (high, _) = sorted([(x, names[0]), (y, names[1])])
-    factor = f", a factor of {_times(high / low)}" if low > 0 else ""
+    times = high / low if low > 0 else 0.0  # three digits, and no exponent up to a million
+    times_text = f"{float(f'{times:.3g}'):,.0f}" if 100 <= times < 1e6 else f"{times:.3g}"
+    factor = f", a factor of {times_text}" if times else ""
     return (
         f"{name} drifts less: over the steps in common its KL per token ({metric}) is {short(low)} nat against "
         f"{short(high)} nat{factor}."
     )
-
-
-def _times(factor: float) -> str:
-    """A factor for a person: three digits, and no exponent up to a million."""
-    return f"{float(f'{factor:.3g}'):,.0f}" if 100 <= factor < 1e6 else f"{factor:.3g}"
 
 
 def write_comparison(a: Mapping[str, Any], b: Mapping[str, Any], names: tuple[str, str], path: Path) -> Path:

@@ -27,10 +27,10 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from offdrift.cli.exit_codes import exit_codes_text
-from offdrift.cli.waiting import Waiting
 
 if TYPE_CHECKING:
     from offdrift.cli.lines import ProgressLines
+    from offdrift.cli.waiting import Waiting
     from offdrift.show.progress import ProgressBar
 
 BEFORE, DURING, AFTER = "Before a run", "During a run", "After a run"
@@ -368,7 +368,7 @@ class Screen:
         self.as_json, self.quiet, self.interrupted = as_json, quiet, False
         self._out = Console(quiet=as_json)
         self._err = Console(stderr=True, quiet=quiet)
-        self._waiting = Waiting(self._err)
+        self._waiting: Waiting | None = None
 
     @property
     def out(self) -> Console:
@@ -384,12 +384,16 @@ class Screen:
 
     def doing(self, stage: str) -> None:
         """Say what is being done, if it takes long, until the next output."""
+        from offdrift.cli.waiting import Waiting
+
         if not self.quiet and os.environ.get("RANK", "0") == "0":  # of several processes one speaks
+            self._waiting = self._waiting or Waiting(self._err)
             self._waiting.begin(stage)
 
     def shown(self) -> None:
         """Say no longer what is being done: the output follows, or the end."""
-        self._waiting.end()
+        if self._waiting is not None:
+            self._waiting.end()
 
     @property
     def width(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.text import Text
@@ -90,7 +90,7 @@ def bound(
     from offdrift.prove.measured import measured_drift
 
     columns = ("paper", "sharp") if constants == "both" else (constants,)
-    divergences = {
+    divergences: dict[str, Any] = {
         "delta": delta,
         "eps": eps,
         "kl_seq": kl_seq,

@@ -245,7 +245,7 @@ class GivenDrift:
         """Those `proved`, and without a mean TV the paper's adaptive bound at its largest value."""
         if not self.at_worst:
             return self.proved
-        largest = self.arguments | {"mean_tv": premises(**self.arguments).eps}
+        largest: dict[str, Any] = self.arguments | {"mean_tv": premises(**self.arguments).eps}
         paper, sharp = (all_bounds(**largest, constants=c) for c in ("paper", "sharp"))
         # At its worst the hybrid is below Pinsker-Marginal TV, as Table 1 notes.
         closed = next(b.closed_form for b in paper if b.name == "pinsker_marginal_tv")

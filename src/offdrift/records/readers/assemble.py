@@ -376,7 +376,8 @@ def _logged(columns: Columns, step: int | None) -> tuple[Logged, dict[str, Rows]
     if keep is not None:
         cuts = cumulative(keep)[cuts]
     by_token = [f for f in BY_TOKEN if f.column in lists and f.column != "position"]
-    values = {f.name: lists[f.column].kept(keep) for f in by_token} | sequence_fields(columns, counted)
+    values: dict[str, Any] = {f.name: lists[f.column].kept(keep) for f in by_token}
+    values |= sequence_fields(columns, counted)
     steps = torch.full((b,), step or 0)
     if (stated := columns.numbers.get("step")) is not None:
         steps = torch.where(stated.missing(), steps, stated.whole())

@@ -325,7 +325,7 @@ def rows_of_head(file: str, limit: int) -> list[Row]:
     if not rows and (bad or stopped):
         why = stopped or f"line {bad[0].row}, {bad[0].reason}"
         raise RecordError(f"{file} holds no row that can be read: {why}")
-    return rows
+    return [*rows]
 
 
 def _look_at_lines(file: str, limit: int) -> Look:

@@ -351,6 +351,8 @@ def sweep_summary(document: Mapping[str, Any], *, width: int = 140) -> Group:
         change, failed = row["difference"] or {}, row["failed"]
         amiss = ", ".join(f"{row[kind]} {kind}" for kind in ("failed", "collapsed") if row[kind])
         verdict_word = row["verdict"] or "baseline"
+        count = change.get("n", 0)
+        certainty = f"p {short(change['p_holm'])}" if count > 1 else "one seed" * count
         rows.append(
             [
                 _two_lines(row["arm"], ", ".join(f"{k}={worded(v)}" for k, v in row["values"].items())),
@@ -358,7 +360,7 @@ def sweep_summary(document: Mapping[str, Any], *, width: int = 140) -> Group:
                 _two_lines(signed(change.get("mean")), _interval(change, signed)) if change else Text(),
                 _two_lines(
                     verdict_word,
-                    _certainty(change),
+                    certainty,
                     VERDICT_STYLE.get(verdict_word, ""),
                 ),
                 _two_lines(f"{row['finished']} of {row['runs']}", amiss, "yellow" if failed else ""),
@@ -367,12 +369,6 @@ def sweep_summary(document: Mapping[str, Any], *, width: int = 140) -> Group:
     lines = [*explained(document), *filter(None, [document.get("judged_by")])]
     notes = [Text(line, style="dim") for line in lines]
     return Group(_table(rows, width), Text(sentence(document)), *notes)
-
-
-def _certainty(change: Mapping[str, Any]) -> str:
-    """What a verdict rests on: a p-value, of two seeds or more."""
-    count = change.get("n", 0)
-    return f"p {short(change['p_holm'])}" if count > 1 else "one seed" * count
 
 
 def _interval(mean: Mapping[str, Any], write: Callable[[float | None], str]) -> str:
