@@ -48,8 +48,8 @@ HANDLED: dict[tuple[str, str], Iterable[str] | None] = {
     ("ms-swift", "GRPOTrainer._apply_rollout_importance_sampling"): EVERYTHING,
     ("skyrl", "ppo_policy_loss"): named(skyrl.RegisteredLoss.__call__),
     # What the class of the configuration is made with; other settings are refused by name.
-    ("trinity", "PolicyLossFn.__init__"): named(trinity.PolicyLoss.__init__),
-    ("trinity", "PPOPolicyLossFn.__init__"): {*named(trinity.PolicyLoss.__init__), *trinity.PPO_SETTINGS},
+    ("trinity", "PolicyLossFn.__init__"): named(trinity.TrinityLoss.__init__),
+    ("trinity", "PPOPolicyLossFn.__init__"): {*named(trinity.TrinityLoss.__init__), *trinity.PPO_SETTINGS},
     ("slime", "tis_kwargs"): named(slime.tis),
     ("miles", "tis_kwargs"): named(slime.tis),
     ("roll", "compute_train_infer_correction"): named(roll.train_infer_correction),

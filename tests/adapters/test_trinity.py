@@ -55,15 +55,15 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "0.6.0") -> Iterato
     yield
 
 
-def loss_of(method: str | None, mode: str = "token-mean", **options: Any) -> trinity.PolicyLoss:
+def loss_of(method: str | None, mode: str = "token-mean", **options: Any) -> trinity.TrinityLoss:
     """As Trinity makes it, at the other end of a pickle."""
-    made = trinity.PolicyLoss(
+    made = trinity.TrinityLoss(
         backend="verl", method=method, loss_agg_mode=mode, **{"on_idle": "warn", "settings": {}, **options}
     )
     return pickle.loads(pickle.dumps(made))
 
 
-def pushed(loss: trinity.PolicyLoss, of: Batch, scale: float = 1.0) -> Outcome:
+def pushed(loss: trinity.TrinityLoss, of: Batch, scale: float = 1.0) -> Outcome:
     """One micro-batch; `scale` makes its mean a part of a larger one's."""
     current = of.current.clone().requires_grad_()
     columns = {"old_log_probs": of.old, "rollout_log_probs": of.rollout, "advantages": of.advantages}
@@ -122,15 +122,15 @@ def test_one_engines_log_probs_for_two_are_refused() -> None:
 
 def test_what_the_arguments_cannot_mean_is_refused() -> None:
     with pytest.raises(MethodError, match="trainer_type: verl"):
-        trinity.PolicyLoss("tinker", method="grpo", loss_agg_mode="token-mean")
+        trinity.TrinityLoss("tinker", method="grpo", loss_agg_mode="token-mean")
     with pytest.raises(MethodError, match="needs loss_agg_mode"):
-        trinity.PolicyLoss(method="grpo")
+        trinity.TrinityLoss(method="grpo")
     with pytest.raises(MethodError, match="policy_loss_fn_args has clip_range, which other losses"):
         loss_of("grpo", clip_range=0.2)
     with pytest.raises(MethodError, match="loss_agg_mode='token-max'"):
         loss_of("grpo", "token-max")
     with pytest.raises(MethodError, match="OFFDRIFT_METHOD"):
-        trinity.PolicyLoss(**trinity.PolicyLoss.default_args())
+        trinity.TrinityLoss(**trinity.TrinityLoss.default_args())
 
 
 def test_metrics_have_the_same_keys_in_every_micro_batch() -> None:

@@ -1,7 +1,7 @@
 """Trinity-RFT: any method that decides by token or sequence, as its policy loss.
 
     algorithm:
-      policy_loss_fn: offdrift.adapters.contrib.trinity.PolicyLoss
+      policy_loss_fn: offdrift.adapters.contrib.trinity.TrinityLoss
       policy_loss_fn_args:
         method: decoupled_ppo
         loss_agg_mode: token-mean                       # Trinity writes algorithm.loss_agg_mode over it
@@ -63,7 +63,7 @@ METRICS = {
 names, since verl reduces them over ranks one by one."""
 
 
-class PolicyLoss:
+class TrinityLoss:
     """A method as Trinity's policy loss: a value without live state, which travels to the workers."""
 
     def __init__(
@@ -167,7 +167,7 @@ class PolicyLoss:
             )
 
     def __repr__(self) -> str:
-        return f"PolicyLoss({self.config.method!r}, loss_agg_mode={self.mode!r})"
+        return f"TrinityLoss({self.config.method!r}, loss_agg_mode={self.mode!r})"
 
 
 def _counts(mode: str, mask: Tensor) -> tuple[float, float]:

@@ -16,7 +16,7 @@ ABSENT = object()
 
 
 @dataclass(frozen=True)
-class Setting:
+class ServerSetting:
     """A setting that a second server changes."""
 
     name: str
@@ -35,85 +35,91 @@ class Setting:
 
 # Names of vLLM's options are those of 0.32, of SGLang's those of 0.5.23.
 SETTINGS = (
-    Setting(
+    ServerSetting(
         "chunked_prefill",
-        "--max-num-batched-tokens 64",
-        "--chunked-prefill-size 64",
-        ("scheduler_config.max_num_batched_tokens",),
-        ("chunked_prefill_size",),
+        vllm="--max-num-batched-tokens 64",
+        sglang="--chunked-prefill-size 64",
+        told=("scheduler_config.max_num_batched_tokens",),
+        told_sglang=("chunked_prefill_size",),
     ),
-    Setting(
+    ServerSetting(
         "cuda_graphs",
-        "--enforce-eager",
-        "--disable-cuda-graph",
-        ("model_config.enforce_eager",),
-        ("disable_cuda_graph",),
-        "a GPU",
+        vllm="--enforce-eager",
+        sglang="--disable-cuda-graph",
+        told=("model_config.enforce_eager",),
+        told_sglang=("disable_cuda_graph",),
+        needs="a GPU",
     ),
-    Setting(
+    ServerSetting(
         "kv_cache_dtype",
-        "--kv-cache-dtype fp8",
-        "--kv-cache-dtype fp8_e4m3",
-        ("cache_config.cache_dtype",),
-        ("kv_cache_dtype",),
-        "a GPU, or a CPU with AVX-512 or AMX",
+        vllm="--kv-cache-dtype fp8",
+        sglang="--kv-cache-dtype fp8_e4m3",
+        told=("cache_config.cache_dtype",),
+        told_sglang=("kv_cache_dtype",),
+        needs="a GPU, or a CPU with AVX-512 or AMX",
     ),
-    Setting(
+    ServerSetting(
         "speculative_decoding",
-        "--speculative-config",
-        "--speculative-algorithm",
-        ("speculative_config.method", "speculative_config"),
-        ("speculative_algorithm",),
+        vllm="--speculative-config",
+        sglang="--speculative-algorithm",
+        told=("speculative_config.method", "speculative_config"),
+        told_sglang=("speculative_algorithm",),
     ),
-    Setting(
+    ServerSetting(
         "tensor_parallel",
-        "--tensor-parallel-size 2",
-        "--tp-size 2",
-        ("parallel_config.tensor_parallel_size",),
-        ("tp_size",),
-        "two devices, or a CPU with two cores",
+        vllm="--tensor-parallel-size 2",
+        sglang="--tp-size 2",
+        told=("parallel_config.tensor_parallel_size",),
+        told_sglang=("tp_size",),
+        needs="two devices, or a CPU with two cores",
     ),
-    Setting(
+    ServerSetting(
         "expert_parallel",
-        "--enable-expert-parallel",
-        "--ep-size 2",
-        ("parallel_config.enable_expert_parallel",),
-        ("ep_size",),
-        "several devices and a mixture of experts",
+        vllm="--enable-expert-parallel",
+        sglang="--ep-size 2",
+        told=("parallel_config.enable_expert_parallel",),
+        told_sglang=("ep_size",),
+        needs="several devices and a mixture of experts",
     ),
-    Setting(
+    ServerSetting(
         "unequal_expert_parallel",
-        "--enable-eplb",
-        "--ep-num-redundant-experts 1",
-        ("parallel_config.enable_eplb",),
-        ("ep_num_redundant_experts",),
-        "several GPUs and a mixture of experts",
+        vllm="--enable-eplb",
+        sglang="--ep-num-redundant-experts 1",
+        told=("parallel_config.enable_eplb",),
+        told_sglang=("ep_num_redundant_experts",),
+        needs="several GPUs and a mixture of experts",
     ),
-    Setting(
+    ServerSetting(
         "attention_backend",
-        "--attention-backend NAME",
-        "--attention-backend NAME",
-        ("attention_config.backend",),
-        ("attention_backend",),
-        "a device with two backends: CPUs have one",
+        vllm="--attention-backend NAME",
+        sglang="--attention-backend NAME",
+        told=("attention_config.backend",),
+        told_sglang=("attention_backend",),
+        needs="a device with two backends: CPUs have one",
     ),
-    Setting(
+    ServerSetting(
         "sampler_dtype",
-        "VLLM_USE_V2_MODEL_RUNNER=1",
-        "--enable-fp32-lm-head",
-        (),
-        ("enable_fp32_lm_head",),
-        "vLLM's second model runner: a GPU with Triton",
+        vllm="VLLM_USE_V2_MODEL_RUNNER=1",
+        sglang="--enable-fp32-lm-head",
+        told=(),
+        told_sglang=("enable_fp32_lm_head",),
+        needs="vLLM's second model runner: a GPU with Triton",
     ),
-    Setting(
+    ServerSetting(
         "quantization",
-        "--quantization fp8_per_channel",
-        "--quantization fp8",
-        ("model_config.quantization",),
-        ("quantization",),
-        "a device that multiplies in it",
+        vllm="--quantization fp8_per_channel",
+        sglang="--quantization fp8",
+        told=("model_config.quantization",),
+        told_sglang=("quantization",),
+        needs="a device that multiplies in it",
     ),
-    Setting("dtype", "--dtype float16", "--dtype float16", ("model_config.dtype",), ("dtype",)),
+    ServerSetting(
+        "dtype",
+        vllm="--dtype float16",
+        sglang="--dtype float16",
+        told=("model_config.dtype",),
+        told_sglang=("dtype",),
+    ),
 )
 
 
