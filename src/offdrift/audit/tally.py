@@ -265,33 +265,44 @@ def _facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor |
         sums |= {"fusion/alpha": alpha, "fusion/responses": stated.sum()}
     if batch.truncated is not None:
         sums |= {"truncated": batch.truncated.count_nonzero(), "truncated/n": float(b)}
-    if batch.old_status is not None and n:
+    if not n:
+        return sums, maxima
+    token_sums, token_maxima = _token_facts(batch)
+    return sums | token_sums, maxima | token_maxima
+
+
+def _token_facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor | float]]:
+    """Old log-probs, lags, reuse, mixed versions, turns and entropy of a batch that has tokens."""
+    n = float(batch.num_tokens)
+    sums: dict[str, Tensor | float] = {}
+    maxima: dict[str, Tensor | float] = {}
+    if batch.old_status is not None:
         status, lengths = batch.old_status, batch.segments.lengths.double()
         stated = (status >= 0) & (status < len(OLD_STATUS))  # a log may say anything
         for code, name in enumerate(OLD_STATUS):
             sums[f"old/{name}"] = lengths.where(status == code, 0.0).sum()
             sums[f"old/{name}/n"] = lengths.where(stated, 0.0).sum()
-    if batch.lag is not None and batch.version is not None and n:
-        sums |= {"version_lag": batch.lag.sum(), "version_lag/n": float(n)}
+    if batch.lag is not None and batch.version is not None:
+        sums |= {"version_lag": batch.lag.sum(), "version_lag/n": n}
         maxima["version_lag_max"] = batch.lag.max()
         maxima["-version_lag_min"] = -batch.lag.min()
         maxima |= {"version_max": batch.version.max(), "-version_min": -batch.version.min()}
-    if batch.updates_before is not None and n:
+    if batch.updates_before is not None:
         before = batch.updates_before.double() * batch.segments.lengths
-        sums |= {"updates_before": before.sum(), "updates_before/n": float(n)}
-    if batch.logp_last is not None and batch.logp is not None and n:
+        sums |= {"updates_before": before.sum(), "updates_before/n": n}
+    if batch.logp_last is not None and batch.logp is not None:
         moved = clamped(at_least_float32(batch.logp_last) - at_least_float32(batch.logp)).double()
-        sums |= {"reuse/k3": (moved.expm1() - moved).sum(), "reuse/k3/n": float(n)}
-    if batch.rollout_version is not None and n:
+        sums |= {"reuse/k3": (moved.expm1() - moved).sum(), "reuse/k3/n": n}
+    if batch.rollout_version is not None:
         drawn_by, filled = batch.rollout_version.double(), batch.segments.lengths > 0
         several = batch.segments.max(drawn_by, empty=0.0) > batch.segments.min(drawn_by, empty=0.0)
         if batch.newest_version is not None:
             several |= batch.newest_version > batch.segments.min(drawn_by, empty=0.0)
         sums |= {"mixed": several.count_nonzero(), "mixed/n": filled.count_nonzero()}
-    if (turns := batch.segments.turns) is not None and n:
+    if (turns := batch.segments.turns) is not None:
         sums |= {"turns": float(len(turns)), "turns/n": batch.segments.lengths.count_nonzero()}
-    if batch.entropy is not None and n:
-        sums |= {"current/entropy": batch.entropy.double().sum(), "current/entropy/n": float(n)}
+    if batch.entropy is not None:
+        sums |= {"current/entropy": batch.entropy.double().sum(), "current/entropy/n": n}
     return sums, maxima
 
 

@@ -25,6 +25,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Bool
 
 from offdrift.certificate.batch import KL, TV, BatchEvidence, HostEvidence
 from offdrift.certificate.bounds import CONSTANTS, ROWS, Bound, all_bounds, check_constants, tightest
@@ -180,34 +181,19 @@ def certify(
     check_alpha(alpha)
     looks, alpha_total = looks or Looks(), alpha
     alpha = looks.share(alpha_total)
-    check_constants(constants)
-    if prompts is not None:
-        check_choice("prompts", prompts, DESIGNS)
-    for name in assume:
-        check_choice("assume", name, ("kl", "tv"))
+    _check_choices(constants, assume, prompts)
     if len(batch) == 0:
         raise BadValueError("the batch has no sequences; there is nothing to certify")
     host, region, size = batch.to_host(), batch.region, reward_range[1] - reward_range[0]
-    longest = int(host["length"].argmax())
-    if host["length"][longest] > region.horizon:
-        raise BadValueError(
-            f"sequence {longest} has {host['length'][longest]:.0f} tokens, horizon = "
-            f"{region.horizon}; the horizon is the longest possible response"
-        )
+    _check_lengths(host, region)
     rewards = unit_rewards(host["reward"], reward_range) if batch.rewarded else None
     grades = {"kl": batch.grades[KL], "tv": batch.grades[TV]}
     premises = _premises(host, region, grades, assume)
     refuted = int(host["refuted"].sum())  # if any, no upper end of a capped interval is valid
     # The region's limits were measured at every token, so that leaving it is noticed.
     measured = not refuted and all(grades[name] is not Grade.SAMPLED for name in premises)
-    outside = ~(host["kl_high"] <= region.delta)
-    if region.eps is not None:
-        outside |= ~(host["tv_high"] <= region.eps)
-    accepted = host["kept"] > 0
-    if measured:
-        accepted &= ~outside
-    if region.tau is not None:
-        accepted &= host["worst"] <= region.tau
+    outside = _outside(host, region)
+    accepted = _accepted(host, region, outside if measured else None)
     intervals = estimates(host, rewards, accepted, region, alpha=alpha, anytime=looks.anytime)
     stand = all(status in ("not falsified", "known") for status in premises.values())
     bound = _unified(region, intervals["kl_seq"], intervals["shift"], constants) if stand and not refuted else None
@@ -316,6 +302,39 @@ def _unified(region: TrustRegion, kl_seq: Estimate, shift: Estimate, constants: 
     row = ROWS["adaptive"]
     adaptive = CONSTANTS[constants] * shift.high
     return tightest([*rows, Bound("adaptive", adaptive, row.route, row.scaling, row.equation)])
+
+
+def _check_choices(constants: str, assume: Collection[str], prompts: PromptDesign | None) -> None:
+    check_constants(constants)
+    if prompts is not None:
+        check_choice("prompts", prompts, DESIGNS)
+    for name in assume:
+        check_choice("assume", name, ("kl", "tv"))
+
+
+def _check_lengths(host: HostEvidence, region: TrustRegion) -> None:
+    longest = int(host["length"].argmax())
+    if host["length"][longest] > region.horizon:
+        raise BadValueError(
+            f"sequence {longest} has {host['length'][longest]:.0f} tokens, horizon = "
+            f"{region.horizon}; the horizon is the longest possible response"
+        )
+
+
+def _outside(host: HostEvidence, region: TrustRegion) -> Bool[np.ndarray, " sequences"]:
+    """Sequences of which some token may lie outside the region, by the upper ends of its divergences."""
+    outside = ~(host["kl_high"] <= region.delta)
+    return outside if region.eps is None else outside | ~(host["tv_high"] <= region.eps)
+
+
+def _accepted(
+    host: HostEvidence, region: TrustRegion, outside: Bool[np.ndarray, " sequences"] | None
+) -> Bool[np.ndarray, " sequences"]:
+    """Sequences that the gates and the region keep; `outside` is None where the region was not measured."""
+    accepted = host["kept"] > 0
+    if outside is not None:
+        accepted &= ~outside
+    return accepted if region.tau is None else accepted & (host["worst"] <= region.tau)
 
 
 def _premises(

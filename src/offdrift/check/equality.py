@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -154,51 +155,67 @@ def outputs_of(model: nn.Module, row: int | None = None) -> Iterator[Outputs]:
     Args:
         row: of the batch, where there is one; None: all places of a call belong to one sequence, in their order.
     """
-    noted, sizes = Outputs(), {"b": 1, "t": 1, "dimensions": 2}
+    listener = OutputListener(row)
+    handles = [model.register_forward_pre_hook(listener.begin, with_kwargs=True)]
+    for name, module in model.named_modules():
+        if name:
+            handles.append(module.register_forward_hook(partial(listener.note, HEAD if is_head(module) else name)))
+    try:
+        yield listener.outputs
+    finally:
+        for handle in handles:
+            handle.remove()
 
-    def begin(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+
+class OutputListener:
+    """Hooks that note inputs and outputs of modules as numbers per place of a sequence."""
+
+    def __init__(self, row: int | None) -> None:
+        self.row, self.outputs = row, Outputs()
+        self.rows, self.columns, self.dimensions = 1, 1, 2
+
+    def begin(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Take the shape of a batch from its token ids."""
         ids = named.get("input_ids", arguments[0] if arguments else None)
         if isinstance(ids, Tensor):
             # vLLM puts the tokens of all requests into one dimension.
-            sizes["b"], sizes["t"] = (1, len(ids)) if ids.ndim == 1 else ids.shape
-            sizes["dimensions"] = ids.ndim
+            self.rows, self.columns = (1, len(ids)) if ids.ndim == 1 else ids.shape
+            self.dimensions = ids.ndim
 
-    def rows_of(module: nn.Module, value: Any) -> Tensor | None:
-        """Numbers per place of the sequence, [places, d]."""
-        value = value.logits if hasattr(value, "logits") else value
-        tensors = [x for x in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(x, Tensor)]
-        if not tensors or not tensors[0].is_floating_point():
+    def note(self, name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        """Add what a module has read and put out."""
+        read = tuple(x for x in arguments if isinstance(x, Tensor))[:1]
+        for parts, value in ((self.outputs.parts, output), (self.outputs.inputs, read)):
+            if (x := self.places(_numbers_of(module, value))) is not None:
+                parts.setdefault(name, []).append(x)
+
+    def places(self, x: Tensor | None) -> Tensor | None:
+        """Numbers per place of the sequence, [places, d]; None where a module has none."""
+        if x is None:
             return None
-        # Gemma's embedding scales its rows in transformers; vLLM's model does that behind it.
-        x = tensors[0].detach() / getattr(module, "embed_scale", 1)
-        if len(tensors) == 2 and type(module).__name__.endswith("DecoderLayer") and tensors[1].shape == x.shape:
-            x = x.float() + tensors[1].float()  # vLLM adds the residual stream in the next layer
-        if row is None:
-            x = x[0] if sizes["dimensions"] == 2 and x.ndim > 2 and len(x) == 1 else x
+        if self.row is None:
+            x = x[0] if self.dimensions == 2 and x.ndim > 2 and len(x) == 1 else x
         else:  # [b, t, ...], or all places of all sequences in one dimension
-            b, t = sizes["b"], sizes["t"]
+            b, t = self.rows, self.columns
             if len(x) == b * t and x.shape[:2] != (b, t):
                 x = x.reshape(b, t, *x.shape[1:])
             if x.ndim < 3 or len(x) != b:
                 return None
-            x = x[row]
+            x = x[self.row]
         return x.reshape(len(x), -1).double().cpu()
 
-    def note(name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        read = tuple(x for x in arguments if isinstance(x, Tensor))[:1]
-        for parts, value in ((noted.parts, output), (noted.inputs, read)):
-            if (x := rows_of(module, value)) is not None:
-                parts.setdefault(name, []).append(x)
 
-    handles = [model.register_forward_pre_hook(begin, with_kwargs=True)]
-    for name, module in model.named_modules():
-        if name:
-            handles.append(module.register_forward_hook(partial(note, HEAD if is_head(module) else name)))
-    try:
-        yield noted
-    finally:
-        for handle in handles:
-            handle.remove()
+def _numbers_of(module: nn.Module, value: Any) -> Tensor | None:
+    """Output of a module as transformers' module of its name has it; None if it has no floating-point numbers."""
+    value = value.logits if hasattr(value, "logits") else value
+    tensors = [x for x in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(x, Tensor)]
+    if not tensors or not tensors[0].is_floating_point():
+        return None
+    # Gemma's embedding scales its rows in transformers; vLLM's model does that behind it.
+    x = tensors[0].detach() / getattr(module, "embed_scale", 1)
+    if len(tensors) == 2 and type(module).__name__.endswith("DecoderLayer") and tensors[1].shape == x.shape:
+        x = x.float() + tensors[1].float()  # vLLM adds the residual stream in the next layer
+    return x
 
 
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -239,6 +256,45 @@ def is_head(module: nn.Module) -> bool:
     return plain and type(module).__name__ == "LogitsProcessor"
 
 
+@dataclass(frozen=True)
+class PairedOutputs:
+    """Outputs of both engines for one response, at every place that both computed."""
+
+    ours: Outputs
+    theirs: Outputs
+    response: Rollouts
+    widest: int
+    """Most tokens of a response that the trainer scored beside it, with its context."""
+
+    def both(self, name: str, *, inputs: bool = False) -> tuple[Tensor, Tensor] | None:
+        """Numbers of trainer and rollout engine; None for a module that cannot be compared."""
+        count = len(self.response.tokens)
+        # Responses begin in one column: their predictions are the first of the last `widest + 1` columns, behind the
+        # rest of the prompt, which a head does not read and a prefix cache leaves out.
+        for before in (len(self.response.prompt_tokens) - 1, 0):
+            x = self.ours.last(name, before + self.widest + 1, inputs=inputs)
+            y = self.theirs.last(name, before + count, inputs=inputs)
+            if x is not None and y is not None:
+                x = x[: len(y)]
+                break
+        else:
+            return None
+        if len(self.ours.parts[name]) > 1 or x.shape[1] != y.shape[1]:
+            return None
+        # vLLM's act_fn also multiplies by the gate: of the same name, and another function of a wider input.
+        read = (self.ours.inputs.get(name), self.theirs.inputs.get(name))
+        widths = {parts[0].shape[1] for parts in read if parts}
+        return None if len(widths) > 1 else (x, y)
+
+    def difference(self, name: str) -> dict[str, float]:
+        """Largest |difference|, and its norm over that of the trainer's output; empty if it cannot be compared."""
+        if (pair := self.both(name)) is None:
+            return {}
+        difference, size = pair[0] - pair[1], float(pair[0].norm())
+        relative = float(difference.norm()) / size if size else 0.0
+        return {"abs_max": float(difference.abs().max()), "relative": relative}
+
+
 @torch.no_grad()
 def bisect(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, Any]:
     """The first module whose output differs between the engines, and by how much every module differs.
@@ -269,44 +325,22 @@ def bisect(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> dict[str, An
     with outputs_of(model, row=0) as ours:
         score(model, together, temperature=bench.sampling.temperature)
     split_merged(theirs, ours)
-    count, widest = len(one.tokens), int(together.lengths_with_context.max())
-
-    def compared(name: str, *, inputs: bool = False) -> tuple[Tensor, Tensor] | None:
-        """Numbers of trainer and rollout engine at every place that both computed."""
-        # Responses begin in one column: their predictions are the first of the last `widest + 1` columns, behind the
-        # rest of the prompt, which a head does not read and a prefix cache leaves out.
-        for before in (len(one.prompt_tokens) - 1, 0):
-            x = ours.last(name, before + widest + 1, inputs=inputs)
-            y = theirs.last(name, before + count, inputs=inputs)
-            if x is not None and y is not None:
-                x = x[: len(y)]
-                break
-        else:
-            return None
-        if len(ours.parts[name]) > 1 or x.shape[1] != y.shape[1]:
-            return None
-        # vLLM's act_fn also multiplies by the gate: of the same name, and another function of a wider input.
-        widths = {parts[0].shape[1] for parts in (ours.inputs.get(name), theirs.inputs.get(name)) if parts}
-        return None if len(widths) > 1 else (x, y)
-
-    modules: list[dict[str, Any]] = []
-    for name in ours.parts:
-        if (pair := compared(name)) is not None:
-            difference, size = pair[0] - pair[1], float(pair[0].norm())
-            relative = float(difference.norm()) / size if size else 0.0
-            modules.append({"module": name, "abs_max": float(difference.abs().max()), "relative": relative})
+    pairs = PairedOutputs(ours, theirs, one, widest=int(together.lengths_with_context.max()))
+    modules: list[dict[str, Any]] = [
+        {"module": name, **sizes} for name in ours.parts if (sizes := pairs.difference(name))
+    ]
     if not modules:
         raise NotOfferedError("the engines have no module of one name in common that can be compared")
     first = next((m for m in modules if m["abs_max"] != 0), None)
     if first is not None:
-        read = compared(first["module"], inputs=True)
+        read = pairs.both(first["module"], inputs=True)
         outer = first["module"].rpartition(".")[0]
         first = {**first, "within": outer if read is not None and not torch.equal(*read) else first["module"]}
     limit = rounding_limit(rollout.dtype, train.dtype)
     return {
         "rollout": str(rollout),
         "train": str(train),
-        "tokens": count,
+        "tokens": len(one.tokens),
         "first": first,
         "rounding_limit": limit,
         "beyond_rounding": beyond_rounding(modules, limit, model),

@@ -202,13 +202,16 @@ def _columns(rows: Sequence[Row], numbers: Sequence[int]) -> Columns:
         elif f.per == "token":
             lists[name] = _lists(name, values)
         elif f.by_token and any(_is_list(v) for v in values):
-            # Single numbers among lists stand for every token of their row.
-            lengths = (max((len(v) for n, v in row.items() if n in LISTS and _is_list(v)), default=0) for row in rows)
-            spread = [v if v is None or _is_list(v) else [v] * n for v, n in zip(values, lengths, strict=True)]
-            lists[name] = _lists(name, spread)
+            lists[name] = _lists(name, spread_over_tokens(values, rows))
         else:
             single[name] = _numbers(name, f, values)
     return Columns(torch.tensor(numbers, dtype=torch.int64), lists, single, texts)
+
+
+def spread_over_tokens(values: Sequence[Any], rows: Sequence[Row]) -> list[Any]:
+    """Return lists as they are; single numbers among them stand for every token of their row."""
+    lengths = (max((len(v) for n, v in row.items() if n in LISTS and _is_list(v)), default=0) for row in rows)
+    return [v if v is None or _is_list(v) else [v] * n for v, n in zip(values, lengths, strict=True)]
 
 
 def text_of(value: Any) -> str | None:

@@ -8,6 +8,7 @@ import threading
 from bisect import bisect, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -219,39 +220,7 @@ def _decode(
     convert: Callable[[int, pa.Table], Any],
 ) -> tuple[list[Any], list[BadRow]]:
     """A range of rows by `convert(place of the first row, from 0, part)`, and what of it cannot be decoded."""
-    parts: list[Any] = []
-    bad: list[BadRow] = []
-
-    def undecoded(first: int, last: int, error: Exception) -> None:
-        reason = f"rows {first + 1} to {last} cannot be decoded: {error}"
-        bad.append(BadRow(file, first + 1, reason, rows=last - first))
-
-    def take(tables: Iterable[tuple[int, pa.Table]]) -> None:
-        for at, table in tables:
-            _check_texts(table, limit)
-            try:
-                parts.append(convert(at, table))
-            except Broken as e:
-                undecoded(at, at + len(table), e)
-
-    def whole(source: pq.ParquetFile, groups: list[_Group], names: list[str] | None) -> None:
-        """Neighbors at once; where one of them is broken, each half by itself.
-
-        In a loop: an inner function that calls itself would keep what was read until Python's collector runs.
-        """
-        waiting = [groups]
-        while waiting:
-            now = waiting.pop()
-            first, last = now[0].rows[0], now[-1].rows[1]
-            try:
-                take([(first, source.read_row_groups([g.place for g in now], names, use_threads=False))])
-            except Broken as e:
-                if len(now) == 1:
-                    undecoded(first, last, e)
-                else:
-                    middle = len(now) // 2
-                    waiting += [now[middle:], now[:middle]]
-
+    decoding = _Decoding(file, limit, convert)
     try:
         with _source(file) as (source, raw):
             schema, metadata = source.schema_arrow, source.metadata
@@ -262,30 +231,64 @@ def _decode(
             last = _last_affordable(file, row_groups, names, limit)
             budget = _PageBudget(source.schema, row_groups, raw, names=names, limit=limit, last=last)
             for run in _runs(row_groups, start, stop):
-                for groups in budget.affordable(run, undecoded):
-                    if groups[0].whole == groups[0].rows:
-                        whole(source, groups, names)
-                        continue
+                for groups in budget.affordable(run, decoding.undecoded):
                     group = groups[0]
+                    if group.whole == group.rows:
+                        decoding.whole_groups(source, groups, names)
+                        continue
+                    some = {"rows": group.rows, "names": names, "texts": texts, "metadata": metadata}
                     try:
-                        take(
-                            _part(
-                                file,
-                                group.place,
-                                group.whole,
-                                rows=group.rows,
-                                names=names,
-                                texts=texts,
-                                metadata=metadata,
-                            )
-                        )
+                        decoding.take(_part(file, group.place, group.whole, **some))
                     except Broken as e:
-                        undecoded(*group.rows, e)
+                        decoding.undecoded(*group.rows, e)
     except RecordError:
         raise
     except Broken as e:
-        bad.append(BadRow(file, 0, f"no whole Parquet file: {e}", rows=0))
-    return parts, bad
+        decoding.bad.append(BadRow(file, 0, f"no whole Parquet file: {e}", rows=0))
+    return decoding.parts, decoding.bad
+
+
+@dataclass
+class _Decoding:
+    """Converted parts of a file, and rows that cannot be decoded."""
+
+    file: str
+    limit: int
+    convert: Callable[[int, pa.Table], Any]
+    parts: list[Any] = field(default_factory=list)
+    bad: list[BadRow] = field(default_factory=list)
+
+    def undecoded(self, first: int, last: int, error: Exception) -> None:
+        """Note rows from `first` to before `last`, from 0, as bad."""
+        reason = f"rows {first + 1} to {last} cannot be decoded: {error}"
+        self.bad.append(BadRow(self.file, first + 1, reason, rows=last - first))
+
+    def take(self, tables: Iterable[tuple[int, pa.Table]]) -> None:
+        """Convert tables, each with the place of its first row."""
+        for at, table in tables:
+            _check_texts(table, self.limit)
+            try:
+                self.parts.append(self.convert(at, table))
+            except Broken as e:
+                self.undecoded(at, at + len(table), e)
+
+    def whole_groups(self, source: pq.ParquetFile, groups: list[_Group], names: list[str] | None) -> None:
+        """Read neighbors at once; where one of them is broken, each half by itself.
+
+        In a loop: a function that calls itself would keep what was read until Python's collector runs.
+        """
+        waiting = [groups]
+        while waiting:
+            now = waiting.pop()
+            first, last = now[0].rows[0], now[-1].rows[1]
+            try:
+                self.take([(first, source.read_row_groups([g.place for g in now], names, use_threads=False))])
+            except Broken as e:
+                if len(now) == 1:
+                    self.undecoded(first, last, e)
+                else:
+                    middle = len(now) // 2
+                    waiting += [now[middle:], now[:middle]]
 
 
 def _runs(row_groups: Sequence[RowGroup], start: int, stop: int) -> Iterator[list[_Group]]:
@@ -509,7 +512,7 @@ def to_columns(table: pa.Table, before: int, wanted: Mapping[str, str]) -> Colum
     lists: dict[str, Lists] = {}
     numbers: dict[str, Numbers] = {}
     texts: dict[str, Sequence[str | None]] = {}
-    for field, name in wanted.items():
+    for ours, name in wanted.items():
         head, _, rest = name.partition(".")
         inside = name not in table.column_names
         array = (pc.struct_field(table.column(head), rest) if inside else table.column(name)).combine_chunks()
@@ -517,17 +520,17 @@ def to_columns(table: pa.Table, before: int, wanted: Mapping[str, str]) -> Colum
             array = pa.concat_arrays(array.chunks)
         if pa.types.is_dictionary(array.type):
             array = array.dictionary_decode()
-        f = COLUMNS[field]
+        f = COLUMNS[ours]
         if f.is_text or (f.text_ids and not is_number(array.type)):
             try:
-                texts[field] = [text_of(t) for t in array.to_pylist()]
+                texts[ours] = [text_of(t) for t in array.to_pylist()]
             except UnicodeDecodeError:
                 raw = array.cast(pa.binary()).to_pylist()
-                texts[field] = [None if t is None else t.decode("utf-8", "replace") for t in raw]
+                texts[ours] = [None if t is None else t.decode("utf-8", "replace") for t in raw]
         elif f.by_token and is_list(array.type):
-            lists[field] = _lists(array, not f.is_whole)
+            lists[ours] = _lists(array, not f.is_whole)
         elif f.per != "token":
-            numbers[field] = _numbers(array, f)
+            numbers[ours] = _numbers(array, f)
     if "drawn_by" not in texts and (header := (table.schema.metadata or {}).get(ROLLOUTS_KEY)):
         # A file of rollouts says once what drew them all.
         with suppress(ValueError, LookupError, TypeError, RecursionError):
