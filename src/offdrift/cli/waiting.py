@@ -1,4 +1,4 @@
-"""What a command is doing until it shows something: nobody takes a silent start for a hang."""
+"""Lines on what a command is doing until it shows something: nobody takes a silent start for a hang."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def groups_per_second(phases: Phases) -> float:
 
 
 def provisioning(phases: Phases) -> dict[str, Any]:
-    """What the rule says of a cluster.
+    """Answer of the rule for a cluster.
 
     Returns: `train_seconds`; `needed` and `capacity`, groups per second that the trainer takes and the workers draw;
         `workers`, the fewest that keep it busy (None: no number does); `spread_seconds`, for weights to reach a worker;

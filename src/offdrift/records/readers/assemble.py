@@ -57,7 +57,7 @@ Rows = Bool[Tensor, " b"]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of each row stand."""
+    """Places of the tokens of each row."""
 
     cuts: Int[Tensor, " cuts"]
 
@@ -67,7 +67,7 @@ class Layout:
         return self.cuts.diff()
 
     def count(self, tokens: Bool[Tensor, " _"]) -> Int[Tensor, " _"]:
-        """How many of a mask's tokens each row has."""
+        """Return the number of a mask's tokens in each row."""
         return cumulative(tokens)[self.cuts].diff()
 
     def spread(self, rows: Bool[Tensor, " _"]) -> Bool[Tensor, " _"]:

@@ -41,7 +41,7 @@ ANSWERED = "\n-> "
 
 @dataclass(frozen=True)
 class TurnEnds:
-    """What ends a turn of the model, if its length does not."""
+    """Texts that end a turn of the model before its length does."""
 
     tokenizer: PreTrainedTokenizerBase
     stops: Sequence[str]
