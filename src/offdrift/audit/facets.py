@@ -456,61 +456,80 @@ def _of_names(
 
 def _summed(batch: Logged) -> tuple[Tables, Tables, Tables, dict[str, PerSequence]]:
     """Sums, maxima and logs of sums by bucket, and sums by sequence: one pass, in blocks that stay in cache."""
-    cells, second = Cells.known(batch), seconds(batch)
-    size = math.prod(cells.shape)
-
-    def table(rows: int = 1, copies: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-        return torch.zeros(rows, copies * size, dtype=dtype)
-
-    present, parts = np.zeros(64), {on: [] for on in second}
-    tokens, exact = table(1, LANES), {name: table(1, LANES) for name in batch.divergences}
-    # `SUMS` and the count of tokens within `NEAR` and beyond; of those beyond, logs of sums as well.
-    near, far = {on: table(len(SUMS), LANES) for on in second}, {on: table(len(SUMS) + 1) for on in second}
-    far_logs = {on: LogTable.empty(size, x.dtype) for on, x in second.items()}
-    largest = {on: table(1, LANES, x.dtype) for on, x in second.items()}
+    totals = CellTotals(batch)
     for block in chunks(batch, tokens=4 * BLOCK):  # some sixty calls on each
+        totals.add(block)
+    return *totals.by_axis(), {on: PerSequence.cat(x) for on, x in totals.parts.items()}
+
+
+class CellTotals:
+    """Sums, maxima and logs of sums by cell of the facets, to which blocks of a batch are added."""
+
+    def __init__(self, batch: Logged) -> None:
+        self.cells, second = Cells.known(batch), seconds(batch)
+        self.size = math.prod(self.cells.shape)
+        self.present, self.parts = np.zeros(64), {on: [] for on in second}
+        self.tokens, self.exact = self.table(1, LANES), {name: self.table(1, LANES) for name in batch.divergences}
+        # `SUMS` and the count of tokens within `NEAR` and beyond; of those beyond, logs of sums as well.
+        self.near = {on: self.table(len(SUMS), LANES) for on in second}
+        self.far = {on: self.table(len(SUMS) + 1) for on in second}
+        self.far_logs = {on: LogTable.empty(self.size, x.dtype) for on, x in second.items()}
+        self.largest = {on: self.table(1, LANES, x.dtype) for on, x in second.items()}
+
+    def table(self, rows: int = 1, copies: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Zeros by cell."""
+        return torch.zeros(rows, copies * self.size, dtype=dtype)
+
+    def add(self, block: Logged) -> None:
+        """Add a block's tokens to their cells."""
         assert block.logp_rollout is not None
-        own, rollout = cells.of_tokens(block), at_least_float32(block.logp_rollout)
-        present += cells.sequences(own, block.cu_seqlens)
-        cell = (own + lanes(size, 1 << (block.num_tokens - 1).bit_length())[: block.num_tokens]).long()
-        tokens += torch.bincount(cell, minlength=LANES * size)
+        place, rollout = self.cells.of_tokens(block), at_least_float32(block.logp_rollout)
+        self.present += self.cells.sequences(place, block.cu_seqlens)
+        copies = lanes(self.size, 1 << (block.num_tokens - 1).bit_length())[: block.num_tokens]
+        cell = (place + copies).long()
+        self.tokens += torch.bincount(cell, minlength=LANES * self.size)
         for on, policy in seconds(block).items():
             raw = policy - rollout
             limited, size_of_l = clamped(raw), raw.abs()
             excess = limited.expm1().double()  # the one exponential of a token
-            parts[on].append(PerSequence.sums(block.segments, raw, excess, size_of_l))
-            largest[on][0].scatter_reduce_(0, cell, size_of_l, "amax")
-            if not bool((size_of_l.numpy() <= NEAR).all()):
-                beyond = torch.from_numpy(np.flatnonzero(~(size_of_l.numpy() <= NEAR)))
-                where = own[beyond].long()
-                _scatter(far[on], _values(excess[beyond], limited[beyond], size_of_l[beyond]), where)
-                far[on][-1].scatter_add_(0, where, torch.ones_like(excess[beyond]))
-                far_logs[on].add(raw[beyond], where)
+            self.parts[on].append(PerSequence.sums(block.segments, raw, excess, size_of_l))
+            self.largest[on][0].scatter_reduce_(0, cell, size_of_l, "amax")
+            within = size_of_l.numpy() <= NEAR
+            if not bool(within.all()):
+                beyond = torch.from_numpy(np.flatnonzero(~within))
+                where = place[beyond].long()
+                _scatter(self.far[on], _values(excess[beyond], limited[beyond], size_of_l[beyond]), where)
+                self.far[on][-1].scatter_add_(0, where, torch.ones_like(excess[beyond]))
+                self.far_logs[on].add(raw[beyond], where)
                 for x in (excess, limited, size_of_l):
                     x[beyond] = 0.0
-            _scatter(near[on], _values(excess, limited, size_of_l), cell)
+            _scatter(self.near[on], _values(excess, limited, size_of_l), cell)
         for name, x in block.divergences.items():
-            exact[name][0].scatter_add_(0, cell, x.double())
+            self.exact[name][0].scatter_add_(0, cell, x.double())
 
-    (counted,) = tokens = _whole(tokens)
-    sums = {f"{axis}/sequences": counts for axis, counts in cells.named(present).items()}
-    maxima, logs = {}, {}
-    names = [*second, *(f"divergence/{name}" for name in exact)]
-    for axis, (count,) in cells.along(tokens).items():
-        sums |= {f"{axis}/tokens": count, **{f"{axis}/{name}/n": count for name in names}}
-    for on in second:
-        within = torch.cat([_whole(near[on]), (counted - far[on][-1])[None]])
-        for axis, columns in cells.along((within + far[on])[: len(SUMS)]).items():
-            sums |= {f"{axis}/{on}/{k}": x for k, x in zip(SUMS, columns, strict=True)}
-        for axis, (most,) in cells.along(largest[on].view(LANES, -1).amax(0)[None], np.maximum).items():
-            maxima[f"{axis}/{on}/abs_max"] = most
-        for axis, columns in cells.log_added(torch.logaddexp(far_logs[on].logs(), _near_logs(within))).items():
-            logs |= {f"{axis}/{on}/{k}": x for k, x in zip(TOKEN_LOGS, columns, strict=True)}
-    for name, total in exact.items():
-        sums |= {f"{axis}/divergence/{name}": x for axis, (x,) in cells.along(_whole(total)).items()}
-    for column in ("sequences", "tokens"):  # of all sequences, scored or not: `_by_length`
-        del sums[f"length/{column}"]
-    return sums, maxima, logs, {on: PerSequence.cat(x) for on, x in parts.items()}
+    def by_axis(self) -> tuple[Tables, Tables, Tables]:
+        """Sums, maxima and logs of sums along each axis of the facets."""
+        cells = self.cells
+        (counted,) = tokens = _whole(self.tokens)
+        sums = {f"{axis}/sequences": counts for axis, counts in cells.named(self.present).items()}
+        maxima, logs = {}, {}
+        names = [*self.near, *(f"divergence/{name}" for name in self.exact)]
+        for axis, (count,) in cells.along(tokens).items():
+            sums |= {f"{axis}/tokens": count, **{f"{axis}/{name}/n": count for name in names}}
+        for on, far in self.far.items():
+            within = torch.cat([_whole(self.near[on]), (counted - far[-1])[None]])
+            for axis, columns in cells.along((within + far)[: len(SUMS)]).items():
+                sums |= {f"{axis}/{on}/{k}": x for k, x in zip(SUMS, columns, strict=True)}
+            for axis, (most,) in cells.along(self.largest[on].view(LANES, -1).amax(0)[None], np.maximum).items():
+                maxima[f"{axis}/{on}/abs_max"] = most
+            near_logs = _near_logs(within)
+            for axis, columns in cells.log_added(torch.logaddexp(self.far_logs[on].logs(), near_logs)).items():
+                logs |= {f"{axis}/{on}/{k}": x for k, x in zip(TOKEN_LOGS, columns, strict=True)}
+        for name, total in self.exact.items():
+            sums |= {f"{axis}/divergence/{name}": x for axis, (x,) in cells.along(_whole(total)).items()}
+        for column in ("sequences", "tokens"):  # of all sequences, scored or not: `_by_length`
+            del sums[f"length/{column}"]
+        return sums, maxima, logs
 
 
 def _values(excess: Tensor, limited: Tensor, size_of_l: Tensor) -> Iterator[Tensor]:

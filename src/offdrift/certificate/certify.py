@@ -182,10 +182,7 @@ def certify(
     looks, alpha_total = looks or Looks(), alpha
     alpha = looks.share(alpha_total)
     _check_choices(constants, assume, prompts)
-    if len(batch) == 0:
-        raise BadValueError("the batch has no sequences; there is nothing to certify")
-    host, region, size = batch.to_host(), batch.region, reward_range[1] - reward_range[0]
-    _check_lengths(host, region)
+    host, region, size = _on_host(batch), batch.region, reward_range[1] - reward_range[0]
     rewards = unit_rewards(host["reward"], reward_range) if batch.rewarded else None
     grades = {"kl": batch.grades[KL], "tv": batch.grades[TV]}
     premises = _premises(host, region, grades, assume)
@@ -312,13 +309,18 @@ def _check_choices(constants: str, assume: Collection[str], prompts: PromptDesig
         check_choice("assume", name, ("kl", "tv"))
 
 
-def _check_lengths(host: HostEvidence, region: TrustRegion) -> None:
+def _on_host(batch: BatchEvidence) -> HostEvidence:
+    """The evidence in numpy, of a batch whose sequences are there and at most as long as the horizon."""
+    if len(batch) == 0:
+        raise BadValueError("the batch has no sequences; there is nothing to certify")
+    host, region = batch.to_host(), batch.region
     longest = int(host["length"].argmax())
     if host["length"][longest] > region.horizon:
         raise BadValueError(
             f"sequence {longest} has {host['length'][longest]:.0f} tokens, horizon = "
             f"{region.horizon}; the horizon is the longest possible response"
         )
+    return host
 
 
 def _outside(host: HostEvidence, region: TrustRegion) -> Bool[np.ndarray, " sequences"]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -97,50 +97,21 @@ def check(
     check_max_kl(max_kl)
     rules = rules or load_rules()  # a rule that cannot be read must not cost the measurements
     started, pair = time.monotonic(), Pair(rollout, train)
-    pairs = rollout.kind == "openai" or against is not None
-    total = 3 + 3 * noise + pairs + (claim is not None) + layers + len(factors)
+    total = 3 + 3 * noise + _has_pairs(rollout, against) + (claim is not None) + layers + len(factors)
     bench.train_model(train)  # an impossible training engine is refused before sampling
     watch(f"drawing with {rollout}", 0, total)
     rollouts = bench.rollouts(rollout)
     watch(f"scoring with {train}", 1, total)
     baseline = measure(bench, rollouts, train, details=True)
-    precision = Explained(rollouts.provenance.dtype, "the check was interrupted", limits=rules.limits)
-    noises: dict[str, Any] = {}
-    equality: dict[str, Any] = {}
-    outcomes: list[Outcome] = []
-    interrupted, equal = False, None
+    stages = _Stages(bench, pair, rollouts, baseline, against=against, digest=digest, rules=rules)
+    interrupted = False
     try:
-        watch("what precision explains", 2, total)
-        precision = explained(bench, rollouts, baseline, train, rules.limits)
-        if noise:
-            watch("drawing again", 3, total)
-            noises["repeat"] = repeated(rollouts, bench.rollouts(rollout, repeat=1))
-            watch("the training engine against itself", 4, total)
-            noises["null"] = null_pair(bench, train)
-            watch("other batches", 5, total)
-            equality["deterministic"] = attempted(determinism, bench, rollout, train)
-        before_factors = total - len(factors)
-        if pairs:
-            watch("the same tokens", before_factors - 1 - (claim is not None) - layers, total)
-            equality["paired"] = _paired(bench, pair, rollouts, baseline, against)
-        if rollout.kind == "openai":
-            equality["server"] = attempted(server_side, bench, rollout, *rendered_texts(bench))
-        if claim is not None:
-            watch("every bit", before_factors - 1 - layers, total)
-            equal = _claimed(bench, pair, rollouts, baseline, against)
-            equality["claim"] = with_digest(equal.as_dict(), digest)
-        if layers or (equal is not None and not equal.equal and against is None):
-            watch("layer by layer", before_factors - 1, total)
-            found = attempted(bisect, bench, rollout, train)
-            equality["bisect"] = found | {"elsewhere": precision.exceeded and modules_agree(found)}
-            if equal is not None and against is None:
-                equality["claim"] = with_digest(with_module(equal, equality["bisect"]), digest)
-        for i, factor in enumerate(factors):
-            watch(factor.name, total - len(factors) + i, total)
-            outcomes.append(factor.run(bench, pair, baseline))
+        for i, stage in enumerate(stages.run(factors, noise=noise, layers=layers, claim=claim is not None), 2):
+            watch(stage, min(i, total - 1), total)
         watch("done", total, total)
     except KeyboardInterrupt:
         interrupted = True
+    precision, equality, outcomes = stages.precision, stages.equality, stages.outcomes
     seconds = time.monotonic() - started
     routing = [o.detail["delta_router"] for o in outcomes if "delta_router" in o.detail]
     baseline = replace(baseline, delta_router=routing[0] if routing else math.nan)
@@ -171,12 +142,72 @@ def check(
             "seconds": seconds,
             "baseline": {n: getattr(baseline, n) for n in OWN_NUMBERS} | dict(baseline.metrics),
             "precision": precision.as_dict(),
-            "noise": {**noises, "kl_mean_se": baseline.kl_se},
+            "noise": {**stages.noises, "kl_mean_se": baseline.kl_se},
             **equality,
             "factors": [o.as_dict() for o in [*outcomes, *not_run]],
             **concluded,
         }
     )
+
+
+def _has_pairs(rollout: EngineSpec, against: EngineSpec | None) -> bool:
+    """Whether the rollout engine can be asked twice for the same tokens, in other company or of another server."""
+    return rollout.kind == "openai" or against is not None
+
+
+@dataclass
+class _Stages:
+    """Measurements behind the baseline, each kept as soon as it is there."""
+
+    bench: Bench
+    pair: Pair
+    rollouts: Rollouts
+    baseline: Measured
+    against: EngineSpec | None
+    digest: str | None
+    rules: Rules
+    noises: dict[str, Any] = field(default_factory=dict)
+    equality: dict[str, Any] = field(default_factory=dict)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.precision = Explained(
+            self.rollouts.provenance.dtype, "the check was interrupted", limits=self.rules.limits
+        )
+
+    def run(self, factors: Sequence[Factor], *, noise: bool, layers: bool, claim: bool) -> Iterator[str]:
+        """Yield the name of each stage before it is measured."""
+        bench, (rollout, train) = self.bench, self.pair
+        yield "what precision explains"
+        self.precision = explained(bench, self.rollouts, self.baseline, train, self.rules.limits)
+        if noise:
+            yield "drawing again"
+            self.noises["repeat"] = repeated(self.rollouts, bench.rollouts(rollout, repeat=1))
+            yield "the training engine against itself"
+            self.noises["null"] = null_pair(bench, train)
+            yield "other batches"
+            self.equality["deterministic"] = attempted(determinism, bench, rollout, train)
+        measured = (bench, self.pair, self.rollouts, self.baseline, self.against)
+        if _has_pairs(rollout, self.against):
+            yield "the same tokens"
+            self.equality["paired"] = _paired(*measured)
+        if rollout.kind == "openai":
+            self.equality["server"] = attempted(server_side, bench, rollout, *rendered_texts(bench))
+        equal = None
+        if claim:
+            yield "every bit"
+            equal = _claimed(*measured)
+            self.equality["claim"] = with_digest(equal.as_dict(), self.digest)
+        of_trainer = equal if self.against is None else None
+        if layers or (of_trainer is not None and not of_trainer.equal):
+            yield "layer by layer"
+            found = attempted(bisect, bench, rollout, train)
+            self.equality["bisect"] = found | {"elsewhere": self.precision.exceeded and modules_agree(found)}
+            if of_trainer is not None:
+                self.equality["claim"] = with_digest(with_module(of_trainer, self.equality["bisect"]), self.digest)
+        for factor in factors:
+            yield factor.name
+            self.outcomes.append(factor.run(bench, self.pair, self.baseline))
 
 
 def _paired(

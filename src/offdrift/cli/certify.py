@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,7 +18,11 @@ from offdrift.cli.exit_codes import ExitCode
 from offdrift.texts import read_json
 
 if TYPE_CHECKING:
+    from offdrift.certificate.guarantees import Certificate
     from offdrift.certificate.plan import Plan
+    from offdrift.certificate.prompts import PromptDesign
+    from offdrift.judge.rules_record import Chosen
+    from offdrift.prove.certify import JudgedBatches
 
 
 @app.command(rich_help_panel=AFTER)
@@ -134,72 +140,113 @@ def certify(
     """
     from offdrift.certificate import Looks, TrustRegion
     from offdrift.certificate.certify import certify as certificate_of
-    from offdrift.certificate.guarantees import ABOUT
     from offdrift.certificate.plan import plan as plan_of
-    from offdrift.certificate.prompts import PromptDesign
     from offdrift.judge.rules_record import choose_rules, record_above
-    from offdrift.models import load_model
-    from offdrift.prove.certify import (
-        JudgedBatches,
-        certificate_view,
-        check_clusters,
-        check_design,
-        judge,
-        longest_response,
-        newest_policy,
-        rollout_files,
-    )
+    from offdrift.prove.certify import longest_response
 
-    if anytime and look is not None:
-        raise typer.BadParameter("--anytime and --look: what holds at every moment is one look; give one of the two")
-    if anytime and power:
-        raise typer.BadParameter("--anytime and --power: a plan is for a size fixed beforehand; leave out --anytime")
-    if prompts is not None and cluster is not None:
-        raise typer.BadParameter(
-            "--cluster and --prompts: a cluster is one draw, whatever its prompts; give one of the two"
-        )
+    refuse_together(anytime=anytime, look=look, power=power, cluster=cluster, prompts=prompts)
     looks = Looks(at=look, of=of, anytime=anytime)
     if fresh:
-        said = {"--model": model, "--anytime": anytime, "--power": power, "--old": old, "--trained-on": trained_on}
-        if wrong := [name for name, value in said.items() if value]:
-            raise typer.BadParameter(
-                f"--fresh and {wrong[0]}: fresh answers are compared by their rewards, at one look"
-            )
+        unread = {"--model": model, "--anytime": anytime, "--power": power, "--old": old, "--trained-on": trained_on}
         settings = {"reward_range": reward_range, "looks": looks, "prompts": prompts, "alpha": alpha}
-        compare_fresh(screen, rollouts, cluster=cluster, rules=rules, settings=settings)
+        compare_fresh(screen, rollouts, unread, cluster=cluster, rules=rules, settings=settings)
         return
-    files = rollout_files(rollouts)
-    own = [p / "model" for p in rollouts if (p / "rollouts").is_dir() and (p / "model").is_dir()]
-    if model is None:
-        if len(own) != 1:
-            raise typer.BadParameter("--model is missing: name the checkpoint that is to be judged")
-        model = str(own[0])
-    version, chosen = newest_policy(files)
-    skipped, files = len(files) - len(chosen), chosen
-    if cluster is not None:
-        check_clusters(files, cluster)
-    elif prompts is None:
-        check_design(files)
-    design: PromptDesign | None = prompts if cluster is None else "clustered"
+    files, version, skipped = files_of_one_policy(rollouts, cluster=cluster, prompts=prompts)
+    model = model or model_of(rollouts)
+    design = prompts if cluster is None else "clustered"
     trained_on = trained_on or _learned_from(model, files)
     chosen_rules = choose_rules(rules, *record_above(files[0]))
     delta = chosen_rules.rules.limits["trust_region"] if delta is None else delta
     alpha = chosen_rules.rules.limits["certificate_error"] if alpha is None else alpha
-    limits = {"delta": delta, "eps": eps, "tau": tau}
     longest = longest_response(files) if horizon is None else horizon
-    region = TrustRegion(horizon=longest, **limits)  # type: ignore[arg-type]
+    region = TrustRegion(horizon=longest, delta=delta, eps=eps, tau=tau)
+    design_of = {"reward_range": reward_range, "alpha": alpha, "looks": looks}
+    prove = partial(certificate_of, **design_of, constants=constants, fresh=not trained_on, prompts=design)
+    batches = judged_files(
+        screen,
+        files,
+        model,
+        prove,
+        region=region,
+        token_budget=token_budget,
+        tail_log_ratio_cap=tail_log_ratio_cap,
+        arriving=anytime,
+        old=old,
+        prompts=design or "listed",
+        cluster=cluster or "",
+    )
+    judged = JudgedPolicy(
+        batches,
+        prove(batches.evidence),
+        chosen_rules,
+        model,
+        old=old,
+        version=version,
+        skipped=skipped,
+        trained_on=trained_on,
+        planned=(plan_of(batches.evidence, **design_of),) if power else (),
+    )
+    judged.report(screen)
+    if screen.interrupted:
+        screen.warn(f"interrupted after {batches.files} of {len(files)} files; the numbers are of those")
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    screen.next(f"offdrift bound --T {longest} --solve delta --target 0.1", "drift for a useful bound")
+
+
+TOGETHER = {
+    ("anytime", "look"): "what holds at every moment is one look; give one of the two",
+    ("anytime", "power"): "a plan is for a size fixed beforehand; leave out --anytime",
+    ("cluster", "prompts"): "a cluster is one draw, whatever its prompts; give one of the two",
+}
+"""Options that exclude each other, and why."""
+
+
+def refuse_together(**options: object) -> None:
+    """Refuse options that exclude each other; one that is not given is None or False."""
+    for (one, other), why in TOGETHER.items():
+        if all(options[name] not in (None, False) for name in (one, other)):
+            raise typer.BadParameter(f"--{one} and --{other}: {why}")
+
+
+def files_of_one_policy(
+    rollouts: list[Path], *, cluster: str | None, prompts: PromptDesign | None
+) -> tuple[list[Path], int | None, int]:
+    """Return the files that the newest weights drew, the version of these, and the number of files left out."""
+    from offdrift.prove.certify import check_clusters, check_design, newest_policy, rollout_files
+
+    files = rollout_files(rollouts)
+    version, chosen = newest_policy(files)
+    if cluster is not None:
+        check_clusters(chosen, cluster)
+    elif prompts is None:
+        check_design(chosen)
+    return chosen, version, len(files) - len(chosen)
+
+
+def model_of(rollouts: list[Path]) -> str:
+    """Return the model that an arm holds beside its rollouts."""
+    models = [p / "model" for p in rollouts if (p / "rollouts").is_dir() and (p / "model").is_dir()]
+    if len(models) != 1:
+        raise typer.BadParameter("--model is missing: name the checkpoint that is to be judged")
+    return str(models[0])
+
+
+def judged_files(
+    screen: Screen,
+    files: list[Path],
+    model: str,
+    prove: Callable[..., Certificate],
+    *,
+    old: str | None,
+    **settings: Any,
+) -> JudgedBatches:
+    """Judge files one after another with a bar, to the end or to an interrupt."""
+    from offdrift.models import load_model
+    from offdrift.prove.certify import judge
+
     screen.doing(f"loading {model}")
     policy, _ = load_model(model, seed=0)
     before = None if old is None else load_model(old, seed=0)[0]
-    prove = partial(
-        certificate_of,
-        reward_range=reward_range,
-        alpha=alpha,
-        looks=looks,
-        constants=constants,
-        fresh=not trained_on,
-        prompts=design,
-    )
     judged: JudgedBatches | None = None
     with screen.until_interrupted("files") as progress:
         task = progress.add_task("reading", total=len(files))
@@ -211,65 +258,78 @@ def certify(
             judged = so_far
             progress.update(task, description=escape(file.name), advance=1)
 
-        judge(
-            files,
-            policy,
-            region=region,
-            token_budget=token_budget,
-            tail_log_ratio_cap=tail_log_ratio_cap,
-            arriving=anytime,
-            old=before,
-            prompts=design or "listed",
-            cluster=cluster or "",
-            watch=watch,
-        )
+        judge(files, policy, old=before, watch=watch, **settings)
     if judged is None:
         raise typer.Exit(ExitCode.INTERRUPTED)
-    proof, raised = prove(judged.evidence), _raised_by(model)
-    planned = plan_of(judged.evidence, reward_range=reward_range, alpha=alpha, looks=looks) if power else None
-    if screen.as_json:
-        about = {
-            "files": judged.files,
-            "skipped": skipped,
-            "rollout_version": version,
-            "tokens": judged.tokens,
-            "repeated": judged.repeated,
-            "model": model,
-            "trained_objective": raised,
-            "old": old,
-            "alphas": judged.alphas.as_dict(),
-            **chosen_rules.rules.as_record(chosen_rules.words),
+    return judged
+
+
+@dataclass(frozen=True)
+class JudgedPolicy:
+    """A certificate, and of what it is one."""
+
+    batches: JudgedBatches
+    proof: Certificate
+    rules: Chosen
+    model: str
+    old: str | None
+    version: int | None
+    """Of the weights that drew the rollouts, optimizer steps; None where files name none."""
+    skipped: int
+    """Files of other versions, left out."""
+    trained_on: bool
+    planned: tuple[Plan | None, ...]
+    """The plan that --power asks for; empty without."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of `--json`."""
+        document = {
+            "files": self.batches.files,
+            "skipped": self.skipped,
+            "rollout_version": self.version,
+            "tokens": self.batches.tokens,
+            "repeated": self.batches.repeated,
+            "model": self.model,
+            "trained_objective": _raised_by(self.model),
+            "old": self.old,
+            "alphas": self.batches.alphas.as_dict(),
+            **self.rules.rules.as_record(self.rules.words),
         }
-        if power:
+        for planned in self.planned:
             curve = {} if planned is None else planned.curves["direct"]
-            about["power"] = [{"prompts": n, "probability": p} for n, p in curve.items()]
-            about["plan"] = None if planned is None else planned.as_dict()
-        screen.json({**about, **proof.as_dict()})
-    else:
-        screen.show(certificate_view(proof, width=screen.width, alphas=judged.alphas))
-        count = "1 file" if judged.files == 1 else f"{judged.files} files"
-        about = f"{count}, {judged.tokens:,} tokens, judged: {model}"
-        if skipped:
+            document["power"] = [{"prompts": n, "probability": p} for n, p in curve.items()]
+            document["plan"] = None if planned is None else planned.as_dict()
+        return {**document, **self.proof.as_dict()}
+
+    def report(self, screen: Screen) -> None:
+        """Print the document of `--json`, or certificate, sources, plan and the return that training raised."""
+        from offdrift.certificate.guarantees import ABOUT
+        from offdrift.prove.certify import certificate_view
+
+        if screen.as_json:
+            screen.json(self.as_dict())
+            return
+        batches = self.batches
+        screen.show(certificate_view(self.proof, width=screen.width, alphas=batches.alphas))
+        count = "1 file" if batches.files == 1 else f"{batches.files} files"
+        about = f"{count}, {batches.tokens:,} tokens, judged: {self.model}"
+        if self.skipped:
             about += (
-                f"; drawn by the weights of version {version}, the newest. {skipped} files of other "
+                f"; drawn by the weights of version {self.version}, the newest. {self.skipped} files of other "
                 "versions are another policy's, and were left out: name them to judge against it"
             )
-        if judged.repeated:
-            about += f"; {judged.repeated:,} sequences answer prompts of an earlier file, and were left out"
-        screen.out.print(Text(f"{about}. {chosen_rules.words}", style="dim"), soft_wrap=True)
-        if power:
+        if batches.repeated:
+            about += f"; {batches.repeated:,} sequences answer prompts of an earlier file, and were left out"
+        screen.out.print(Text(f"{about}. {self.rules.words}", style="dim"), soft_wrap=True)
+        for planned in self.planned:
             show_plan(screen, planned)
-            if trained_on:
+            if self.trained_on:
                 screen.warn("the policy has learned from these prompts: the gain seen here is too large")
-            if proof.record_refuted:
+            if self.proof.record_refuted:
                 screen.warn("the record is refuted: the gain seen here is another policy's")
-        if raised is not None:
+        if (raised := _raised_by(self.model)) is not None:
             words = f"The certificate is about {ABOUT}. What the arm's steps raise ({raised['advantage']}): "
             screen.out.print(Text(f"{words}{raised['words']}.", style="dim" if raised["is_j"] else "yellow"))
-    if screen.interrupted:
-        screen.warn(f"interrupted after {judged.files} of {len(files)} files; the numbers are of those")
-        raise typer.Exit(ExitCode.INTERRUPTED)
-    screen.next(f"offdrift bound --T {longest} --solve delta --target 0.1", "drift for a useful bound")
 
 
 def show_plan(screen: Screen, planned: Plan | None) -> None:
@@ -289,13 +349,21 @@ def show_plan(screen: Screen, planned: Plan | None) -> None:
 
 
 def compare_fresh(
-    screen: Screen, paths: list[Path], *, cluster: str | None, rules: Path | None, settings: dict[str, Any]
+    screen: Screen,
+    paths: list[Path],
+    unread: Mapping[str, Any],
+    *,
+    cluster: str | None,
+    rules: Path | None,
+    settings: dict[str, Any],
 ) -> None:
-    """`certify A B --fresh`."""
+    """`certify A B --fresh`; `unread` are options that it does not read, by name."""
     from offdrift.certificate.paired import certify_fresh
     from offdrift.judge.rules_record import choose_rules, record_above
     from offdrift.prove.fresh import paired_view, read_answers
 
+    if wrong := [name for name, value in unread.items() if value]:
+        raise typer.BadParameter(f"--fresh and {wrong[0]}: fresh answers are compared by their rewards, at one look")
     if len(paths) != 2:
         raise typer.BadParameter(f"--fresh compares two policies, A and B: give two paths, not {len(paths)}")
     if paths[0].resolve() == paths[1].resolve():

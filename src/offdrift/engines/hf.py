@@ -159,11 +159,16 @@ class TransformersEngine(BaseEngine):
                 raise EngineError(f"{unfit[0]} does not act beside a drafter; leave one of the two out")
             if draft_tokens < 1:
                 raise EngineError(f"draft_tokens = {draft_tokens}, must be at least 1; leave the drafter out for none")
-            if not isinstance(drafter, str):
-                self._drafter = self._copied(drafter, "drafter", "proposals are judged")
-            elif not self._siblings:
-                raise EngineError(f'drafter = {drafter!r}; give a model, or "siblings"')
+            self._drafter = self._drafter_of(drafter)
         self.load_weights(weights, version=version)
+
+    def _drafter_of(self, drafter: PreTrainedModel | str) -> PreTrainedModel | None:
+        """The engine's copy of a drafter; None where siblings draft."""
+        if not isinstance(drafter, str):
+            return self._copied(drafter, "drafter", "proposals are judged")
+        if drafter != "siblings":
+            raise EngineError(f'drafter = {drafter!r}; give a model, or "siblings"')
+        return None
 
     def _copied(self, other: PreTrainedModel, role: str, use: str) -> PreTrainedModel:
         """The engine's own copy of a model that decodes beside its own."""
