@@ -271,6 +271,8 @@ def _claims(html: str) -> str:
             verdict = re.sub(r"<[^>]+>|¶|&para;", "", match["verdict"])
             return match[0]
         heads = re.findall(r"<th(?: [^>]*)?>(.*?)</th>", match[0], re.DOTALL)
+        if "claim" not in heads:  # where regimes of sources were read
+            return _with_room(match[0])
         rows = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in match[0].split("</tr>")]
         cards = [_claim(verdict, dict(zip(heads, row, strict=True))) for row in rows if row]
         return f'<div class="claims">{"".join(cards)}</div>'
