@@ -115,6 +115,7 @@
   const controls = [...document.querySelectorAll("a[href], button, input, select, textarea, summary, [tabindex], [role=button], [role=tab]")];
   const kinds = new Set();
   const before = document.activeElement;
+  before.blur(); // what has the focus already would look the same with it
   for (const e of controls) {
     if (!visible(e) || e.disabled || e.closest("[inert]")) continue;
     if (e.tabIndex < 0) {
