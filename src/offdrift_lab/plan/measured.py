@@ -61,6 +61,8 @@ class Inputs:
         unread = {f"lengths.{key}" for key in UNREAD[self.phases.lengths.kind]} | {"lengths.kind"}
         if not self.phases.rollout.crashes_per_hour:
             unread.add("rollout.restart")
+        if self.phases.rollout.tokens_per_pass == 1:  # no drafter: measured seconds are per pass as they are
+            unread.add("rollout.tokens_per_pass")
         values = {
             f"{part}.{key}": value
             for part, fields in self.phases.model_dump().items()
