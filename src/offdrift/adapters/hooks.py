@@ -172,6 +172,17 @@ def proportional(method: Method) -> bool:
     return plain and torch.allclose(three.loss, 3 * one.loss, rtol=1e-9, atol=1e-12)
 
 
+MICRO_BATCH_METRICS = {
+    name: name.replace("/", "_")
+    for name in (
+        *("full/k3", "mismatch/k3", "staleness/k3", "weight/mean", "weight/max", "weight/ess_frac"),
+        *("gate/drop_frac_token", "gate/drop_frac_seq", "objective/clip_frac_active"),
+    )
+}
+"""Metrics of each micro-batch and what SkyRL and Trinity call them, behind "offdrift/". Always the same names, since
+both reduce over ranks name by name; SkyRL averages over micro-batches, and takes the maximum of what ends in `_max`."""
+
+
 @dataclass(frozen=True)
 class HookConfig:
     """Settings of a hook, as plain values that can be sent to other processes."""

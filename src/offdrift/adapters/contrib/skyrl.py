@@ -25,27 +25,12 @@ from torch import Tensor
 
 from offdrift.adapters import proof
 from offdrift.adapters.frameworks import require
-from offdrift.adapters.hooks import HookConfig, LossHook, check_served, hook_of, zero_loss
+from offdrift.adapters.hooks import MICRO_BATCH_METRICS, HookConfig, LossHook, check_served, hook_of, zero_loss
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.stats import summarize
 
 PREFIX = "offdrift/"
-METRICS = {
-    "full/k3": "full_k3",
-    "mismatch/k3": "mismatch_k3",
-    "staleness/k3": "staleness_k3",
-    "weight/mean": "weight_mean",
-    "weight/max": "weight_max",
-    "weight/ess_frac": "weight_ess_frac",
-    "gate/drop_frac_token": "gate_drop_frac_token",
-    "gate/drop_frac_seq": "gate_drop_frac_seq",
-    "objective/clip_frac_active": "objective_clip_frac_active",
-}
-"""Metrics of each micro-batch and what SkyRL calls them. The set is fixed, since SkyRL reduces over
-ranks key by key; it averages over micro-batches, and takes the maximum of what ends in `_max`."""
-
-
 OWN = (
     "tis_ratio_type",
     "sequence_mask_metric",
@@ -101,7 +86,7 @@ class RegisteredLoss:
                 "its engine returns the log-prob of every sampled token"
             )
         if not bool(mask.any()):
-            return zero_loss(log_probs), {PREFIX + name: 0.0 for name in METRICS.values()}
+            return zero_loss(log_probs), {PREFIX + name: 0.0 for name in MICRO_BATCH_METRICS.values()}
         logprobs = LogProbs.pack(rollout_logprobs, log_probs, old_log_probs, mask=mask)
         result = hook.loss(logprobs, advantages)
         if not hook.proved:
@@ -109,7 +94,7 @@ class RegisteredLoss:
             sample = proof.sample_of(log_probs, old, rollout_logprobs, advantages=advantages, mask=mask)
             _prove(hook, config, sample, mask=mask)
         metrics = summarize(result.stats)
-        return result.loss, {PREFIX + name: metrics.get(ours, 0.0) for ours, name in METRICS.items()}
+        return result.loss, {PREFIX + name: metrics.get(ours, 0.0) for ours, name in MICRO_BATCH_METRICS.items()}
 
 
 def _prove(hook: LossHook, config: Any, s: proof.Sample, *, mask: Tensor) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from offdrift.adapters import proof
 from offdrift.adapters.frameworks import require
-from offdrift.adapters.hooks import HookConfig, LossHook, check_served, hook_of, zero_loss
+from offdrift.adapters.hooks import MICRO_BATCH_METRICS, HookConfig, LossHook, check_served, hook_of, zero_loss
 from offdrift.aggregate import AggregateName
 from offdrift.errors import LivenessError, MethodError, check_choice
 from offdrift.logprobs import LogProbs
@@ -49,18 +49,6 @@ AGGREGATES: dict[str, AggregateName] = {
     "seq-mean-token-sum-norm": "token_mean",  # divided by the width of the micro-batch
 }
 """Trinity's `loss_agg_mode` -> ours, under the counts of `_counts`."""
-METRICS = {
-    "full/k3": "full_k3",
-    "mismatch/k3": "mismatch_k3",
-    "staleness/k3": "staleness_k3",
-    "weight/mean": "weight_mean",
-    "weight/max": "weight_max",
-    "weight/ess_frac": "weight_ess_frac",
-    "gate/drop_frac_token": "gate_drop_frac_token",
-    "objective/clip_frac_active": "objective_clip_frac_active",
-}
-"""Metrics of each micro-batch and what they are called in Trinity's log, behind "actor/offdrift/"; always the same
-names, since verl reduces them over ranks one by one."""
 
 
 class TrinityLoss:
@@ -144,7 +132,7 @@ class TrinityLoss:
         """
         hook, mask = hook_of(self.config), response_mask != 0
         if not bool(mask.any()):
-            return zero_loss(logprob), {f"offdrift/{name}": 0.0 for name in METRICS.values()}
+            return zero_loss(logprob), {f"offdrift/{name}": 0.0 for name in MICRO_BATCH_METRICS.values()}
         if not hook.proved:
             self._require_two_engines(old_log_probs, rollout_log_probs, mask)
         packed = LogProbs.pack(rollout_log_probs, logprob, old_log_probs, mask=mask)
@@ -154,7 +142,9 @@ class TrinityLoss:
             s = proof.sample_of(logprob, old_log_probs, rollout_log_probs, advantages=advantages, mask=mask)
             _prove(hook, s, mode=self.mode, mask=mask)
         numbers = summarize(result.stats)
-        return result.loss, {f"offdrift/{name}": float(numbers.get(ours, 0.0)) for ours, name in METRICS.items()}
+        return result.loss, {
+            f"offdrift/{name}": float(numbers.get(ours, 0.0)) for ours, name in MICRO_BATCH_METRICS.items()
+        }
 
     def _require_two_engines(self, old: Tensor, rollout: Tensor, mask: Tensor) -> None:
         """Raise where a part compares the training with the sampling engine, and their log-probs are copies."""
