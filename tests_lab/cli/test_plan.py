@@ -189,7 +189,9 @@ def test_a_run_is_a_source_and_every_number_says_where_it_is_from(offdrift, tmp_
     }
     unsaid = stated - origins.keys() - document["assumed"].keys()
     read = {name for name in unsaid if (part := name.split("."))[0] and document["phases"][part[0]][part[1]]}
-    assert read == {"lengths.kind", "rollout.restart"}  # that of numbers that are said, and of crashes that never come
+    # The kind of lengths that are said, crashes that never come, and a drafter that is not there: one token a pass.
+    assert read == {"lengths.kind", "rollout.restart", "rollout.tokens_per_pass"}
+    assert document["phases"]["rollout"]["tokens_per_pass"] == 1
     for width in (80, 118):
         done = offdrift(*words, width=width)
         lines = done.stdout.splitlines()
