@@ -205,10 +205,11 @@ def test_a_run_of_several_arms_is_audited_and_compared(run, arms, tmp_path):
     assert kl == {arm: stored["arms"][arm]["overall"]["mismatch/k3"] for arm in ("bad", "clean")}
     assert kl["bad"] > 3 * kl["clean"]
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert [line[:3] for line in lines if line[:1] in (["bad"], ["clean"])] == [
-        ["bad", "■", "Stop"],
-        ["clean", "✓", "OK"],
-    ]
+    of_arms = [line for line in lines if line[:1] in (["bad"], ["clean"])]
+    assert [line[:3] for line in of_arms[:2]] == [["bad", "■", "Stop"], ["clean", "✓", "OK"]]
+    causes, none = (" ".join(line[1:]) for line in of_arms[2:])
+    assert causes.count("variance of the importance weights") == 1  # two rules, one cause
+    assert none == f"–; suggested: {stored['arms']['clean']['suggestion']['method']}"
     assert "Details:audits/run/bad/report.html#finding-" in "".join(done.stdout.split())
     assert (tmp_path / "audits" / "run" / "arms.html").is_file()
     assert (tmp_path / "audits" / "run" / "bad" / "report.html").is_file()

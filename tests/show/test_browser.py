@@ -9,6 +9,7 @@ import pytest
 
 from offdrift.audit.compare import write_comparison
 from offdrift.audit.page import write_audit_page
+from offdrift.audit.result import ArmsAudit, Audit
 from offdrift.check.page import write_check_page
 from offdrift.show.charts import Chart, Series
 from offdrift.show.figures import write_chart
@@ -67,6 +68,8 @@ def pages(folder: Path) -> dict[str, Path]:
         "empty": write_audit_page({}, folder / "empty"),
         "check": write_check_page(check(), folder / "check"),
         "compare": write_comparison(full, audit(steps=20, seed=1), NAMES, folder / "compare.html"),
+        "arms": ArmsAudit({"a": Audit(full), "b": Audit(audit(steps=20, seed=1))}).write_page(folder / "arms"),
+        "hostile arms": ArmsAudit({ALL: Audit(hostile(full, ALL)), "b": Audit({})}).write_page(folder / "hostile arms"),
         "sweep": swept(folder / "sweep"),
         "long": write_chart(folder / "long.html", [LONG, SECOND], title="long"),
         "hostile sweep": swept(folder / "hostile sweep", ALL),
@@ -78,7 +81,7 @@ def pages(folder: Path) -> dict[str, Path]:
     }  # fmt: skip
 
 
-CHARTS = {"long": 2, "sweep": 4, "hostile sweep": 4, "plan": 3, "hostile plan": 3, "report": 11, "pipeline report": 16, "figure": 2, "audit": 22, "little": 3, "empty": 0, "check": 1, "compare": 14, "hostile report": 1,
+CHARTS = {"arms": 6, "hostile arms": 5, "long": 2, "sweep": 4, "hostile sweep": 4, "plan": 3, "hostile plan": 3, "report": 11, "pipeline report": 16, "figure": 2, "audit": 22, "little": 3, "empty": 0, "check": 1, "compare": 14, "hostile report": 1,
           "hostile figure": 2, "hostile audit": 22, "hostile check": 1, "hostile compare": 7}  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from offdrift.audit.compare import write_comparison
 from offdrift.audit.page import write_audit_page
+from offdrift.audit.result import ArmsAudit, Audit
 from offdrift.audit.watch_page import WatchPage
 from offdrift.check.page import write_check_page
 from offdrift_lab.plan.page import write_plan_page
@@ -32,6 +33,7 @@ def watched(folder: Path) -> Path:
 PAGES = {
     "report": lambda folder: write_report(write_run(folder, updates=6)),
     "audit": lambda folder: write_audit_page(audit(steps=8), folder),
+    "arms": lambda folder: ArmsAudit({"a": Audit(audit(steps=8)), "b": Audit(audit(seed=1))}).write_page(folder),
     "check": lambda folder: write_check_page(check(), folder),
     "compare": lambda folder: write_comparison(
         audit(steps=4), audit(steps=4, seed=1), ("a", "b"), folder / "compare.html"

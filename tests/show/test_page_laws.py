@@ -13,6 +13,7 @@ import pytest
 
 from offdrift.audit.compare import write_comparison
 from offdrift.audit.page import render_audit, write_audit_page
+from offdrift.audit.result import ArmsAudit, Audit
 from offdrift.check.page import write_check_page
 from offdrift.show.anchors import on_page
 from offdrift.show.charts import Chart, Series
@@ -31,7 +32,7 @@ from tests.show.synthetic import overlap, write_lines, write_run
 from tests.show.synthetic_audit import audit, check, finding, little, planned
 
 ALL = "".join(PAYLOADS)
-NAMES = ("report", "audit", "check", "compare", "figure", "plan", "sweep")
+NAMES = ("report", "audit", "arms", "check", "compare", "figure", "plan", "sweep")
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Parsed, P
         "report": (write_report(run), write_report(write_hostile_run(folder / "hostile"))),
         "audit": (write_audit_page(plain, folder / "a"), write_audit_page(bad, folder / "b")),
         "check": (write_check_page(check(), folder / "a"), write_check_page(hostile(check(), ALL), folder / "b")),
+        "arms": (
+            ArmsAudit({"a": Audit(plain), "b": Audit(plain)}).write_page(folder / "a"),
+            ArmsAudit({f"a{ALL}": Audit(bad), f"b{ALL}": Audit(bad)}).write_page(folder / "b"),
+        ),
         "compare": (
             write_comparison(plain, plain, ("a", "b"), folder / "a.html"),
             write_comparison(bad, bad, (f"a{ALL}", f"b{ALL}"), folder / "b.html"),
@@ -94,6 +99,7 @@ PLACES = {
         "SmolLM2-135M", "vllm", "0.11.0", "nat a token.", "instead of bfloat16", "dtype alone changes.", "no experts",
         "section 4.3", "trm_max", "clean sequences", "weights.", "routing replay",
     )],
+    "arms": [place + EVERYTHING for place in ("a", "b", "at the same weights.")],
     "compare": [place + EVERYTHING for place in ("a", "b", "outside [0.5, 5].", "same weights.", "snippet ", "/data/")],
 }  # fmt: skip
 """What stands before a payload in each page, and what a reader sees of the payload."""
@@ -105,12 +111,13 @@ def test_hostile_texts_are_shown_as_text(pages: dict, name: str) -> None:
     text = "".join(bad.text)
     assert [words for words in PLACES[name] if words not in text] == []
     for shown in SHOWN if name == "report" else [EVERYTHING]:  # tokens, metrics, options, tabs
-        assert bad.text.count(shown) >= (len(PAYLOADS) if name == "report" else 1)
+        assert bad.text.count(shown) >= {"report": len(PAYLOADS), "arms": 0}.get(name, 1)
 
 
 WRITERS = {
     "report.html": lambda folder: write_report(write_run(folder, updates=2)),
     "audit/report.html": lambda folder: write_audit_page(little(), folder / "audit"),
+    "arms/arms.html": lambda folder: ArmsAudit({"a": Audit(little()), "b": Audit({})}).write_page(folder / "arms"),
     "check/check.html": lambda folder: write_check_page({}, folder / "check"),
     "p.html": lambda folder: write_plan_page(planned("plain"), folder / "p.html"),
     "c.html": lambda folder: write_comparison(little(), {}, ("a", "b"), folder / "c.html"),
@@ -153,7 +160,9 @@ def test_the_policy_lets_the_scripts_and_the_style_sheet_apply_and_nothing_else(
 def test_the_page_refers_to_nothing_outside_itself_and_its_references_resolve(pages: dict, name: str) -> None:
     for page in pages[name]:
         links = [a[k] for _, a in page.tags for k in ("src", "href", "action", "srcset") if k in a]
-        assert all(link == "data:," or link.startswith("#") for link in links)
+        beside = [link for link in links if re.fullmatch(r"[\w%.~-]+/report\.html(#[a-z0-9_-]+)?", link)]
+        assert bool(beside) == (name == "arms")  # the pages of the arms, which stand in folders beside it
+        assert all(link == "data:," or link.startswith("#") for link in links if link not in beside)
         assert not re.search(r"url\(|@import", page.raw["style"][0])
         ids = [a["id"] for _, a in page.tags if "id" in a]
         keys = ("aria-labelledby", "aria-describedby", "aria-controls", "for")

@@ -18,15 +18,20 @@ def arms_view(run: ArmsAudit, width: int = 100, *, folder: str = "") -> Renderab
     """Build the terminal report of an audit of several arms, which stands in `folder`."""
     verdict = run.verdict
     stored = {"level": verdict.level, "text": verdict.text, "steps": list(verdict.steps)}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for i, title in enumerate(run.header()):
-        in_words = i < 2 or i >= len(run.header()) - 2
-        table.add_column(title, justify="left" if in_words else "right", overflow="fold")
-    for (arm, audit), row in zip(run.arms.items(), run.table(), strict=True):
-        style = WORDS[audit.verdict.level][2]
-        table.add_row(Text(safe(arm), style="bold"), Text(row[1], style=style), *(Text(safe(x)) for x in row[2:]))
+    numbers = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    for i, title in enumerate(run.header()[:-2]):
+        numbers.add_column(title, justify="left" if i < 2 else "right", overflow="fold")
+    for (arm, audit), (_, level, *cells, causes, suggested) in zip(run.arms.items(), run.table(), strict=True):
+        name = Text(safe(arm), style="bold")
+        numbers.add_row(name, Text(level, style=WORDS[audit.verdict.level][2]), *(Text(safe(x)) for x in cells))
+        advice = f"; suggested: {suggested}" if audit.suggestion else ""
+        found.add_row(name, Text(safe(f"{causes}{advice}")))
     worst = run.arms[run.worst].data
-    parts: list[RenderableType] = [Text(f"{len(run.arms)} arms", style="dim"), verdict_view(stored, width=width), table]
+    parts: list[RenderableType] = [
+        Text(f"{len(run.arms)} arms", style="dim"), verdict_view(stored, width=width), numbers,
+        Text(f"KL: {run.kl}\n" if run.kl else "", style="dim"), found, Text(""),
+    ]  # fmt: skip
     parts.append(Text(f"{safe(run.worst)}: {' · '.join(count_words(worst))}", style="dim"))
     for finding in in_order(worst.get("findings"), text(at(worst, "source", "framework")))[:1]:
         parts.append(

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from offdrift.audit.arms_page import render_arms
 from offdrift.audit.compare import common_kl
 from offdrift.audit.conclude import FILE_NAME, PAGE, read_audit, write_audit
 from offdrift.audit.page import write_audit_page
@@ -16,10 +17,10 @@ from offdrift.errors import RecordError
 from offdrift.judge import Finding
 from offdrift.notebook import box, brief, chart, columns_of, frame, paragraph, table
 from offdrift.records.atomic import write_json
-from offdrift.show.charts import Chart, Series, styled
-from offdrift.show.figures import write_chart
+from offdrift.show.charts import Chart, Series
 from offdrift.show.findings import LEVELS, WORDS, in_order
 from offdrift.show.headline import count_words, headlines, meaning_of
+from offdrift.show.html import write_document
 from offdrift.show.json_access import at, column, number, rows, text
 from offdrift.show.numbers import percent, short
 from offdrift.show.result import Result, Verdict
@@ -175,7 +176,9 @@ class ArmsAudit:
         lines = []
         for name, audit in self.arms.items():
             numbers = [write(audit.metrics.get(metric)) for _, metric, write in self._columns]
-            causes = "; ".join(f.cause for f in in_order(audit.data.get("findings")) if f.level != "info")
+            causes = "; ".join(
+                dict.fromkeys(f.cause for f in in_order(audit.data.get("findings")) if f.level != "info")
+            )
             sign, word, _ = WORDS[audit.verdict.level]
             lines.append([name, f"{sign} {word}", *numbers, causes or "–", audit.suggestion or "–"])
         return lines
@@ -183,7 +186,7 @@ class ArmsAudit:
     @property
     def _columns(self) -> list[tuple[str, str, Any]]:
         there = {metric for audit in self.arms.values() for metric in audit.metrics}
-        kl = [(f"KL ({self.kl}), nat", self.kl, short)] if self.kl else []
+        kl = [("KL, nat", self.kl, short)] if self.kl else []
         return [*kl, *(row for row in COMPARED if row[1] in there)]
 
     def charts(self) -> list[Chart]:
@@ -192,7 +195,12 @@ class ArmsAudit:
         for title, metric, write in self._columns:
             lines = [Series(n, column(a._steps, "step"), column(a._steps, metric)) for n, a in self.arms.items()]
             chart_of = Chart(
-                title, "", lines, meaning=meaning_of(metric), log=metric == self.kl, share=write is percent
+                title,
+                "log scale" if metric == self.kl else "",
+                lines,
+                meaning=meaning_of(metric),
+                log=metric == self.kl,
+                share=write is percent,
             )
             made += [chart_of] if chart_of.series else []
         return made
@@ -207,9 +215,7 @@ class ArmsAudit:
 
     def write_page(self, folder: str | os.PathLike[str]) -> Path:
         """Write `arms.html` alone, and return it."""
-        charts = self.charts() or [Chart("no measure over time in common", "", [])]
-        caption = f"{self.verdict}. The page of each arm is in the folder of its name, beside this one."
-        return write_chart(Path(folder) / ARMS_PAGE, styled(charts), title=f"{len(self.arms)} arms", caption=caption)
+        return write_document(render_arms(self, Path(folder).absolute().name), Path(folder) / ARMS_PAGE)
 
     def __repr__(self) -> str:
         """Verdict, and the arms by their own."""

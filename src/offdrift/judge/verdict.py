@@ -56,7 +56,7 @@ def in_steps(fix: str) -> list[str]:
         >>> in_steps("Compare the tensors; then send those that differ.")
         ['Compare the tensors.', 'Send those that differ.']
     """
-    parts = [part for part in re.split(r";\s+then\s+", fix.rstrip(".")) if part]
+    parts = [part for part in re.split(r";\s+then,?\s+", fix.rstrip(".")) if part]
     return [f"{part[:1].upper()}{part[1:]}." for part in parts]
 
 

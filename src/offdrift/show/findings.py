@@ -7,7 +7,7 @@ as a snippet for the framework that wrote the log, the others behind it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,6 +244,18 @@ def in_order(
     names = Anchors() if names is None else names
     read = [shown(f, framework, names(kind, text(f.get("rule")))) for f in rows(findings)]
     return sorted(read, key=severity)
+
+
+def finding_matrix(findings: Sequence[tuple[str, Shown]]) -> list[tuple[Shown, dict[str, Shown]]]:
+    """A row per symptom, in the order given: its first finding, and by arm the first one that the arm had.
+
+    Args:
+        findings: each with the name of its arm.
+    """
+    table: dict[tuple[str, str], dict[str, Shown]] = {}
+    for arm, f in findings:
+        table.setdefault((f.symptom or f.cause, f.cause), {}).setdefault(arm, f)
+    return [(next(iter(row.values())), row) for row in table.values()]
 
 
 def severity(finding: Shown) -> int:

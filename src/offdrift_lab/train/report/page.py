@@ -18,7 +18,7 @@ from offdrift.records.atomic import write_json
 from offdrift.show.anchors import Anchors
 from offdrift.show.charts import NUM_COLORS, SYMBOLS, Chart, Series, chart_data, symbol_of
 from offdrift.show.figures import write_chart
-from offdrift.show.findings import WORDS, Shown, footnote, in_order, severity
+from offdrift.show.findings import WORDS, Shown, finding_matrix, footnote, in_order, severity
 from offdrift.show.html import PAGE_BYTES, render_document, write_document
 from offdrift.show.json_access import mapping, number
 from offdrift.show.numbers import flatten, kl_labels, kl_level, short
@@ -74,7 +74,7 @@ def render(run: Run, *, limit: float | int = PAGE_BYTES) -> str:
         "place": place,
         "words": WORDS,
         "findings": findings,
-        "matrix": matrix(findings),
+        "matrix": finding_matrix([(arm.name, f) for arm, f in findings]),
         "footnote": footnote(f for _, f in findings),
         "run": run,
         "verdict": headline,
@@ -120,14 +120,6 @@ def findings_of(arms: Sequence[StoredArm], place: Anchors) -> list[tuple[StoredA
     """Findings of all arms, the most severe first, each with its arm; `place` gives them their names on the page."""
     findings = [(arm, f) for arm in arms for f in in_order(arm.findings, kind=f"finding-{arm.name}", names=place)]
     return sorted(findings, key=lambda pair: severity(pair[1]))
-
-
-def matrix(findings: Sequence[tuple[StoredArm, Shown]]) -> list[tuple[Shown, dict[str, Shown]]]:
-    """A row per symptom, the most severe first: its first finding, and by arm the one that the arm had."""
-    table: dict[tuple[str, str], dict[str, Shown]] = {}
-    for arm, f in findings:
-        table.setdefault((f.symptom or f.cause, f.cause), {}).setdefault(arm.name, f)
-    return [(next(iter(row.values())), row) for row in table.values()]
 
 
 def pick_samples(samples: Sequence[Sample], limit: int) -> list[Sample]:
