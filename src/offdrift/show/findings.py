@@ -361,7 +361,24 @@ def _evidence(row: Fields) -> tuple[str, str, str, str]:
     if value is None:
         option = SAID_BY.get(text(row.get("metric")))
         return what, f"not known: {option} says it" if option else "not logged", limit, source
-    return what, f"{_figure(short(value), percent(value), scale)}{unit}", limit, source
+    told = None if threshold is None else _told_apart(value, threshold, 100.0 if scale == "share" else 1.0)
+    return what, f"{_figure(told or short(value), f'{told} %' if told else percent(value), scale)}{unit}", limit, source
+
+
+def _told_apart(value: float, threshold: float, factor: float) -> str:
+    """A value that would be rounded to its threshold, with the digits that tell them apart; else "".
+
+    Args:
+        factor: of what is shown, 100 for percent.
+
+    Example:
+        >>> _told_apart(0.98996, 0.99, 1.0), _told_apart(0.69996, 0.7, 100.0), _told_apart(0.97, 0.99, 1.0)
+        ('0.98996', '69.996', '')
+    """
+    if value == threshold or f"{value:.3g}" != f"{threshold:.3g}":
+        return ""
+    digits = next((n for n in range(4, 17) if f"{value:.{n}g}" != f"{threshold:.{n}g}"), 17)
+    return f"{factor * value:.{digits + 1}g}".replace("-", "−")
 
 
 def _figure(number: str, share: str, scale: str) -> str:
