@@ -14,7 +14,7 @@
 # make currency     signatures and table of the frameworks, against their newest releases
 # make test-build   wheel and sdist are built, alike, and whole; nothing is installed
 # make train-vllm   the same with real vLLM drawing the tokens of a tiny mixture of experts
-# make train-smollm2  a real pretrained model learns sums: a quarter of an hour
+# make train-smollm2  a real pretrained model learns sums: half an hour
 # make dist-test    wheel and sdist, installed and used in fresh environments: core, [audit], [train] with tests/users (EXTRAS=core for one)
 # make matrix       the core's laws under Python 3.11 to 3.13 and torch 2.6 to the newest, by tox
 # make audit-deps   dependencies: declared, used, explained, pinned, licences; ADVISORIES=1 asks for known vulnerabilities
