@@ -39,5 +39,7 @@ def demo(
     path = write_demo(folder, repaired=repaired)
     if screen.as_json:
         screen.json({"log": str(path)})
+    what = "the same run without the fault" if repaired else "one fault is planted in it: the audit says which"
+    screen.show(f"16 updates of 24 responses each; {what}")
     screen.wrote(log=path)
     screen.next(f"offdrift audit {folder}", "what drifted, why, and what to do")
