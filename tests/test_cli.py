@@ -326,6 +326,22 @@ Broken()
 """
 
 
+ENDED = """
+import os, signal, sys
+import offdrift.audit.demo as demo
+from offdrift.cli import main
+demo.write_demo = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
+sys.argv = ["offdrift", "demo"]
+main()
+"""
+
+
+def test_the_signal_by_which_schedulers_end_a_job_is_an_interrupt_for_every_command(tmp_path):
+    done = subprocess.run([sys.executable, "-c", ENDED], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == ExitCode.INTERRUPTED, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_an_interrupt_inside_a_destructor_is_not_lost_and_shows_no_traceback():
     done = subprocess.run([sys.executable, "-c", IN_A_DESTRUCTOR], capture_output=True, text=True, timeout=120)
     assert done.stdout.split("\n")[:2] == ["went on", "ended"]

@@ -7,6 +7,7 @@ pyarrow. This file needs the standard library alone: what is not installed is na
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from importlib import import_module
 from importlib.metadata import version
@@ -71,6 +72,9 @@ def main() -> None:
     # Read by OpenMP when torch is imported. A thread that spins at a barrier keeps the core from the thread
     # that it waits for as soon as another process wants one: see benchmarks/busy.py.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # how schedulers end a job: every command keeps what it has
     for stream in (sys.stdout, sys.stderr):  # a path that is no text is shown escaped; it ends no command
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
