@@ -42,6 +42,14 @@ class TokenLoss(NamedTuple):
         return TokenLoss(logprobs.scatter_to_all(self.loss), clipped, regularizer)
 
 
+class LoggedClip(NamedTuple):
+    """Tokens whose loss a clip changed, as a log shows them that lacks an input of the loss (`clipped_in_log`)."""
+
+    clipped: Bool[Tensor, " n"]
+    whole: bool
+    """Whether these are all of them, not some."""
+
+
 def larger(plain: PerToken, limited: PerToken) -> TokenLoss:
     """The larger of a loss and the same loss under a clip, and where the clip decides.
 
