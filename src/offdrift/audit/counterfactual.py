@@ -234,8 +234,10 @@ COUNTED = (
     "sequences", "tokens", "first_update", "kept_sequences", "kept_tokens", "length", "kept_length", "weight",
     "limited", "clipped", "clip_tokens", "clip_partly",
 )  # fmt: skip
-"""Sums of each row; after them, sequences and kept sequences of each length bucket. `clip_partly` are the tokens of which
-a log shows some that the clip changed, and perhaps not all."""
+"""Sums of each row; after them, sequences and kept sequences of each length bucket.
+
+`clip_partly` are tokens of a log that shows some of those that the clip changed, and perhaps not all.
+"""
 AT = {name: i for i, name in enumerate(COUNTED)}
 NUMBERS = (
     "kept_tokens", "kept_sequences", "kept_length_ratio", "weight_mean", "weight_max", "limited_frac", "ess_frac",

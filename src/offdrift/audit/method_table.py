@@ -224,7 +224,7 @@ def trained_words(audit: Fields) -> str:
         >>> row = {"name": "troll", "clips": True, "clipped_frac": 0.06, "clipped_at_least": True, "gates": "",
         ...        "weights": "", "why_not": None}
         >>> trained_words({"context": {"method": "troll"}, "methods": [row]}).partition(" (")[0]
-        'The run trains with troll. As published, it clips or projects at least 6.0 % of the logged tokens'
+        'The run trains with troll. With its default settings it clips or projects at least 6.0 % of the logged tokens'
     """
     name = _trained(audit)
     row = next((r for r in rows(audit.get("methods")) if name and text(r.get("name")) == name), None)
@@ -243,7 +243,7 @@ def trained_words(audit: Fields) -> str:
     elif row.get("clips"):
         known = number(row.get(CLIPPED)) is not None
         does.append(f"clips or projects {share} of the logged tokens" if known else CANNOT_TELL)
-    return f"{begin} As published, it {'; '.join(does)}." if does else ""
+    return f"{begin} With its default settings it {'; '.join(does)}." if does else ""
 
 
 NOT_ALL = "seen at the drawn tokens only; kl_current_old in the log would show all of them"

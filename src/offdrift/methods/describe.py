@@ -375,8 +375,8 @@ def code_facts(name: str) -> dict[str, Any]:
 
 SYSTEM_FACTS = (
     "name kind family title summary unit ratio evidence sign stop_gradient certifies trained_return aggregate "
-    "mechanism is_treatment target model_class shown_at fails bias reference status experimental where here watch related "
-    "command"
+    "mechanism is_treatment target model_class shown_at fails bias reference status experimental where here watch "
+    "related command"
 )
 """What is said of a row, in this order; what a technique outside the loss does not have is None."""
 

@@ -77,6 +77,8 @@ def find(name: str) -> dict[str, Any]:
     rows, key = stored()["rows"], _key(name)
     if key in rows:
         return rows[key]
+    if name.endswith(".py"):
+        raise MethodError(f"no method {name!r}; a method in a file is named with the file: {name}:NAME")
     texts = {n: f"{n} {r['reference']} {r.get('title', '')} {r['summary']}" for n, r in rows.items()}
     mentions = [n for n, text in texts.items() if len(key) > 2 and f"_{key}_" in f"_{_key(text)}_"]
     near = difflib.get_close_matches(key, rows, n=3, cutoff=0.75)
