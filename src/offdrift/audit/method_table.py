@@ -237,7 +237,7 @@ def trained_words(audit: Fields) -> str:
     if text(row.get("gates")):
         does.append(f"keeps {percent(number(row.get('kept_tokens')))} of the logged tokens")
     if text(row.get("weights")):
-        does.append(f"limits the weights of {percent(number(row.get('limited_frac')))}")
+        does.append(f"limits {percent(number(row.get('limited_frac')))} of the weights")
     if row.get("clipped_at_least"):
         does.append(f"clips or projects at least {share} of the logged tokens ({NOT_ALL})")
     elif row.get("clips"):
