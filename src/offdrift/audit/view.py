@@ -33,7 +33,8 @@ BARS = "▁▂▃▄▅▆▇█"
 NAME_WIDTH = 28
 WIDE = 100
 """Terminal columns from which there is room for all numbers."""
-ONLY_WIDE = ("weight_mean", "limited_frac", "clipped_frac")
+ROOM = {"weight_mean": WIDE, "limited_frac": WIDE, "clipped_frac": 110}
+"""Terminal columns from which a number of the method table has room; the others always have."""
 
 
 OTHER_FRAMEWORK = "Settings are shown for any framework, or for offdrift's own recipes; for yours add --framework ({})."
@@ -179,7 +180,7 @@ def _methods(audit: Fields, width: int) -> list[RenderableType]:
     parts: list[RenderableType] = []
     if methods:
         shown = familiar(methods)
-        columns = [c for c in method_columns(audit) if width >= WIDE or c.key not in ONLY_WIDE]
+        columns = [c for c in method_columns(audit) if width >= ROOM.get(c.key, 0)]
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("method", max_width=NAME_WIDTH, overflow="fold")
         for c in columns:
