@@ -31,7 +31,7 @@ from offdrift.methods.probe import batch as probe
 from offdrift.methods.table import FAMILIES
 from offdrift.numerics import log_sums, one_thread
 from offdrift.objectives import Objective
-from offdrift.objectives.base import LoggedClip
+from offdrift.objectives.base import ClipsInLog, LoggedClip
 from offdrift.records.batch import Logged
 from offdrift.records.rollouts import text_id
 
@@ -162,7 +162,7 @@ class Decisions:
             return None
 
         def clipped(logprobs: LogProbs, advantages: Tensor | None, batch_info: BatchInfo) -> Any:
-            if hasattr(objective, "clipped_in_log"):
+            if isinstance(objective, ClipsInLog):
                 return objective.clipped_in_log(logprobs, batch_info)
             if advantages is None:
                 raise EvidenceError("what a clip does depends on the advantages; log them")

@@ -206,7 +206,7 @@ def length_curves(methods: list[Tried]) -> list[tuple[str, tuple[float | None, .
     return [(name, curve) for _, name, curve in ranked[:MAX_CURVES]]
 
 
-def _order(methods: list[Tried]) -> Callable[[Tried], tuple[bool, int]]:
+def _order(methods: list[Tried]) -> Callable[[Tried], tuple[bool, bool, int]]:
     """Sort key: the suggested method, the user's own, those that most people ask about, the rest as they stand."""
     order = {name: i for i, name in enumerate(asked_about(m.name for m in methods))}
     return lambda m: (not m.suggested, not m.trained, -1 if m.in_code else order.get(m.name, len(order)))

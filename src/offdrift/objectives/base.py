@@ -50,6 +50,15 @@ class LoggedClip(NamedTuple):
     """Whether these are all of them, not some."""
 
 
+@runtime_checkable
+class ClipsInLog(Protocol):
+    """Objective with a clip that reads more than a log holds, and can say what the log shows of it."""
+
+    def clipped_in_log(self, logprobs: LogProbs, batch_info: BatchInfo) -> LoggedClip:
+        """Mark tokens that the clip changes, from log-probs and logged divergences. Gradient: none."""
+        ...
+
+
 def larger(plain: PerToken, limited: PerToken) -> TokenLoss:
     """The larger of a loss and the same loss under a clip, and where the clip decides.
 
