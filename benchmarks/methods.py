@@ -1,6 +1,6 @@
 """Time per token of every method, forward and backward, and of verl's own function where it has one.
 
-    python benchmarks/methods.py [--rows a,b] [--quick] [--threads N] [--json PATH]
+    python benchmarks/methods.py [--rows a,b] [--quick] [--threads N] [--json PATH [--add]]
 
 On the ragged batch of `correction.py` (512 sequences, log-normal lengths, float32): packed for us,
 padded to 8192 for verl. Two figures per row, each in units of `ppo_clip`, measured in between:
@@ -239,6 +239,18 @@ def failures(rows: Found) -> list[str]:
     return slow + differing
 
 
+def added(stored: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored result with further rows: each says which machine measured it, and no other row changes."""
+    fresh = {name: {**row, "machine": found["machine"]} for name, row in found["rows"].items()}
+    failed = [words for words in stored["failures"] if words.partition(":")[0] not in fresh]
+    return {
+        **stored,
+        "rows": {**stored["rows"], **fresh},
+        "failures": failed + found["failures"],
+        "reasons": {**stored["reasons"], **found["reasons"]},
+    }
+
+
 def show(rows: Found) -> None:
     """A table by family, slowest first."""
     widths = {"loss": 11, "loss, padded": 9, "whole": 8}
@@ -284,6 +296,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one repeat: it runs, times are rough")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
+    parser.add_argument("--add", action="store_true", help="to the rows in --json, each with its machine")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
 
@@ -300,7 +313,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     found = {"machine": machine_info, "tokens": batch.tokens, "rows": rows, "failures": failed}
     found["reasons"] = {name: why for name, why in REASONS.items() if name in rows}
     if args.json:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        written = added(json.loads(args.json.read_text()), found) if args.add else found
+        args.json.write_text(json.dumps(written, indent=2) + "\n")
     return found
 
 

@@ -25,7 +25,7 @@ from offdrift.methods.table import FAMILIES, SYSTEM_FAMILIES
 from offdrift.penalty import ESTIMATORS
 from offdrift.records import schema
 from offdrift.show import manual
-from offdrift.show.method_table import ABOUT, RATIOS, shown
+from offdrift.show.method_table import ABOUT, RATIOS, shown, shown_at_words
 from offdrift.stats import METRICS
 from offdrift_lab.evidence import claims
 from offdrift_lab.plan.phases import Phases
@@ -124,6 +124,7 @@ METHOD_COLUMNS = {
     ),
     "bias": lambda row: cell(row["bias"] or "not known"),
     "when it fails": lambda row: cell(row["fails"]),
+    "shown at": lambda row: cell(shown_at_words(row)),
     "status": lambda row: row["status"],
     "reference": lambda row: cell(row["reference"]),
 }
@@ -140,6 +141,7 @@ SYSTEM_COLUMNS = {
     "made for": lambda row: cell(row["target"]),
     "models": lambda row: row["model_class"],
     "when it fails": lambda row: cell(row["fails"]),
+    "shown at": lambda row: cell(shown_at_words(row)),
     "where it would be": lambda row: cell(row["where"]),
     "run it here": lambda row: code(row["command"]) if row["command"] else "",
     "to watch": lambda row: "<br>".join(map(code, row["watch"])),

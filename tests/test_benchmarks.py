@@ -54,6 +54,21 @@ def test_every_row_is_timed(run):
             assert row["times_base"][kind] > 0, name
 
 
+def test_rows_of_another_machine_are_added_and_change_no_other(benchmark):
+    row = {"times_base": {"loss": 1.0}}
+    stored = {"machine": {"processor": "a"}, "tokens": 9, "rows": {"x": row, "y": row}, "failures": ["x: slow"]}
+    found = {"machine": {"processor": "b"}, "tokens": 9, "rows": {"x": row, "z": row}, "failures": ["z: slow"]}
+    both = benchmark.added({**stored, "reasons": {"y": "w"}}, {**found, "reasons": {"z": "v"}})
+    assert both["rows"] == {
+        "x": {**row, "machine": found["machine"]},
+        "y": row,
+        "z": {**row, "machine": found["machine"]},
+    }
+    assert both["failures"] == ["z: slow"]
+    assert both["reasons"] == {"y": "w", "z": "v"}
+    assert both["machine"] == stored["machine"]
+
+
 def test_reasons_are_of_rows(benchmark):
     assert benchmark.REASONS.keys() <= METHODS.keys()
     assert len(benchmark.REASONS) > 5

@@ -114,6 +114,9 @@
   const code = (text) => (text ? make("code", { textContent: text }) : null);
   const meaning = (key, values) => list(values).map((value) => (explained(key, value) ? `${value}: ${explained(key, value)}` : value)).join("; ");
 
+  const shownAt = ({ scale, models, source }) =>
+    source ? `${scale}, ${models === "both" ? "dense models and MoE" : `${models} models`} (${source})` : `${scale} in a source that was read`;
+
   const card = (row) => {
     const chips = row.kind === "system"
       ? ["system", row.model_class === "both" ? null : row.model_class]
@@ -140,6 +143,7 @@
       ...pair("where", row.where),
       ...pair("watch", list(row.watch).join(", ")),
       ...pair("correct with", list(row.related).join(", ")),
+      ...pair("shown at", row.shown_at && shownAt(row.shown_at)),
       ...pair("used by", list(row.used_by).join(", ")),
       ...pair("source", row.reference, row.status ? ` (${meaning("status", row.status)})` : ""),
       ...pair("run it", code(row.command)));

@@ -19,6 +19,9 @@ from offdrift.audit.counterfactual import (
     sampled,
 )
 from offdrift.audit.facets import LENGTH_CUTS
+from offdrift.batch_info import BatchInfo
+from offdrift.divergence.evidence import Distributions
+from offdrift.engines.score import old_divergences
 from offdrift.errors import EvidenceError, RecordError
 from offdrift.methods import METHODS
 from offdrift.records.batch import Logged
@@ -155,6 +158,29 @@ def test_steps_that_are_looked_at_in_several_goes_are_each_counted_once(monkeypa
     one = Counterfactual.of(batch)
     monkeypatch.setattr("offdrift.audit.counterfactual.STEPS", together)
     assert close(Counterfactual.of(batch).table(), one.table(), **ROUNDING) > 17 * len(CANDIDATES)
+
+
+def test_a_projection_is_seen_in_a_log_that_has_its_divergence_and_in_part_in_one_without():
+    """A log has no distributions: their KL shows every token outside the ball, log-probs of drawn tokens show some."""
+    g = torch.Generator().manual_seed(1)
+    old, move = torch.randn(2, 200, 9, generator=g, dtype=torch.float64)
+    logits, tokens = old + 0.4 * move, torch.randint(9, (200,), generator=g)
+    logp_old, logp = (x.log_softmax(-1).gather(1, tokens[:, None])[:, 0] for x in (old, logits))
+    log = log_of([120, 80], logp_rollout=logp_old, logp_old=logp_old, logp=logp, advantages=torch.ones(200).double())
+    batch_info = BatchInfo(distributions=Distributions(old, logits, tokens))
+    outside = METHODS["troll"].objective(LoggedView(log).logprobs, log.advantages, batch_info).clipped
+    share = float(outside.double().mean())
+    divergences = {name: d.lo.float() for name, d in old_divergences(old, logits).items()}
+    known = table(replace(log, divergences=divergences))["troll"]
+    assert (known["clipped_frac"], known["clipped_at_least"], known["clips"]) == (pytest.approx(share), False, True)
+    assert 0.3 < share < 0.9
+    part = table(log)["troll"]
+    assert part["clipped_at_least"]
+    assert 0 < part["clipped_frac"] < share
+    seen = METHODS["troll"].objective.clipped_in_log(LoggedView(log).logprobs, BatchInfo()).clipped
+    assert not (seen & ~outside).any(), "whatever a log shows is outside"
+    late = table(replace(log, logp=None))["troll"]  # at the first update of a batch nothing is outside
+    assert (late["clipped_frac"], late["clips"]) == (None, True)
 
 
 def test_what_is_decided_step_by_step_is_about_the_right_tokens():

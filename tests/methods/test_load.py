@@ -121,6 +121,8 @@ def test_what_is_cached_of_an_earlier_file_is_not_run(folder):
     [
         (None, "absent.py:mine", r"absent\.py:mine: there is no file .*absent\.py"),
         (GOOD, "mine.py:absent", r"mine\.py has no 'absent'; its methods are plain, mine, tunable"),
+        ("def fall(log_ratio): pass\ndef mine(): pass", "mine.py:x", r"mine\.py has no 'x'; its methods are mine$"),
+        (None, "mine.py", r"no method 'mine\.py'; a method in a file is named with the file: mine\.py:NAME"),
         ("x = 3", "mine.py:x", r"mine\.py:x is a int, 3; expected an offdrift\.Method, a function"),
         ("def f(a, b=1): pass", "mine.py:f", r"mine\.py:f needs a; expected an offdrift\.Method"),
         ("def f(): return 'gspo'", "mine.py:f", r"mine\.py:f returned a str, 'gspo'; expected an offdrift\.Method"),

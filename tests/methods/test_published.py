@@ -5,7 +5,8 @@ import torch
 
 from offdrift.methods import METHODS, override, probe
 from offdrift.methods import describe as axes
-from offdrift.methods.published import RANGES, STOP_GRADIENT, outside_ranges, published_ranges
+from offdrift.methods.published import RANGES, SHOWN_AT, STOP_GRADIENT, ShownAt, outside_ranges, published_ranges
+from offdrift.methods.table import SYSTEMS
 
 # The survey's column "Stop-gradient?" (2026-05-18), of rows that are methods here and have a yes or no there.
 SURVEY = {
@@ -97,3 +98,25 @@ def test_ranges_are_those_of_their_sources_and_the_defaults_lie_inside():
 def test_a_setting_outside_its_range_is_said_and_one_inside_is_not(name, changes, said):
     found = outside_ranges(override(METHODS[name], changes), changes)
     assert [words.partition(":")[0] for words in found] == said
+
+
+def test_scales_are_those_of_the_survey_or_of_a_primary_source_and_not_stated_elsewhere():
+    """Every row of the survey's map is a method or a system here, with its two columns; none is invented."""
+    assert SHOWN_AT.keys() <= METHODS.keys() | SYSTEMS.keys()
+    of_survey = {name for name, x in SHOWN_AT.items() if x.source == "survey, comparison map"}
+    assert {*SURVEY["no"].split(), *SURVEY["yes"].split()} - of_survey == {"trm_max"}, "whose paper says it itself"
+    assert len(of_survey) == 48, "the rows of the map: without TRM, and QaRL and TBPO are two here"
+    assert {x.models for x in SHOWN_AT.values()} == {"dense", "MoE", "both"}
+    for name, system in SYSTEMS.items():  # read from the same column
+        assert name not in of_survey or SHOWN_AT[name].models == system.model_class
+    # Entries as they stand in the map.
+    expected = {"topr": "7B", "gspo": "100B-1T", "icepop": "1T (Ring-1T)", "dora": "30-100B", "vespo": "7-30B, lag 64"}
+    assert {name: SHOWN_AT[name].scale for name in expected} == expected
+    assert axes.facts("kpop", METHODS["kpop"])["shown_at"] == {
+        "scale": "not stated",
+        "models": "not stated",
+        "source": "",
+    }
+    assert axes.facts("topr", METHODS["topr"])["shown_at"]["models"] == "dense"
+    assert axes.system_facts("seer", SYSTEMS["seer"])["shown_at"]["scale"] == "up to 70B"
+    assert ShownAt().source == ""

@@ -184,3 +184,8 @@ def test_systems_have_every_fact_that_lists_and_filters_read():
     assert set(method) - set(system) == only_methods
     assert system["kind"] == "system"
     assert "not part of a loss" in system["where"]
+
+
+def test_a_summary_stands_alone():
+    """Searches, suggestions and audits show one row: nothing above it says what "the same" is."""
+    assert not [name for name, row in catalog().items() if row["summary"].startswith(("the same", "The same"))]

@@ -31,6 +31,7 @@ from offdrift.methods.probe import batch as probe
 from offdrift.methods.table import FAMILIES
 from offdrift.numerics import log_sums, one_thread
 from offdrift.objectives import Objective
+from offdrift.objectives.base import ClipsInLog, LoggedClip
 from offdrift.records.batch import Logged
 from offdrift.records.rollouts import text_id
 
@@ -150,8 +151,8 @@ class Decisions:
         keep = functools.reduce(torch.logical_and, (keep for keep, _ in gates)) if gates else None
         return weighted._replace(keep=keep, first_update=weighted.first_update or any(late for _, late in gates))
 
-    def clipped(self, method: Method) -> tuple[Bool[Tensor, " n"], bool] | None:
-        """Tokens whose loss the objective's clip changes, and whether at the first update.
+    def clipped(self, method: Method) -> tuple[Bool[Tensor, " n"], bool, bool] | None:
+        """Tokens whose loss the objective's clip changes, whether at the first update, and whether these are all.
 
         None if it has no clip, or the log cannot say. At the first update nothing is stale, so a clip
         of staleness says nothing there.
@@ -160,7 +161,9 @@ class Decisions:
         if not clips(objective):
             return None
 
-        def clipped(logprobs: LogProbs, advantages: Tensor | None, batch_info: BatchInfo) -> Tensor | None:
+        def clipped(logprobs: LogProbs, advantages: Tensor | None, batch_info: BatchInfo) -> Any:
+            if isinstance(objective, ClipsInLog):
+                return objective.clipped_in_log(logprobs, batch_info)
             if advantages is None:
                 raise EvidenceError("what a clip does depends on the advantages; log them")
             return objective(logprobs, advantages, batch_info).clipped
@@ -168,7 +171,9 @@ class Decisions:
         decision = self._once(("clip", objective, method.anchor), method, objective, clipped)
         if isinstance(decision, str) or (decision[1] and objective.on == "staleness"):
             return None
-        return decision
+        found, late = decision
+        mask, whole = found if isinstance(found, LoggedClip) else (found, True)
+        return mask, late, whole
 
     def _weighted(self, method: Method) -> Decided | str:
         """The product of the method's weights, and what their limits touched."""
@@ -227,9 +232,12 @@ def clips(objective: Objective) -> bool:
 
 COUNTED = (
     "sequences", "tokens", "first_update", "kept_sequences", "kept_tokens", "length", "kept_length", "weight",
-    "limited", "clipped", "clip_tokens",
+    "limited", "clipped", "clip_tokens", "clip_partly",
 )  # fmt: skip
-"""Sums of each row; after them, sequences and kept sequences of each length bucket."""
+"""Sums of each row; after them, sequences and kept sequences of each length bucket.
+
+`clip_partly` are tokens of a log that shows some of those that the clip changed, and perhaps not all.
+"""
 AT = {name: i for i, name in enumerate(COUNTED)}
 NUMBERS = (
     "kept_tokens", "kept_sequences", "kept_length_ratio", "weight_mean", "weight_max", "limited_frac", "ess_frac",
@@ -323,9 +331,11 @@ class Counterfactual:
                     continue
                 sums[i], largest[i], logs[i] = row
                 if (clip := decisions.clipped(method)) is not None:
-                    sums[i, AT["clipped"]] = _count(clip[0])
-                    sums[i, AT["clip_tokens"]] = len(clip[0])
-                    sums[i, AT["first_update"]] += clip[1]
+                    mask, late, whole = clip
+                    sums[i, AT["clipped"]] = _count(mask)
+                    sums[i, AT["clip_tokens"]] = len(mask)
+                    sums[i, AT["clip_partly"]] = 0 if whole else len(mask)
+                    sums[i, AT["first_update"]] += late
         return Counterfactual(sums, largest, logs, tuple(why_not), names)
 
     def merge(self, other: Counterfactual) -> Counterfactual:
@@ -348,7 +358,9 @@ class Counterfactual:
             weight_max          largest weight of a kept token
             limited_frac        share of tokens whose weight its limits changed
             ess_frac            (sum w)^2 / (n sum w^2), w the weight, 0 where not kept, n all tokens
-            clipped_frac        share of tokens whose loss the objective's own clip changed
+            clipped_frac        share of tokens whose loss the objective's own clip or projection changed
+            clipped_at_least    whether it is a lower end: the log lacks what would show all of them
+            clips               whether the objective has a clip; without `clipped_frac`, the log cannot tell
             acceptance_by_length   share of kept sequences by length bucket, see `LENGTH_CUTS`
 
         Reference: definitions as in `stats.metrics`; masked weights count as rejected here.
@@ -418,7 +430,7 @@ class _Counts:
         limited = 0 if decided.limited is None else _count(decided.limited)
         counted = [
             self.scored.sum(), tokens, decided.first_update, sequences.sum(), kept_tokens, self.lengths.sum(),
-            sequences @ self.lengths, total, limited, 0, 0,
+            sequences @ self.lengths, total, limited, 0, 0, 0,
         ]  # fmt: skip
         bins = len(LENGTH_CUTS) + 1
         buckets = [np.bincount(self.bucket, weights=x, minlength=bins) for x in (self.scored, sequences)]
@@ -446,10 +458,11 @@ def _described(
         "on": " and ".join(on or "none" for on in ratios) + (", at the first update" if n["first_update"] else ""),
         "gates": "; ".join(g.formula for g in correction.gates),
         "weights": "; ".join(w.formula for w in correction.weights),
+        "clips": clips(candidate.method.objective),
         "sampled_sequences": int(n["sequences"]),
     } | ({} if candidate.code is None else {"code": dict(candidate.code)})
     if not n["tokens"]:
-        return row | dict.fromkeys(NUMBERS) | {"why_not": why or "no sequence was tried"}
+        return row | dict.fromkeys(NUMBERS) | {"clipped_at_least": False, "why_not": why or "no sequence was tried"}
     total, square = logs.tolist()
     return row | {
         "kept_tokens": n["kept_tokens"] / n["tokens"],
@@ -460,6 +473,7 @@ def _described(
         "limited_frac": n["limited"] / n["tokens"],
         "ess_frac": math.exp(2 * total - square) / n["tokens"] if square > -math.inf else 0.0,
         "clipped_frac": _over(n["clipped"], n["clip_tokens"]),
+        "clipped_at_least": bool(n["clip_partly"]),
         "acceptance_by_length": [_over(k, b) for k, b in zip(kept, everyone, strict=True)],
         "why_not": None,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from offdrift.show.headline import thresholds
 from offdrift.show.json_access import Fields, at, mapping, number, numbers, rows, text
@@ -40,6 +41,21 @@ class Tried:
     """Values below which a number is one to look at, by column."""
     in_code: bool = False
     """Whether it is in the user's code, and in no table."""
+    trained: bool = False
+    """Whether the run of the log trains with it."""
+    clips: bool = False
+    """Whether its objective has a clip, whatever the log shows of it."""
+    clipped_at_least: bool = False
+    """Whether its clip may have changed further tokens that the log does not show."""
+
+    def cell(self, column: MethodColumn) -> str:
+        """A number as the table shows it: "?" where the method has such a part and the log cannot tell."""
+        value = self.values[column.key]
+        if column.key != CLIPPED:
+            return column.write(value)
+        if value is None:
+            return "?" if self.clips else column.write(value)
+        return ("≥ " if self.clipped_at_least else "") + column.write(value)
 
     def flagged(self, key: str) -> bool:
         """Whether a number is one to look at."""
@@ -66,6 +82,7 @@ READ = (
     "A high share wastes little; it is not better: a fault is repaired, not corrected. – : the method has no such part."
 )
 """How to read it."""
+CLIPPED = "clipped_frac"
 OF_GATES = ("kept_tokens", "kept_sequences", "kept_length_ratio")
 OF_WEIGHTS = ("weight_mean", "weight_max", "limited_frac")
 """Columns that mean nothing for a method without gates, or without weights."""
@@ -92,6 +109,10 @@ def method_columns(audit: Fields) -> tuple[MethodColumn, ...]:
         "Mean weight after limits; 1 means that no mass was cut.",
         "Share of tokens whose weight met a limit.",
     )
+    clipped = (
+        "Share of tokens whose loss the objective's own clip or projection changed. ≥: the log shows some of them; "
+        "?: the log cannot tell."
+    )
     columns = (
         ("kept_tokens", "Tokens kept", "tokens", "Share of tokens that the gates let take part.", percent, "better"),
         ("kept_sequences", "Sequences kept", "seqs", kept_sequences, percent, "better"),
@@ -100,6 +121,7 @@ def method_columns(audit: Fields) -> tuple[MethodColumn, ...]:
         ("weight_mean", "Weight, mean", "mean weight", mean, short, "neither"),
         ("weight_max", "Weight, max", "max weight", "Largest weight after limits.", short, "worse"),
         ("limited_frac", "Limited", "limited", limited, percent, "worse"),
+        (CLIPPED, "Clipped", "clipped", clipped, percent, "neither"),
     )  # fmt: skip
     return tuple(MethodColumn(*c) for c in columns)
 
@@ -108,6 +130,7 @@ def tried(audit: Fields) -> list[Tried]:
     """Methods that the log could answer for: the suggested, those most asked about, the rest as stored."""
     row_name = at(audit, "suggestion", "row") or at(audit, "suggestion", "method")
     suggestion = text(row_name)  # with other settings a method has a row of its own
+    trains = _trained(audit)
     limits, columns = thresholds(audit), [c.key for c in method_columns(audit)]
     floors = {key: limits[name] for key, name in FLOORS.items()}
     methods = [
@@ -118,6 +141,9 @@ def tried(audit: Fields) -> list[Tried]:
             rule="; ".join(filter(None, (text(row.get("gates")), text(row.get("weights"))))),
             in_code=bool(mapping(row.get("code"))),
             suggested=bool(suggestion) and text(row.get("name")) == suggestion,
+            trained=text(row.get("name")) == trains,
+            clips=bool(row.get("clips")),
+            clipped_at_least=bool(row.get("clipped_at_least")),
             values={key: None if key in absent else number(row.get(key)) for key in columns},
             by_length=tuple(numbers(row.get("acceptance_by_length"))),
             floors=floors,
@@ -158,7 +184,7 @@ def untried(audit: Fields) -> dict[str, list[str]]:
 def familiar(methods: list[Tried]) -> list[Tried]:
     """The suggested method, the user's own, and those that most people ask about; all if none of them is there."""
     names = asked_about(m.name for m in methods)
-    return [m for m in methods if m.suggested or m.in_code or m.name in names] or methods[: len(names)]
+    return [m for m in methods if m.suggested or m.trained or m.in_code or m.name in names] or methods[: len(names)]
 
 
 def length_curves(methods: list[Tried]) -> list[tuple[str, tuple[float | None, ...]]]:
@@ -180,7 +206,46 @@ def length_curves(methods: list[Tried]) -> list[tuple[str, tuple[float | None, .
     return [(name, curve) for _, name, curve in ranked[:MAX_CURVES]]
 
 
-def _order(methods: list[Tried]) -> Callable[[Tried], tuple[bool, int]]:
+def _order(methods: list[Tried]) -> Callable[[Tried], tuple[bool, bool, int]]:
     """Sort key: the suggested method, the user's own, those that most people ask about, the rest as they stand."""
     order = {name: i for i, name in enumerate(asked_about(m.name for m in methods))}
-    return lambda m: (not m.suggested, -1 if m.in_code else order.get(m.name, len(order)))
+    return lambda m: (not m.suggested, not m.trained, -1 if m.in_code else order.get(m.name, len(order)))
+
+
+def _trained(audit: Fields) -> str:
+    """Name of the method that the run trains with, as the table has it; "" if it is not known."""
+    return Path(text(at(audit, "context", "method"))).name
+
+
+def trained_words(audit: Fields) -> str:
+    """Sentences on the method that the run trains with, and what it does with the logged tokens; "" if not known.
+
+    Example:
+        >>> row = {"name": "troll", "clips": True, "clipped_frac": 0.06, "clipped_at_least": True, "gates": "",
+        ...        "weights": "", "why_not": None}
+        >>> trained_words({"context": {"method": "troll"}, "methods": [row]}).partition(" (")[0]
+        'The run trains with troll. With its default settings it clips or projects at least 6.0 % of the logged tokens'
+    """
+    name = _trained(audit)
+    row = next((r for r in rows(audit.get("methods")) if name and text(r.get("name")) == name), None)
+    if row is None:
+        return ""
+    begin = f"The run trains with {name}."
+    if why := text(row.get("why_not")):
+        return f"{begin} What it did this log cannot show: {why}"
+    does, share = [], percent(number(row.get(CLIPPED)))
+    if text(row.get("gates")):
+        does.append(f"keeps {percent(number(row.get('kept_tokens')))} of the logged tokens")
+    if text(row.get("weights")):
+        does.append(f"limits {percent(number(row.get('limited_frac')))} of the weights")
+    if row.get("clipped_at_least"):
+        does.append(f"clips or projects at least {share} of the logged tokens ({NOT_ALL})")
+    elif row.get("clips"):
+        known = number(row.get(CLIPPED)) is not None
+        does.append(f"clips or projects {share} of the logged tokens" if known else CANNOT_TELL)
+    return f"{begin} With its default settings it {'; '.join(does)}." if does else ""
+
+
+NOT_ALL = "seen at the drawn tokens only; kl_current_old in the log would show all of them"
+"""What a log lacks that shows some of the tokens of a projection."""
+CANNOT_TELL = "has a clip, and the log cannot tell what it changes"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from offdrift.audit.charts import along, choices, explorable, histogram_chart, inhabited, labels, over_time
 from offdrift.audit.conclude import PAGE
-from offdrift.audit.method_table import READ, TITLE, method_columns, tried, untried
+from offdrift.audit.method_table import READ, TITLE, method_columns, trained_words, tried, untried
 from offdrift.audit.view import drawn_by, invest_words, missing, unanswered
 from offdrift.show.charts import PAIR_COLORS, PAIR_DASHES, PageColumns, chart_data, rounded
 from offdrift.show.headline import PAIRS, all_numbers, best_numbers, common_context, headlines, length_unit, meaning_of
@@ -231,6 +231,7 @@ def _corrections(audit: Fields) -> dict[str, Any]:
     return {
         "methods": tried(audit),
         "methods_title": TITLE,
+        "trained": trained_words(audit),
         "how_to_read": READ,
         "method_columns": method_columns(audit),
         "untried": untried(audit),

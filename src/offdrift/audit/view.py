@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from offdrift.audit.method_table import READ, TITLE, familiar, method_columns, tried
+from offdrift.audit.method_table import READ, TITLE, familiar, method_columns, trained_words, tried
 from offdrift.judge.regime import CALM
 from offdrift.show.findings import (
     OWN,
@@ -33,6 +33,8 @@ BARS = "▁▂▃▄▅▆▇█"
 NAME_WIDTH = 28
 WIDE = 100
 """Terminal columns from which there is room for all numbers."""
+ROOM = {"weight_mean": WIDE, "limited_frac": WIDE, "clipped_frac": 110}
+"""Terminal columns from which a number of the method table has room; the others always have."""
 
 
 OTHER_FRAMEWORK = "Settings are shown for any framework, or for offdrift's own recipes; for yours add --framework ({})."
@@ -178,18 +180,20 @@ def _methods(audit: Fields, width: int) -> list[RenderableType]:
     parts: list[RenderableType] = []
     if methods:
         shown = familiar(methods)
-        columns = [c for c in method_columns(audit) if width >= WIDE or c.key not in ("weight_mean", "limited_frac")]
+        columns = [c for c in method_columns(audit) if width >= ROOM.get(c.key, 0)]
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("method", max_width=NAME_WIDTH, overflow="fold")
         for c in columns:
             table.add_column(c.short_title, justify="right", no_wrap=True)
         for m in shown:
             name = Text(safe(m.name) + (" ◂" if m.suggested else ""), style="bold green" if m.suggested else "")
-            cells = [Text(c.write(m.values[c.key]), style="yellow" if m.flagged(c.key) else "") for c in columns]
+            cells = [Text(m.cell(c), style="yellow" if m.flagged(c.key) else "") for c in columns]
             table.add_row(name, *cells)
         parts += [Text(f"\n{TITLE}", style="bold"), Text(READ, style="dim"), table]
         if more := len(methods) - len(shown):
             parts.append(Text(f"{more} more methods on the page", style="dim"))
+    if words := trained_words(audit):
+        parts.append(Text(safe(words)))
     name, why = text(suggestion.get("method")), text(suggestion.get("why"))
     if name:
         reason = f": {safe(why)}" if why else ""

@@ -277,10 +277,10 @@ def rollout_ratio_means(rollouts: Rollouts, logits: Float[Tensor, "n v"]) -> Flo
 def old_divergences(logits_old: Float[Tensor, "n v"], logits: Float[Tensor, "n v"]) -> dict[str, Divergence]:
     """Divergences of the current policy from the old one, by name, over the whole vocabulary.
 
-        kl_old_current = KL(pi_old || pi)      tv_old_current = TV(pi_old, pi)
+        kl_old_current = KL(pi_old || pi)      tv_old_current = TV(pi_old, pi)      kl_current_old = KL(pi || pi_old)
 
-    What gates with on="staleness" and statistic "kl" or "tv" read, and what KL-Cov's exact penalty
-    differentiates. Memory: a few rows at a time; the gradient of the logits is the only tensor of
+    What gates with on="staleness" and statistic "kl" or "tv" read, what KL-Cov's exact penalty differentiates, and
+    what TROLL's projection bounds. Memory: a few rows at a time; the gradient of the logits is the only tensor of
     their size.
 
     Args:
@@ -289,7 +289,7 @@ def old_divergences(logits_old: Float[Tensor, "n v"], logits: Float[Tensor, "n v
 
     Returns: exact divergences, nats and probability.
 
-    Gradient: of kl_old_current to `logits`, (pi - pi_old); none of tv_old_current, none to `logits_old`.
+    Gradient: of kl_old_current to `logits`, (pi - pi_old); none of the others, none to `logits_old`.
 
     Raises: `ShapeError` if the two are not of one shape.
 
@@ -302,6 +302,6 @@ def old_divergences(logits_old: Float[Tensor, "n v"], logits: Float[Tensor, "n v
     Reference: Cui et al., arXiv:2505.22617, eq. 14 (the penalty); DPPO, arXiv:2602.04879 (the bound).
     """
     kl = kl_rollout_current(logits_old.detach(), logits)
-    tv = exact_divergences(logits_old.detach(), logits.detach()).tv
-    named = {"kl_old_current": kl, "tv_old_current": tv}
+    both = exact_divergences(logits_old.detach(), logits.detach())
+    named = {"kl_old_current": kl, "tv_old_current": both.tv, "kl_current_old": both.kl_current_rollout}
     return {name: Divergence.exact(name, x) for name, x in named.items()}

@@ -65,7 +65,7 @@ ROWS: dict[str, Method] = {
     ),
     "delta_clip": row(
         Clipped(dual_clip=4.0),
-        summary="the same function with ratio 4, as INTELLECT-2 and TRL's delta write it",
+        summary="PPO, the loss of negative advantages capped at ratio 4, as INTELLECT-2 and TRL's delta write it",
         mechanism="asymmetric clip, cap on negatives",
         target="explosion of the loss on negatives",
         fails="clipping bounds no divergence",
@@ -271,7 +271,7 @@ ROWS: dict[str, Method] = {
     "prime_rl_ipo": row(
         ImportanceSampled(on="full", pull=1e-3),
         Gate(statistic="binary_tv", on="full", unit="token", low=-0.1, high=0.1),
-        summary="the same with a symmetric band of 0.1 whatever the advantage",
+        summary="full-ratio surrogate on tokens whose probability moved by 0.1 at most, plus a log-ratio pull",
         mechanism="band on the binary TV, pull on every token",
         target="asynchronous rollouts, engines that differ",
         fails=TOKEN_BIAS,

@@ -23,7 +23,7 @@ from offdrift.advantages import ADVANTAGES
 from offdrift.methods import probe
 from offdrift.methods.load import IN_CODE, code_source, load_method
 from offdrift.methods.method import PLAIN, SINGLE, Method, part_units
-from offdrift.methods.published import STOP_GRADIENT, published_ranges
+from offdrift.methods.published import SHOWN_AT, STOP_GRADIENT, ShownAt, published_ranges
 from offdrift.methods.situations import SITUATIONS, USED_BY
 from offdrift.methods.table import FAMILIES, METHODS, SYSTEM_FAMILIES, SYSTEMS, System
 from offdrift.ratios import RatioName
@@ -341,6 +341,7 @@ def facts(name: str, row: Method) -> dict[str, Any]:
         "sign": sign(row),
         "stop_gradient": stop_gradient(row),
         "survey_differs": dict(STOP_GRADIENT.get(name, {})),
+        "shown_at": asdict(SHOWN_AT.get(name, ShownAt())),
         "certifies": certifies(row),
         "trained_return": raised_by(row, row.advantage or DEFAULT_ADVANTAGE),
         "aggregate": row.aggregate,
@@ -374,8 +375,8 @@ def code_facts(name: str) -> dict[str, Any]:
 
 SYSTEM_FACTS = (
     "name kind family title summary unit ratio evidence sign stop_gradient certifies trained_return aggregate "
-    "mechanism is_treatment target model_class fails bias reference status experimental where here watch related "
-    "command"
+    "mechanism is_treatment target model_class shown_at fails bias reference status experimental where here watch "
+    "related command"
 )
 """What is said of a row, in this order; what a technique outside the loss does not have is None."""
 
@@ -385,6 +386,7 @@ def system_facts(name: str, row: System) -> dict[str, Any]:
     words = {k: list(x) if isinstance(x, tuple) else x for k, x in vars(row).items()}
     words |= {"name": name, "kind": "system", "aggregate": row.aggregation, "experimental": row.status == "unverified"}
     words |= {"family": next(title for title, rows in SYSTEM_FAMILIES.items() if name in rows)}
+    words |= {"shown_at": asdict(SHOWN_AT.get(name, ShownAt()))}
     words |= {"unit": [], "ratio": [], "evidence": [], "command": f"offdrift train {row.run}" if row.run else None}
     return {key: words.get(key) for key in SYSTEM_FACTS.split()}
 

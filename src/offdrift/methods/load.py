@@ -256,20 +256,28 @@ def _read(name: str) -> tuple[Method, CodeSource]:
     where, _, attribute = name.rpartition(":")
     module, source = _module(where, name, attribute)
     if not hasattr(module, attribute):
-        local = (inspect.isfunction(x) and x.__module__ == module.__name__ for x in vars(module).values())
-        members = zip(vars(module).items(), local, strict=True)
-        names = [n for (n, x), is_local in members if isinstance(x, Method) or (is_local and not n.startswith("_"))]
+        names = [n for n, x in vars(module).items() if not n.startswith("_") and _may_be_method(x, module)]
         raise MethodError(f"{where} has no {attribute!r}; its methods are {', '.join(names) or 'none'}")
     value = getattr(module, attribute)
     if isinstance(value, Method):
         return value, source
     if not callable(value) or isinstance(value, type):
         raise MethodError(f"{name} is a {type(value).__name__}, {value!r:.80}; {EXPECTED}")
-    parameters = inspect.signature(value).parameters.values()
-    required = [p.name for p in parameters if p.default is p.empty or p.kind is p.POSITIONAL_ONLY]
-    if required:
+    if required := _required(value):
         raise MethodError(f"{name} needs {', '.join(required)}; {EXPECTED}")
     return Maker(name, value).method(), source
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    """Arguments without a default, or that have no keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty or p.kind is p.POSITIONAL_ONLY]
+
+
+def _may_be_method(value: Any, module: ModuleType) -> bool:
+    """Whether it is a method, or a function of the module that may make one: not a statistic, say."""
+    is_local = inspect.isfunction(value) and value.__module__ == module.__name__
+    return isinstance(value, Method) or (is_local and not _required(value))
 
 
 def _module(where: str, name: str, attribute: str) -> tuple[ModuleType, CodeSource]:

@@ -1,4 +1,6 @@
-"""Statements of sources on a method besides its formula: ranges of settings, and entries of the survey that differ."""
+"""Statements of sources on a method besides its formula: ranges of settings, the scale at which it was shown, and
+entries of the survey that differ.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +34,29 @@ RANGES: dict[str, PublishedRange] = {
 """Ranges by the kind of part that they are for."""
 STOP_GRADIENT: Mapping[str, Mapping[str, str]] = _TABLES["stop_gradient"]
 """Methods whose ratios are constants here and are not in the survey's map: its entry as `survey`, and `why`."""
+
+
+NOT_STATED = "not stated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownAt:
+    """Scale of the largest published runs with a method, parameters, and the models of these runs."""
+
+    scale: str = NOT_STATED
+    models: str = NOT_STATED
+    """"dense", "MoE" or "both"."""
+    source: str = ""
+    """Where it is read; "" if no source that was read states it."""
+
+
+SHOWN_AT: Mapping[str, ShownAt] = {
+    name: ShownAt(scale=row["scale"], models=row["models"], source=table["source"])
+    for table in _TABLES["scale"]
+    for row in table["shown"]
+    for name in row["methods"]
+}
+"""Scale by method or system; what is missing here is `ShownAt()`."""
 
 
 def kind_of_part(part: Any) -> tuple[str, str]:

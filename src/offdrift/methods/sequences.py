@@ -208,7 +208,7 @@ ROWS: dict[str, Method] = {
     "tir_otb": row(
         Reinforce(), Weight(on="mismatch", cap=2.0),
         advantage="tir_optimal_token_baseline",
-        summary="the same, positions counted over trainable tokens",
+        summary="token TIS with the variance-minimizing baseline, positions counted over trainable tokens",
         mechanism="none (advantage)",
         target="tool-integrated reasoning",
         fails="siblings of one position may be at unlike places of their argument",
@@ -253,7 +253,7 @@ ROWS: dict[str, Method] = {
     ),
     "token_veto": row(
         Clipped(), Gate(statistic="ratio", on="mismatch", unit="seq_max", low=1e-4),
-        summary="the same at 1e-4, verl's token veto",
+        summary="PPO; a sequence with a token whose mismatch ratio falls below 1e-4 is rejected (verl's token veto)",
         mechanism="worst-token admission test",
         target="tokens the trainer finds impossible",
         fails="sees ratios near 0 alone",

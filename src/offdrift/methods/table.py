@@ -284,6 +284,10 @@ else:
     MethodName = str
 
 
+OF_A_FILE = "a method in a file is named with the file: {0}:NAME"
+"""Way out where a file's name stands for a method."""
+
+
 def method(name: MethodName | str) -> Method:
     """The row of that name, or the method of a user's code, "file.py:name" or "package.module:name".
 
@@ -299,6 +303,8 @@ def method(name: MethodName | str) -> Method:
         from offdrift.methods.load import load_method
 
         return load_method(name)
+    if name.endswith(".py"):
+        raise MethodError(f"no method {name!r}; {OF_A_FILE.format(name)}")
     if name not in METHODS:
         near = difflib.get_close_matches(name, METHODS, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}? " if near else ""

@@ -42,6 +42,23 @@ class TokenLoss(NamedTuple):
         return TokenLoss(logprobs.scatter_to_all(self.loss), clipped, regularizer)
 
 
+class LoggedClip(NamedTuple):
+    """Tokens whose loss a clip changed, as a log shows them that lacks an input of the loss (`clipped_in_log`)."""
+
+    clipped: Bool[Tensor, " n"]
+    whole: bool
+    """Whether these are all of them, not some."""
+
+
+@runtime_checkable
+class ClipsInLog(Protocol):
+    """Objective with a clip that reads more than a log holds, and can say what the log shows of it."""
+
+    def clipped_in_log(self, logprobs: LogProbs, batch_info: BatchInfo) -> LoggedClip:
+        """Mark tokens that the clip changes, from log-probs and logged divergences. Gradient: none."""
+        ...
+
+
 def larger(plain: PerToken, limited: PerToken) -> TokenLoss:
     """The larger of a loss and the same loss under a clip, and where the clip decides.
 

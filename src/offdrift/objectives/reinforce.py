@@ -13,10 +13,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from offdrift.batch_info import NO_INFO, BatchInfo
+from offdrift.correction.statistics import binary_kl_forward
 from offdrift.errors import BadValueError, MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import clamped, ratio
-from offdrift.objectives.base import PerToken, TokenLoss
+from offdrift.objectives.base import LoggedClip, PerToken, TokenLoss
 from offdrift.ratios import RatioName, log_ratio
 
 if TYPE_CHECKING:
@@ -183,6 +184,17 @@ class ProjectedSurrogate:
             f"L = -A pi / pi_old + {self.coef:g} KL(current || pi), pi = the current policy projected to "
             f"KL(pi || old) <= {self.bound:g}"
         )
+
+    def clipped_in_log(self, logprobs: LogProbs, batch_info: BatchInfo) -> LoggedClip:
+        """Mark the tokens outside the ball, as far as a log without distributions shows them.
+
+        KL(pi_new || pi_old) > bound       `divergences["kl_current_old"]`: all of them
+        kl(pi_new(y), pi_old(y)) > bound   without it: some of them, since the KL of "y or not" is at most the KL
+        """
+        if (exact := batch_info.divergences.get("kl_current_old")) is not None:
+            return LoggedClip(exact.lo > self.bound, whole=True)
+        binary = binary_kl_forward(logprobs.current, logprobs.old - logprobs.current)
+        return LoggedClip(binary > self.bound, whole=False)
 
     def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         from offdrift.divergence.projection import project  # an audit, which has no logits, does without

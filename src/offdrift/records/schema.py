@@ -332,16 +332,19 @@ MASK = LogField(
 )
 """What leaves tokens out, so that no batch holds it."""
 
+DIVERGENCE_KINDS = {"kl": "KL({} || {}), nats", "tv": "total variation of {} and {}"}
+FORWARD = (("rollout", "current"), ("rollout", "old"), ("old", "current"))
+DIVERGENCE_PAIRS = {"kl": (*FORWARD, ("current", "old")), "tv": FORWARD}
 DIVERGENCES: tuple[LogField, ...] = tuple(
     LogField(
         name=f"{kind}_{first}_{second}",
         column=f"{kind}_{first}_{second}",
         per="token",
         dtype="float32",
-        about=f"exact full-vocabulary {meaning.format(first, second)}",
+        about=f"exact full-vocabulary {DIVERGENCE_KINDS[kind].format(first, second)}",
     )
-    for kind, meaning in (("kl", "KL({} || {}), nats"), ("tv", "total variation of {} and {}"))
-    for first, second in (("rollout", "current"), ("rollout", "old"), ("old", "current"))
+    for kind, pairs in DIVERGENCE_PAIRS.items()
+    for first, second in pairs
 )
 """What `divergences` of a batch may hold, by name."""
 

@@ -77,6 +77,8 @@ def find(name: str) -> dict[str, Any]:
     rows, key = stored()["rows"], _key(name)
     if key in rows:
         return rows[key]
+    if name.endswith(".py"):
+        raise MethodError(f"no method {name!r}; a method in a file is named with the file: {name}:NAME")
     texts = {n: f"{n} {r['reference']} {r.get('title', '')} {r['summary']}" for n, r in rows.items()}
     mentions = [n for n, text in texts.items() if len(key) > 2 and f"_{key}_" in f"_{_key(text)}_"]
     near = difflib.get_close_matches(key, rows, n=3, cutoff=0.75)
@@ -379,7 +381,22 @@ def _why(row: Row) -> list[tuple[str, str]]:
     if code := row.get("code"):
         why.append(("code", f"{code['file']}, SHA-256 {code['sha256'][:12]}"))
         return [line for line in [*why, ("reference", row["reference"])] if line[1]]
-    return [*why, ("status", _explained("status", [row["status"]])), ("reference", row["reference"])]
+    scale = ("shown at", shown_at_words(row))
+    return [*why, scale, ("status", _explained("status", [row["status"]])), ("reference", row["reference"])]
+
+
+def shown_at_words(row: Row) -> str:
+    """Scale at which a method was shown, on which models, and where that is read.
+
+    Example:
+        >>> shown_at_words(find("topr")), shown_at_words(find("kpop"))
+        ('7B, dense models (survey, comparison map)', 'not stated in a source that was read')
+    """
+    at = row["shown_at"]
+    if not at["source"]:
+        return f"{at['scale']} in a source that was read"
+    models = "dense models and MoE" if at["models"] == "both" else f"{at['models']} models"
+    return f"{at['scale']}, {models} ({at['source']})"
 
 
 def setting_words(path: str, value: Any, row: Row) -> str:

@@ -426,6 +426,7 @@ _ROWS = [
     *_divergence("tv_rollout_old", "1"),
     *_divergence("kl_old_current", "nat"),
     *_divergence("tv_old_current", "1"),
+    *_divergence("kl_current_old", "nat"),
     *ALPHAS,
     Metric("weight/mean", "1", "mean weight, after limits", "neither", mean("weight/w")),
     Metric("weight/std", "1", "standard deviation of the weight, after limits", "worse",

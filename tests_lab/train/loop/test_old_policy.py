@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from accelerate import Accelerator
@@ -304,6 +306,10 @@ def test_the_policy_is_projected_into_a_ball_around_the_one_that_drew(tmp_path: 
     outside = [m["objective/clip_frac_active"] for m in near]
     assert outside[0] == 0
     assert max(outside) > 0.1
+    logs = [pq.read_table(f) for f in sorted((tmp_path / "run" / "arms" / "near" / "log").glob("*.parquet"))]
+    kl = np.concatenate([np.concatenate(log["kl_current_old"].to_pylist()) for log in logs])
+    tokens = [m["batch/tokens"] for m in near]
+    assert (kl > 1e-4).sum() == pytest.approx(np.dot(outside, tokens)), "the log shows what the projection changed"
     assert [m["objective/clip_frac_active"] for m in far] == [0] * len(far)
     norms = [[m["optim/grad_norm"] for m in arm] for arm in (near, far, plain)]
     assert norms[1] == pytest.approx(norms[2], rel=1e-4), "inside the ball it is the plain surrogate"

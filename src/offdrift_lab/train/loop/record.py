@@ -213,7 +213,7 @@ class TokenLog:
         used, rows = whole.with_(evidence=None).select(order), whole.segments.rows(order)
         version, logp = torch.tensor(versions).repeat_interleave(counts), torch.cat([v.logp for v in views])
         names = [n for n in views[0].lower if self.of_old or not n.endswith("rollout_old")]
-        names = names if all(v.exact for v in views) else []
+        names = [n for n in names if all(n in v.exact for v in views)]
         worst_status = None  # of each sequence, its worst token's
         if batch.old_status is not None:
             worst_status = used.segments.max(batch.old_status[rows].double()).long()

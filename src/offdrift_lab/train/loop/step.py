@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -63,15 +63,15 @@ class TokenView:
     """Entropy of that policy at the token, nats."""
     lower: Mapping[str, Float[Tensor, " n"]]
     """Divergences by name, their lower ends where they are intervals."""
-    exact: bool
-    """Whether all of them are known exactly."""
+    exact: Set[str]
+    """Names of those that are known exactly."""
 
     def divergence(self, name: str) -> Float[Tensor, " n"]:
         """A divergence, such as `kl_rollout_current`; NaN where no evidence for it was recorded."""
         return self.lower.get(name, torch.full_like(self.weight, torch.nan))
 
     @staticmethod
-    def joined(rows: Sequence[Tensor], values: Sequence[Mapping[str, Tensor]], *, exact: bool) -> TokenView:
+    def joined(rows: Sequence[Tensor], values: Sequence[Mapping[str, Tensor]], *, exact: Set[str]) -> TokenView:
         """The view of a whole step, from each piece's values and their rows in the batch; one transfer to the host."""
         packed = torch.cat([torch.stack(list(x.values())) for x in values], 1).cpu()
         ordered = torch.empty_like(packed)
@@ -113,7 +113,8 @@ class Accumulated:
     rows: list[Tensor] = field(default_factory=list)
     token_values: list[dict[str, Tensor]] = field(default_factory=list)
     tails: Tails = field(default_factory=Tails)
-    exact: bool = True
+    not_exact: set[str] = field(default_factory=set)
+    """Divergences that some piece does not know exactly."""
     observed: Observed | None = None
     """What the method observed of the whole step, if it looks at it."""
     divisor: float = 1.0
@@ -129,11 +130,13 @@ class Accumulated:
         if self.view:
             self.rows.append(rows)
             self.token_values.append(piece.token_values(result))
-            self.exact &= all(d.grade is Grade.EXACT for d in piece.divergences.values())
+            self.not_exact |= {name for name, d in piece.divergences.items() if d.grade is not Grade.EXACT}
 
     def tokens(self) -> TokenView | None:
         """Per-token values in the batch's order, if they were asked for."""
-        return TokenView.joined(self.rows, self.token_values, exact=self.exact) if self.view else None
+        if not self.view:
+            return None
+        return TokenView.joined(self.rows, self.token_values, exact=self.token_values[0].keys() - self.not_exact)
 
 
 @runtime_checkable
