@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 from collections import defaultdict, deque
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,7 +157,7 @@ def verl_writer(module: str) -> Any:
         pytest.skip("verl is not installed")
     source = Path(spec.origin).parent / "trainer" / "ppo" / module
     if not source.is_file():
-        pytest.skip(f"verl {version('verl')} has no {module}")
+        pytest.skip(f"this verl has no {module}")
     tree = ast.parse(source.read_text())
     own = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "_write_generations")
     own.decorator_list = []

@@ -169,9 +169,7 @@ def test_rollout_traces_of_open_instruct(monkeypatch: pytest.MonkeyPatch, tmp_pa
     count = len(PROMPTS)
     batch = SimpleNamespace(queries=PROMPTS, scores=REWARDS, datasets=["sums"] * count, ground_truths=[None] * count)
     logprobs = [[rollout_logp(s, t) for t in range(n)] for s, n in enumerate(LENGTHS)]
-    result = SimpleNamespace(
-        responses=RESPONSES, finish_reasons=["stop"] * count, request_info=None, logprobs=logprobs
-    )
+    result = SimpleNamespace(responses=RESPONSES, finish_reasons=["stop"] * count, request_info=None, logprobs=logprobs)
     module._save_rollouts(str(tmp_path), "run", STEP, batch, result, ADVANTAGES, 2, 0)
     found, (read,), bad = read_all(tmp_path)
     assert (found.format, bad) == ("open-instruct", [])

@@ -97,7 +97,8 @@ def loss(
 
 
 OPEN = {
-    "ipo_threshold": 2.0, "eps": 1e6, "adv_tau": 1.0, "kl_tau": 0.0, "max_importance_ratio": 1e30, "score_centering": False,
+    "ipo_threshold": 2.0, "eps": 1e6, "adv_tau": 1.0, "kl_tau": 0.0, "max_importance_ratio": 1e30,
+    "score_centering": False,
 }  # fmt: skip
 """prime-rl's IPO loss with its gate open and without its KL, its cap and its centering: the importance ratio times the
 advantage. 0.8.0 reads `eps`, and `kl_tau`; since its losses are classes it has no KL and a cap."""
