@@ -329,8 +329,8 @@ def _unread(path: str) -> str:
     if not found:
         return ""
     return (
-        f". {len(found)} of vime's straw archives are there: make files of them with its RolloutArchive(FILE).export_pt(NAME), "
-        "as files that are read, or give --save-debug-rollout-data a path that ends in .pt"
+        f". {len(found)} of vime's straw archives are there: RolloutArchive(FILE).export_pt(NAME) makes dumps of them, "
+        "as --save-debug-rollout-data does with a path that ends in .pt"
     )
 
 
