@@ -371,6 +371,18 @@ def test_arguments_that_the_adapter_has_never_heard_of_are_refused_by_name(actor
         pushed(batch(), 1.0, prox_logp_method="guess")
 
 
+@pytest.mark.parametrize("name", ["TokenMean", "SequenceMean"])
+def test_another_mean_than_over_tokens_is_refused(actor: Any, name: str) -> None:
+    """`actor.loss_aggregation`, which AReaL's main branch binds to each micro-batch."""
+    areal.install("geo_mask", settings=SOME["geo_mask"], on_idle="warn")
+    step = SimpleNamespace(bind=lambda data: type(name, (), {})())
+    if name == "TokenMean":
+        assert bool(pushed(batch(), 1.0, loss_step=step).gradient.any())
+        return
+    with pytest.raises(MethodError, match=rf"loss_aggregation.*{name}"):
+        pushed(batch(), 1.0, loss_step=step)
+
+
 def test_with_reused_logprobs_the_policy_at_this_update_is_the_proximal_one(actor: Any) -> None:
     """AReaL 2.0's `reuse_train_logp`: no forward pass of its own, so that there is no `prox_logp`."""
     if REAL and "reuse_train_logp" not in importlib.import_module("areal.utils.constants").PROX_LOGP_METHODS_ALL:
