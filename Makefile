@@ -92,8 +92,8 @@ test-foreign: install-test install-foreign
 # Frameworks that publish no wheel: their sources at the commits that were read, which git fetches.
 test-upstream: install-test
 	$(BIN)/python packaging/upstream.py $(abspath $(VENV))/upstream
-	$(TEST_ENV) OFFDRIFT_UPSTREAM=$(abspath $(VENV))/upstream $(BIN)/python -m pytest tests/foreign/test_upstream.py \
-		tests/foreign/test_upstream_writers.py tests/foreign/test_upstream_snippets.py
+	$(TEST_ENV) OFFDRIFT_UPSTREAM=$(abspath $(VENV))/upstream $(BIN)/python -m pytest \
+		$(addprefix tests/foreign/test_upstream,.py _writers.py _snippets.py)
 
 test-built-on: install-test
 	rm -rf $(VENV)/built-on
@@ -122,16 +122,17 @@ SOURCES = $(abspath $(VENV))/$(if $(NEWEST),newest-sources,upstream)
 REPORT ?= /dev/stdout
 CURRENT := $(addprefix tests/,adapters/test_signatures.py house/test_currency.py judge/test_snippets.py \
 	adapters/test_trl_versions.py adapters/test_verl_losses.py adapters/test_frameworks.py adapters/test_areal.py \
-	adapters/test_ms_swift.py foreign/test_openrlhf.py foreign/test_areal.py foreign/test_skyrl.py \
-	foreign/test_upstream.py foreign/test_upstream_writers.py foreign/test_upstream_snippets.py)
+	adapters/test_ms_swift.py foreign/test_openrlhf.py foreign/test_areal.py foreign/test_skyrl.py)
+UPSTREAM := $(addprefix tests/foreign/test_upstream,.py _writers.py _snippets.py)
 currency: install-test install-foreign
 	rm -rf $(NEWEST_WHEELS) $(if $(NEWEST),$(SOURCES))
 	-$(BIN)/python packaging/upstream.py $(if $(NEWEST),--newest) $(SOURCES)
 	status=0; $(BIN)/python packaging/currency.py --write --sources $(SOURCES) --keep $(NEWEST_WHEELS) \
 		> $(REPORT) || status=$$?; \
-	$(TEST_ENV) OFFDRIFT_FOREIGN=newest OFFDRIFT_UPSTREAM=$(SOURCES) \
-		PYTHONPATH=$(NEWEST_WHEELS):$(abspath $(VENV))/foreign $(BIN)/python -m pytest $(UNCHECKED) $(CURRENT) \
-		&& exit $$status
+	$(TEST_ENV) OFFDRIFT_FOREIGN=newest PYTHONPATH=$(NEWEST_WHEELS):$(abspath $(VENV))/foreign \
+		$(BIN)/python -m pytest $(UNCHECKED) $(CURRENT) || status=$$?; \
+	$(TEST_ENV) OFFDRIFT_UPSTREAM=$(SOURCES) $(BIN)/python -m pytest $(UNCHECKED) $(UPSTREAM) || status=$$?; \
+	exit $$status
 
 # hatchling comes with the environment, so that nothing is fetched; dist-test builds as pip does.
 test-build: install-test

@@ -8,8 +8,10 @@ set -uo pipefail
 report=$1
 shift
 rm -f table.md
-"$@" 2>&1 | tee output.txt
-status=${PIPESTATUS[0]}
+# A file, not a pipe: processes that the command left behind would keep that open.
+"$@" > output.txt 2>&1
+status=$?
+cat output.txt
 {
   if [ -s table.md ]; then cat table.md; fi
   printf '\n`%s` ended with %s. Its last lines:\n\n```text\n' "$*" "$status"

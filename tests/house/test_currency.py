@@ -3,6 +3,7 @@
 import argparse
 import ast
 import importlib.util
+import os
 import re
 import runpy
 import shutil
@@ -184,7 +185,10 @@ def test_sources_of_a_commit_are_compared(tmp_path: Path) -> None:
 def test_a_report_has_the_table_and_the_end_of_the_output(tmp_path: Path) -> None:
     script = "echo '| peer |' > table.md; for i in $(seq 400); do echo line $i; done; exit 3"
     command = ["bash", str(PACKAGING / "report.sh"), "report.md", "sh", "-c", script]
-    assert subprocess.run(command, cwd=tmp_path, check=False, capture_output=True).returncode == 3
+    summary = tmp_path / "summary.md"
+    environment = {**os.environ, "GITHUB_STEP_SUMMARY": str(summary)}
+    assert subprocess.run(command, cwd=tmp_path, env=environment, check=False, capture_output=True).returncode == 3
+    assert summary.read_text() == (tmp_path / "report.md").read_text()
     report = (tmp_path / "report.md").read_text()
     assert report.startswith("| peer |\n")
     assert "line 400\n```" in report
