@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import runpy
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -53,6 +55,7 @@ from offdrift.methods import Method
 from offdrift.segments import Segments
 
 ACTOR = "areal.trainer.ppo.actor"
+LOGGING = "areal.utils.logging"
 FUNCTIONAL = "areal.utils.functional.functional"
 SERVER = "areal.infra.rpc.rpc_server"
 
@@ -135,9 +138,24 @@ def _without_effect(*_: Any, **__: Any) -> None:
     )
 
 
+def _be_heard() -> None:
+    """Give this adapter's log an outlet where AReaL's logging is in force.
+
+    At each logger of its own AReaL makes a new root, at WARNING and without a handler for loggers of others: what was
+    proved and what acted would never be seen.
+    """
+    log = logging.getLogger("offdrift.areal")
+    if LOGGING in sys.modules and not log.isEnabledFor(logging.INFO):
+        outlet = logging.StreamHandler(sys.stdout)
+        outlet.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
+        log.addHandler(outlet)
+        log.setLevel(logging.INFO)
+
+
 def _hook() -> LossHook:
     """The hook of this process."""
     config, only = _INSTALLED[0]
+    _be_heard()
     return hook_of(config, only=only, divides=False)
 
 
