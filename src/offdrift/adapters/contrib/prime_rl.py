@@ -96,10 +96,8 @@ def loss(
     return LossOutputs(loss=result.loss, metrics=decisions(logprobs, result.corrected, on="full"))
 
 
-OPEN = {
-    "ipo_threshold": 2.0, "eps": 1e6, "adv_tau": 1.0, "kl_tau": 0.0, "max_importance_ratio": 1e30,
-    "score_centering": False,
-}  # fmt: skip
+OPEN = {"ipo_threshold": 2.0, "eps": 1e6, "adv_tau": 1.0, "kl_tau": 0.0}
+OPEN |= {"max_importance_ratio": 1e30, "score_centering": False}
 """prime-rl's IPO loss with its gate open and without its KL, its cap and its centering: the importance ratio times the
 advantage. 0.8.0 reads `eps`, and `kl_tau`; since its losses are classes it has no KL and a cap."""
 
