@@ -11,7 +11,7 @@
 # make test-upstream  the adapters against the losses of miles, NeMo-RL, prime-rl, ROLL and slime, from their sources
 # make test-built-on  the adapters in and under trainers that are built on TRL and verl: axolotl, agent-lightning, Trinity
 # make test-versions  the adapters against the older releases of TRL and verl that they say they know
-# make currency     signatures and table of the frameworks, against their newest releases
+# make currency     signatures, snippets, losses, writers and table of the frameworks, against their newest releases
 # make test-build   wheel and sdist are built, alike, and whole; nothing is installed
 # make train-vllm   the same with real vLLM drawing the tokens of a tiny mixture of experts
 # make train-smollm2  a real pretrained model learns sums: half an hour
@@ -92,8 +92,8 @@ test-foreign: install-test install-foreign
 # Frameworks that publish no wheel: their sources at the commits that were read, which git fetches.
 test-upstream: install-test
 	$(BIN)/python packaging/upstream.py $(abspath $(VENV))/upstream
-	$(TEST_ENV) OFFDRIFT_UPSTREAM=$(abspath $(VENV))/upstream $(BIN)/python -m pytest tests/foreign/test_upstream.py \
-		tests/foreign/test_upstream_writers.py tests/foreign/test_upstream_snippets.py
+	$(TEST_ENV) OFFDRIFT_UPSTREAM=$(abspath $(VENV))/upstream $(BIN)/python -m pytest \
+		$(addprefix tests/foreign/test_upstream,.py _writers.py _snippets.py)
 
 test-built-on: install-test
 	rm -rf $(VENV)/built-on
@@ -114,9 +114,25 @@ test-version-%: install-test
 	$(TEST_ENV) PYTHONPATH=$(abspath $(VENV))/versions/$* $(BIN)/python -m pytest $(UNCHECKED) \
 		$(VERSION_TESTS_$(firstword $(subst -, ,$*)))
 
-currency: install
-	$(BIN)/python packaging/currency.py --write
-	$(BIN)/python -m pytest $(UNCHECKED) tests/adapters/test_signatures.py tests/house/test_currency.py tests/judge/test_snippets.py
+# The newest wheels, without dependencies (theirs are gigabytes of another torch), go before the environment's packages:
+# snippets, losses and writers are then those of the newest releases. NEWEST=1 reads the newest commit of what publishes
+# no wheel; without it, the recorded one. The report is made and the tests run whatever the other says.
+NEWEST_WHEELS := $(abspath $(VENV))/newest
+SOURCES = $(abspath $(VENV))/$(if $(NEWEST),newest-sources,upstream)
+REPORT ?= /dev/stdout
+CURRENT := $(addprefix tests/,adapters/test_signatures.py house/test_currency.py judge/test_snippets.py \
+	adapters/test_trl_versions.py adapters/test_verl_losses.py adapters/test_frameworks.py adapters/test_areal.py \
+	adapters/test_ms_swift.py foreign/test_openrlhf.py foreign/test_areal.py foreign/test_skyrl.py)
+UPSTREAM := $(addprefix tests/foreign/test_upstream,.py _writers.py _snippets.py)
+currency: install-test install-foreign
+	rm -rf $(NEWEST_WHEELS) $(if $(NEWEST),$(SOURCES))
+	-$(BIN)/python packaging/upstream.py $(if $(NEWEST),--newest) $(SOURCES)
+	status=0; $(BIN)/python packaging/currency.py --write --sources $(SOURCES) --keep $(NEWEST_WHEELS) \
+		> $(REPORT) || status=$$?; \
+	$(TEST_ENV) OFFDRIFT_FOREIGN=newest PYTHONPATH=$(NEWEST_WHEELS):$(abspath $(VENV))/foreign \
+		$(BIN)/python -m pytest $(UNCHECKED) $(CURRENT) || status=$$?; \
+	$(TEST_ENV) OFFDRIFT_UPSTREAM=$(SOURCES) $(BIN)/python -m pytest $(UNCHECKED) $(UPSTREAM) || status=$$?; \
+	exit $$status
 
 # hatchling comes with the environment, so that nothing is fetched; dist-test builds as pip does.
 test-build: install-test

@@ -1,13 +1,17 @@
 """Sources of frameworks that publish no wheel, at the commits that were read: `make test-upstream`.
 
-    python packaging/upstream.py FOLDER
+    python packaging/upstream.py [--newest] FOLDER
 
 Each goes into FOLDER/NAME, and nothing of it into the package or the repository. A folder that is there is left alone.
+`--newest` takes the newest commit in place of the one that was read, for `make currency NEWEST=1`. One that git does not
+get is named, and the others are taken; it ends with 1 then.
 Where github.com is out of reach, git takes a mirror: `git config --global url.MIRROR.insteadOf https://github.com/`.
 """
 
 from __future__ import annotations
 
+import argparse
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,26 +25,35 @@ COMMITS = {
     "torchtitan": ("https://github.com/pytorch/torchtitan", "b5bcd76c66d0acb1a08b176d9639425bc55e0b2a"),
     "vime": ("https://github.com/vllm-project/vime", "2b83ea209634051243693e8186f45f449acb4cd1"),
     "roll": ("https://github.com/alibaba/ROLL", "8eb27cc2dc34c4d1310b169d9b86d339004d811a"),
+    "areal": ("https://github.com/areal-project/AReaL", "cbff54d645d2cd8ee1f1c358a82f3f473588433d"),
+    "open-instruct": ("https://github.com/allenai/open-instruct", "e6c3044aa6201c8bfa4573c1b03142af599e730d"),
 }
 """Where each is, and the commit that docs/integrations/versions.toml names."""
 
 
-def fetch(folder: Path) -> None:
-    """Check out every framework that is not there yet.
-
-    Raises: `subprocess.CalledProcessError` where git does not get it.
-    """
+def fetch(folder: Path, *, newest: bool = False) -> list[str]:
+    """Check out every framework that is not there yet; return the names of those that git does not get."""
+    missing = []
     for name, (url, commit) in COMMITS.items():
-        place = folder / name
+        place, unfinished = folder / name, folder / f".{name}"
         if place.is_dir():
             continue
-        unfinished = folder / f".{name}"
+        git = ("git", "-C", str(unfinished))
+        shutil.rmtree(unfinished, ignore_errors=True)
         subprocess.run(["git", "init", "--quiet", unfinished], check=True)
-        got = ["git", "-C", str(unfinished), "fetch", "--quiet", "--depth", "1", url, commit]
-        subprocess.run(got, check=True)
-        subprocess.run(["git", "-C", str(unfinished), "checkout", "--quiet", "FETCH_HEAD"], check=True)
+        got = [*git, "fetch", "--quiet", "--depth", "1", url, "HEAD" if newest else commit]
+        checkout = [*git, "checkout", "--quiet", "FETCH_HEAD"]
+        if any(subprocess.run(step, check=False).returncode for step in (got, checkout)):
+            missing.append(name)
+            continue
         unfinished.rename(place)
+    return missing
 
 
 if __name__ == "__main__":
-    fetch(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--newest", action="store_true")
+    options = parser.parse_args()
+    missing = fetch(options.folder, newest=options.newest)
+    sys.exit(f"git could not get {', '.join(missing)}" if missing else 0)

@@ -8,6 +8,7 @@ its own module, to the engine, which weighs micro-batches by their tokens; `ppo_
 import functools
 import importlib
 import importlib.util
+import logging
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -369,6 +370,31 @@ def test_arguments_that_the_adapter_has_never_heard_of_are_refused_by_name(actor
         pushed(batch(), 1.0, tau_of_tomorrow=0.5)
     with pytest.raises(MethodError, match="prox_logp_method='guess'"):
         pushed(batch(), 1.0, prox_logp_method="guess")
+
+
+def test_what_was_proved_is_heard_under_areals_logging(actor: Any, monkeypatch: Any, capsys: Any) -> None:
+    """At each logger of its own AReaL starts with a new root, at WARNING, without handlers."""
+    root = logging.RootLogger(logging.WARNING)
+    monkeypatch.setattr(logging.Logger, "root", root)
+    monkeypatch.setattr(logging.Logger, "manager", logging.Manager(root))
+    monkeypatch.setitem(sys.modules, areal.LOGGING, ModuleType(areal.LOGGING))
+    areal.install("geo_mask", settings=SOME["geo_mask"], on_idle="warn")
+    pushed(batch(), 1.0)
+    assert "offdrift.areal INFO: areal.trainer.ppo.actor.grpo_loss_fn: loss" in capsys.readouterr().out
+    pushed(batch(), 1.0)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["TokenMean", "SequenceMean"])
+def test_another_mean_than_over_tokens_is_refused(actor: Any, name: str) -> None:
+    """`actor.loss_aggregation`, which AReaL's main branch binds to each micro-batch."""
+    areal.install("geo_mask", settings=SOME["geo_mask"], on_idle="warn")
+    step = SimpleNamespace(bind=lambda data: type(name, (), {})())
+    if name == "TokenMean":
+        assert bool(pushed(batch(), 1.0, loss_step=step).gradient.any())
+        return
+    with pytest.raises(MethodError, match=rf"loss_aggregation.*{name}"):
+        pushed(batch(), 1.0, loss_step=step)
 
 
 def test_with_reused_logprobs_the_policy_at_this_update_is_the_proximal_one(actor: Any) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -149,24 +150,34 @@ def test_samples_of_a_task_of_areal_are_one_group_of_one_step(tmp_path: Path) ->
     assert len(set(seen)) == 3
 
 
-def verl_writer() -> Any:
-    """verl's own function, without the packages that the rest of its module needs."""
+def verl_writer(module: str) -> Any:
+    """The function of one of verl's trainers, without the packages that the rest of its module needs."""
     spec = importlib.util.find_spec("verl")
     if spec is None or spec.origin is None:
         pytest.skip("verl is not installed")
-    source = Path(spec.origin).parent / "trainer" / "ppo" / "ray_trainer.py"
+    source = Path(spec.origin).parent / "trainer" / "ppo" / module
+    if not source.is_file():
+        pytest.skip(f"this verl has no {module}")
     tree = ast.parse(source.read_text())
     own = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "_write_generations")
     own.decorator_list = []
-    scope: dict[str, Any] = {"os": os, "json": json}
+    scope: dict[str, Any] = {"os": os, "json": json, "np": np}
     exec(compile(ast.Module([own], []), str(source), "exec"), scope)
     return scope["_write_generations"]
 
 
-def test_verl(tmp_path: Path) -> None:
-    write = verl_writer()
+# Trainers of verl 1's line name each sample by prompt, rollout and output; the others by request.
+OF_SAMPLES = {
+    "ray_trainer.py": {"acc": REWARDS, "request_id": ["a", "b", "c"]},
+    "v1/trainer_base.py": {"uid": ["8f-1_0_0", "8f-1_1_0", "9a_0_0"]},
+}
+
+
+@pytest.mark.parametrize("module", OF_SAMPLES)
+def test_verl(tmp_path: Path, module: str) -> None:
+    write = verl_writer(module)
     for step in (2, 10):
-        extras = {"acc": REWARDS, "request_id": ["a", "b", "c"]}
+        extras = OF_SAMPLES[module]
         write(["q", "q", "r"], list(TEXTS), ["2", "2", "4"], REWARDS, extras, str(tmp_path), step)
     log, batches, bad = read_all(tmp_path)
     assert (log.framework, bad) == ("verl", [])

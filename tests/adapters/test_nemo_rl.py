@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -398,6 +399,13 @@ def test_install_has_setup_build_it(grpo: Any, caplog: pytest.LogCaptureFixture)
     assert "ratio_clip_max=0.28" in caplog.text
     kept = config(reference_policy_kl_penalty=0.1, use_kl_in_reward=True)  # KL in the reward is theirs
     assert grpo.ClippedPGLossFn(kept).config.method == "icepop"
+    newest = grpo.ClippedPGLossFn(config(), opd_full=None, seq_logprob_error_threshold=2.0)
+    assert not newest.requires_survivor_normalization
+    assert grpo.ClippedPGLossFn(config(), opd_full=SimpleNamespace(enabled=False)) == newest
+    with pytest.raises(MethodError, match="opd_full"):
+        grpo.ClippedPGLossFn(config(), opd_full=SimpleNamespace(enabled=True))
+    with pytest.raises(FrameworkError, match=r"nemo-rl passes of_tomorrow=1 to ClippedPGLossFn"):
+        grpo.ClippedPGLossFn(config(), of_tomorrow=1)
     made = grpo.ClippedPGLossFn(config(), use_fused_linear_logprobs=True)
     assert made == nemo_rl.loss("icepop", use_fused_linear_logprobs=True)
     assert grpo.ClippedPGLossFn(config(force_on_policy_ratio=True)).old == "current"

@@ -7,6 +7,7 @@ module of that commit; see docs/integrations/prime-rl.md.
 
 import inspect
 import json
+import math
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,6 +59,24 @@ def ipo_loss_fn(inputs: LossInputs, config: Any) -> LossOutputs:
     losses = config.kl_tau * log_ratio.square() * inputs.loss_mask
     losses = losses - PLANTED["factor"] * config.adv_tau * keep * inputs.advantages * log_ratio.exp()
     return LossOutputs((losses if inputs.loss_weights is None else losses * inputs.loss_weights).sum(), {})
+
+
+class IPOLoss:
+    """Its IPO loss since September 2026, by its source: a class, a capped ratio, and no KL."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def loss(self, inputs: LossInputs) -> LossOutputs:
+        config = self.config
+        assert not config.score_centering
+        moved = (inputs.trainer_logprobs.exp() - inputs.inference_logprobs.exp()).abs()
+        keep = inputs.loss_mask & (moved <= config.eps)
+        log_ratio = inputs.trainer_logprobs - inputs.inference_logprobs
+        # The cap holds the ratio and lets its gradient through.
+        ratio = (log_ratio + (log_ratio.clamp(max=math.log(config.max_importance_ratio)) - log_ratio).detach()).exp()
+        losses = -PLANTED["factor"] * config.adv_tau * keep * inputs.advantages * ratio
+        return LossOutputs((losses if inputs.loss_weights is None else losses * inputs.loss_weights).sum(), {})
 
 
 @contextmanager
@@ -118,20 +137,25 @@ def test_prime_rls_own_losses_are_rows_of_the_table(name: str, drop: Any) -> Non
     torch.testing.assert_close(result[:2], wanted[:2], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["ipo_loss_fn", "IPOLoss"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_loss_that_is_not_known_is_refused_at_the_first_sequence(
-    weighted: bool, process: Any, monkeypatch: Any, caplog: Any
+    weighted: bool, name: str, process: Any, monkeypatch: Any, caplog: Any
 ) -> None:
+    if name == "IPOLoss":
+        module = import_module("prime_rl.trainer.rl.loss")
+        monkeypatch.delattr(module, "ipo_loss_fn")
+        monkeypatch.setattr(module, name, IPOLoss, raising=False)
     of = batch(spread=0.5)
     weights = torch.linspace(0.5, 1.5, 66).view(6, 11) if weighted else None
     with caplog.at_level("INFO", "offdrift.prime-rl"):
         step(of, "token_tis", weights=weights)
-    assert "ipo_loss_fn: loss" in caplog.text
+    assert f"{name}: loss" in caplog.text
     (hook,) = process
     assert hook.proved
     monkeypatch.setitem(PLANTED, "factor", 1.001)
     hook.proved = False
-    with pytest.raises(FrameworkError, match=r"prime-rl: prime_rl\.trainer\.rl\.loss\.ipo_loss_fn is a loss that"):
+    with pytest.raises(FrameworkError, match=rf"prime-rl: prime_rl\.trainer\.rl\.loss\.{name} is a loss that"):
         step(of, "token_tis", weights=weights)
 
 
@@ -140,6 +164,18 @@ def test_a_prime_rl_without_its_ipo_loss_is_named_once(caplog: Any, monkeypatch:
     step(batch(), "token_tis")
     step(batch(), "token_tis")
     assert caplog.text.count("ipo_loss_fn is not") == 1
+
+
+def test_what_score_centering_hands_over_is_refused_by_name() -> None:
+    """Log-probs of the sampler's whole mask, which the newest `LossInputs` have where that is on."""
+    of = batch(spread=0.5)
+    fields = (of.current[0], of.rollout[0], None, of.advantages[0], of.mask[0])
+    given = type("Newer", (LossInputs,), {})(*fields)
+    given.trainer_mask_logprobs = None
+    prime_rl.loss(given, method="token_tis", on_idle="warn")
+    given.trainer_mask_logprobs = of.current[0][:, None]
+    with pytest.raises(FrameworkError, match="prime-rl passes trainer_mask_logprobs="):
+        prime_rl.loss(given, method="token_tis", on_idle="warn")
 
 
 def test_the_current_policy_may_stand_for_the_old_one() -> None:

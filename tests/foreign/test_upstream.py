@@ -7,6 +7,7 @@ are hollow modules.
 
 import importlib
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.foreign
 
 
 def test_the_commits_are_those_that_the_table_names() -> None:
-    named = {name: READ[name].split(", ")[-1] for name in COMMITS}
+    named = {name: re.findall(r"\b[0-9a-f]{7,40}\b", READ[name])[-1] for name in COMMITS}
     assert named == {name: c[: len(named[name])] for name, (_, c) in COMMITS.items()}
 
 

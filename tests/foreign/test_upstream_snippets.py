@@ -24,7 +24,7 @@ pytestmark = pytest.mark.foreign
 
 FIXES = load_rules().fixes
 MOVED = ("ipo", "icepop")
-"""prime-rl's losses of September 2026, which its sources of August do not have: known from threads alone."""
+"""prime-rl's losses of September 2026, which its sources of August do not have."""
 
 
 def of(framework: str) -> dict[str, str]:

@@ -140,15 +140,43 @@ def samples_of(types: Any) -> list[Any]:
     return made
 
 
-def test_rollout_dumps_of_slime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    packages(monkeypatch, source("slime"), "slime", "slime.observability", "slime.utils")
-    hollow(monkeypatch, "slime.utils.misc")
-    types = importlib.import_module("slime.utils.types")
-    module = importlib.import_module("slime.observability.rollout_data_utils")
+@pytest.mark.parametrize("name", ["slime", "vime"])
+def test_rollout_dumps_of_slime_and_vime(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vime's with tensors that lie in files of their own, which are not read."""
+    root = source(name)
+    packages(monkeypatch, root, name, *(f"{name}.{part}" for part in ("observability", "utils", "data")))
+    hollow(monkeypatch, f"{name}.utils.misc", f"{name}.utils.routed_experts")
+    types = importlib.import_module(f"{name}.utils.types")
+    module = importlib.import_module(f"{name}.observability.rollout_data_utils")
+    samples = samples_of(types)
+    if name == "vime":
+        tensor = importlib.import_module("vime.data.tensor")
+        for i, sample in enumerate(samples):
+            sample.rollout_topk_log_probs = torch.full((LENGTHS[i], 4), -1.0)
+            kept = torch.zeros(LENGTHS[i], 4, dtype=torch.int32)
+            sample.rollout_topk_token_ids = tensor.DiskTensorRef.write(kept, tmp_path / "spill" / f"{i}.safetensors")
     path = str(tmp_path / "rollout" / "{rollout_id}.pt")
-    module.save_debug_rollout_data(path, samples_of(types), rollout_id=STEP, evaluation=False)
+    module.save_debug_rollout_data(path, samples, rollout_id=STEP, evaluation=False)
     check_read(tmp_path, "slime-rollout", trainer=False)
-    leave("slime")
+    leave(name)
+
+
+def test_rollout_traces_of_open_instruct(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    packages(monkeypatch, source("open-instruct"), "open_instruct")
+    hollow(monkeypatch, *(f"open_instruct.{part}" for part in ("data_types", "model_utils", "utils")))
+    empty(monkeypatch, "open_instruct.logger_utils", setup_logger=lambda name: SimpleNamespace(info=lambda text: None))
+    module = importlib.import_module("open_instruct.rl_utils")
+    count = len(PROMPTS)
+    batch = SimpleNamespace(queries=PROMPTS, scores=REWARDS, datasets=["sums"] * count, ground_truths=[None] * count)
+    logprobs = [[rollout_logp(s, t) for t in range(n)] for s, n in enumerate(LENGTHS)]
+    result = SimpleNamespace(responses=RESPONSES, finish_reasons=["stop"] * count, request_info=None, logprobs=logprobs)
+    module._save_rollouts(str(tmp_path), "run", STEP, batch, result, ADVANTAGES, 2, 0)
+    found, (read,), bad = read_all(tmp_path)
+    assert (found.format, bad) == ("open-instruct", [])
+    assert [float(x) for x in read.logp_rollout] == [x for row in logprobs for x in row]
+    assert [float(x) for x in read.rewards] == REWARDS
+    assert [int(x) for x in read.step] == [STEP] * count
+    leave("open_instruct")
 
 
 def test_rollout_dumps_of_miles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

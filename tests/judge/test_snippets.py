@@ -134,11 +134,13 @@ PRIME_RL = {
     "trainer.loss.type", *(f"trainer.loss.{key}" for key in ("eps", "ratio_low", "ratio_high")),
 }  # fmt: skip
 PRIME_RL_LOSSES = {
-    "ipo": {"eps", "adv_tau", "kl_tau"},
+    "ipo": {"eps", "adv_tau", "max_importance_ratio", "score_centering"},
     "icepop": {"ratio_low", "ratio_high", "adv_tau"},
+    "ppo": {"ratio_low", "ratio_high", "max_importance_ratio", "adv_tau"},
+    "cispo": {"ratio_low", "ratio_high", "adv_tau"},
     "custom": {"import_path", "kwargs"},
 }
-"""Its losses by `trainer.loss.type`, and what each reads: pull requests #3418, #3526 and #3586 (September 2026)."""
+"""Its losses by `trainer.loss.type`, and what each reads: its configuration's source after pull requests #3418, #3526, #3586."""
 NEMO_RL = {
     "policy.generation.vllm_cfg.logprobs_mode", "policy.generation.temperature", "policy.generation.top_p",
     "policy.generation.top_k", "policy.router_replay.enabled", "policy.precision", "policy.max_grad_norm",

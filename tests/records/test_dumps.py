@@ -7,8 +7,10 @@ their own writers made.
 import collections
 import datetime
 import decimal
+import enum
 import fractions
 import json
+import os
 import re
 import shutil
 import uuid
@@ -46,6 +48,11 @@ class Settings:
     def __init__(self) -> None:
         self.path = Path("/data")
 
+    class Status(enum.Enum):
+        """Protocol 2 names it by `getattr` of the class around it."""
+
+        DONE = "done"
+
 
 def user_metadata() -> dict[Any, Any]:
     """What people put into slime's `Sample.metadata`: objects that reduce, build, append and set items."""
@@ -60,6 +67,9 @@ def user_metadata() -> dict[Any, Any]:
         "decimal": decimal.Decimal("1.5"),
         "id": uuid.UUID(int=5),
         "own": Settings(),
+        "within": Settings.Status.DONE,
+        "function": len,
+        "file": os.stat("/"),
         "counter": collections.Counter("aab"),
         "queue": collections.deque([1, 2]),
         "sets": [{1, 2}, frozenset({3})],
@@ -87,6 +97,37 @@ def test_what_a_user_put_beside_the_samples_of_slime_does_not_hide_them(tmp_path
     for batch, right in zip(batches, expected, strict=True):
         assert torch.equal(batch.tokens, right.tokens)
         assert torch.equal(batch.logp_rollout, right.logp_rollout)
+
+
+class Command:
+    """Asks for a function that acts."""
+
+    def __init__(self, function: Any, *words: Any) -> None:
+        self.asked = (function, words)
+
+    def __reduce__(self) -> Any:
+        return self.asked
+
+
+@pytest.mark.parametrize("function", [eval, exec, open, os.system, __import__])
+def test_what_acts_is_said_aloud_beside_the_samples_of_slime(tmp_path: Path, function: Any) -> None:
+    payload = torch.load(LOGS / "slime" / "rollout_data" / "7.pt", weights_only=False)
+    payload["samples"][0]["metadata"] = {"u": Command(function, f"open({str(tmp_path / 'ran')!r}, 'w')")}
+    torch.save(payload, tmp_path / "7.pt")
+    with pytest.raises(RecordError, match=function.__name__):
+        read_all(tmp_path)
+    assert os.listdir(tmp_path) == ["7.pt"]
+
+
+@pytest.mark.parametrize("named", ["", "3.straw.json"])
+def test_archives_of_vime_are_named_with_the_way_out(tmp_path: Path, named: str) -> None:
+    """Their records lie in a store that its own code alone reads."""
+    (tmp_path / "3.straw.json").write_text(json.dumps({"format": "vime.straw-debug", "version": 1}))
+    with pytest.raises(RecordError, match="export_pt"):
+        read_all(tmp_path / named)
+    with pytest.raises(RecordError, match="does not exist") as caught:
+        read_all(tmp_path / "4.jsonl")
+    assert "straw" not in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [Path("/x"), np.array(["a"]), Settings(), [Path("/x")]])

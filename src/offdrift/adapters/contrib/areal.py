@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import runpy
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -53,6 +55,7 @@ from offdrift.methods import Method
 from offdrift.segments import Segments
 
 ACTOR = "areal.trainer.ppo.actor"
+LOGGING = "areal.utils.logging"
 FUNCTIONAL = "areal.utils.functional.functional"
 SERVER = "areal.infra.rpc.rpc_server"
 
@@ -135,9 +138,24 @@ def _without_effect(*_: Any, **__: Any) -> None:
     )
 
 
+def _be_heard() -> None:
+    """Give this adapter's log an outlet where AReaL's logging is in force.
+
+    At each logger of its own AReaL makes a new root, at WARNING and without a handler for loggers of others: what was
+    proved and what acted would never be seen.
+    """
+    log = logging.getLogger("offdrift.areal")
+    if LOGGING in sys.modules and not log.isEnabledFor(logging.INFO):
+        outlet = logging.StreamHandler(sys.stdout)
+        outlet.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
+        log.addHandler(outlet)
+        log.setLevel(logging.INFO)
+
+
 def _hook() -> LossHook:
     """The hook of this process."""
     config, only = _INSTALLED[0]
+    _be_heard()
     return hook_of(config, only=only, divides=False)
 
 
@@ -153,6 +171,8 @@ STOOD_IN_FOR = ("eps_clip", "eps_clip_higher", "c_clip", "sapo_tau_pos", "sapo_t
 """Its numbers that the method's own stand in for, and a switch that has acted before the loss."""
 LOGGED = ("vocab_min_logits", "vocab_max_logits", "vocab_mean_logits", "vocab_norm_logits")
 """Per token, for AReaL's statistics alone."""
+REDUCTION = "loss_step"
+"""What binds a micro-batch to `actor.loss_aggregation`, which AReaL has had since after 2.0.0."""
 REUSED = "reuse_train_logp"
 """The `prox_logp_method` under which the policy at this update stands for the proximal one."""
 PROXIMAL = ("recompute", "loglinear", "metrics", REUSED)
@@ -175,7 +195,8 @@ def grpo_loss_fn(
     """
     way_out = 'turn it off (sapo, cispo, gspo and m2po are methods here), or install(keep="loss")'
     refuse_set(theirs, NEUTRAL, whose="AReaL's own loss", way_out=way_out)
-    refuse_unknown("areal", "grpo_loss_fn", theirs, known={*NEUTRAL, *STOOD_IN_FOR, *LOGGED})
+    refuse_unknown("areal", "grpo_loss_fn", theirs, known={*NEUTRAL, *STOOD_IN_FOR, *LOGGED, REDUCTION})
+    refuse_reduction(theirs.get(REDUCTION), input_data)
     prox_logp_method = str(getattr(prox_logp_method, "value", prox_logp_method))
     check_choice("prox_logp_method", prox_logp_method, PROXIMAL)
     if input_data.get("teacher_logp") is not None:
@@ -231,6 +252,18 @@ def grpo_loss_fn(
         denominator="n_valid_tokens",
     )
     return result.loss
+
+
+def refuse_reduction(step: Any, input_data: Mapping[str, Any]) -> None:
+    """Raise `MethodError` where AReaL would weigh the micro-batch by anything but its tokens."""
+    if step is None:
+        return
+    reduction = type(step.bind(dict(input_data))).__name__
+    if reduction != "TokenMean":
+        raise MethodError(
+            f"actor.loss_aggregation has AReaL average by {reduction}, and this loss is a mean over tokens: set "
+            'actor.loss_aggregation: token_mean, or install(keep="loss"), which leaves the mean to AReaL'
+        )
 
 
 class _Silent:

@@ -23,7 +23,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from offdrift.adapters import proof
+from offdrift.adapters.arguments import refuse_unknown
 from offdrift.adapters.frameworks import Replacements, after_import, require
 from offdrift.adapters.hooks import (
     DROPPED,
@@ -130,6 +131,8 @@ class OffdriftLoss:
     vocab: int | None = None
     use_fused_linear_logprobs: bool = False
     """NeMo-RL reads this to know in which form it has log-probs."""
+    requires_survivor_normalization: ClassVar[bool] = False
+    """NeMo-RL's workers ask whether sequences are dropped inside of the loss: those that gates reject stay counted."""
 
     @property
     def loss_type(self) -> Any:
@@ -340,14 +343,27 @@ def _rebind(module: Any) -> None:
 
 
 def _instead(
-    method: str | None, options: Mapping[str, Any], cfg: Any, use_fused_linear_logprobs: bool = False
+    method: str | None,
+    options: Mapping[str, Any],
+    cfg: Any,
+    use_fused_linear_logprobs: bool = False,
+    opd_full: Any = None,
+    *,
+    seq_logprob_error_threshold: float | None = None,
+    **unknown: Any,
 ) -> OffdriftLoss:
     """Build the loss that `setup` uses in place of `ClippedPGLossFn(loss_config, use_fused_linear_logprobs=...)`.
+
+    The threshold is read by `loss_fn.seq_logprob_error_in_loss` alone, a setting that is refused; without it NeMo-RL
+    masks those sequences before the loss. Distillation over the whole vocabulary (`opd_full`) is another loss.
 
     NeMo-RL's settings are fields of a model with defaults; in 0.6.0, a dictionary without.
 
     Raises: `MethodError` if they ask for a term that the method has not.
     """
+    refuse_unknown("nemo-rl", "ClippedPGLossFn", unknown, known=())
+    if getattr(opd_full, "enabled", opd_full):
+        raise MethodError("opd_full: NeMo-RL's distillation over the vocabulary is another loss, which is replaced")
     absent = {**dict.fromkeys((*STOOD_IN_FOR, *FOLLOWED)), **OWN_TERMS}
     if isinstance(cfg, Mapping):
         values, defaults = dict(cfg), absent

@@ -97,7 +97,9 @@ def loss(
 
 
 OPEN = {"ipo_threshold": 2.0, "eps": 1e6, "adv_tau": 1.0, "kl_tau": 0.0}
-"""prime-rl's IPO loss with its gate open and without its KL: the importance ratio times the advantage."""
+OPEN |= {"max_importance_ratio": 1e30, "score_centering": False}
+"""prime-rl's IPO loss with its gate open and without its KL, its cap and its centering: the importance ratio times the
+advantage. 0.8.0 reads `eps`, and `kl_tau`; since its losses are classes it has no KL and a cap."""
 
 
 def _prove(hook: LossHook, inputs: Any) -> None:
@@ -112,18 +114,22 @@ def _prove(hook: LossHook, inputs: Any) -> None:
     weights = None if weights is None else weights.detach().double().where(mask, 0.0)
     plain = proof.clipped(1.0, 1e6, on="full")
 
+    # Functions became classes in September 2026.
+    name = "IPOLoss" if hasattr(theirs, "IPOLoss") else "ipo_loss_fn"
+    here = hasattr(theirs, name)
+
     def native(leaf: Tensor) -> Tensor:
         columns = {"trainer_logprobs": leaf, "inference_logprobs": sample.rollout, "advantages": sample.advantages}
         columns |= {"ref_logprobs": None, "loss_mask": mask, "loss_weights": weights}
-        return theirs.ipo_loss_fn(theirs.LossInputs(**columns), SimpleNamespace(**OPEN)).loss
+        given, config = theirs.LossInputs(**columns), SimpleNamespace(**OPEN)
+        return (theirs.ipo_loss_fn(given, config) if name == "ipo_loss_fn" else theirs.IPOLoss(config).loss(given)).loss
 
     def ours(leaf: Tensor) -> Tensor:
         packed = LogProbs.pack(sample.rollout[None], leaf[None], None, mask=mask[None])
         advantages = sample.advantages if weights is None else sample.advantages * weights
         return hook.plain(plain, packed, advantages[None]).loss
 
-    here = hasattr(theirs, "ipo_loss_fn")
-    hook.prove("prime_rl.trainer.rl.loss.ipo_loss_fn", native=native if here else None, ours=ours, at=sample.logp)
+    hook.prove(f"prime_rl.trainer.rl.loss.{name}", native=native if here else None, ours=ours, at=sample.logp)
 
 
 @functools.cache

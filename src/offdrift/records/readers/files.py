@@ -311,9 +311,27 @@ def find(paths: Sequence[str]) -> tuple[list[str], list[BadRow]]:
         if not named and len(skipped) == before:
             unseen = ", or its client was given no right to see it" if is_url(path) else ""
             suffixes = ", ".join(SUFFIXES)
-            raise RecordError(f"no log at {path}: it does not exist, or holds no file ending in {suffixes}{unseen}")
+            hint = "" if is_url(path) else _unread(path)
+            raise RecordError(
+                f"no log at {path}: it does not exist, or holds no file ending in {suffixes}{unseen}{hint}"
+            )
         files += named
     return files, skipped
+
+
+STRAW = ".straw.json"
+
+
+def _unread(path: str) -> str:
+    """What to do where only archives are found whose records need their framework."""
+    inside = [name for _, _, names in os.walk(path) for name in names]
+    found = [name for name in (inside or [path]) if name.endswith(STRAW)]
+    if not found:
+        return ""
+    return (
+        f". {len(found)} of vime's straw archives are there: RolloutArchive(FILE).export_pt(NAME) makes dumps of them, "
+        "as --save-debug-rollout-data does with a path that ends in .pt"
+    )
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
@@ -334,6 +352,8 @@ def _local(path: str, skipped: list[BadRow]) -> list[str]:
         walk = os.walk(path, onerror=unread.append)
         listed = _logs([os.path.join(d, name) for d, _, names in walk for name in names], path)
         skipped += [BadRow(e.filename, 0, f"the folder cannot be read: {e.strerror}", rows=0) for e in unread]
+    elif path.endswith(STRAW):
+        return []
     elif os.path.lexists(path):
         if (reason := _unreadable(path)) is not None:
             raise RecordError(f"cannot read {path}: {reason}; name the file itself")

@@ -334,44 +334,26 @@ ACTING = frozenset(
         "marshal",
         "commands",
         "imp",
-        "builtins",
-        "__builtin__",
     ]
 )
-"""Modules of which a log that is no program asks for nothing, save the `VALUES` among the builtins: said aloud,
-although nothing would be run. Protocol 2, which `torch.save` writes, has Python 2's names for some."""
-VALUES = frozenset(
-    [
-        "bool",
-        "bytearray",
-        "bytes",
-        "complex",
-        "dict",
-        "float",
-        "frozenset",
-        "int",
-        "list",
-        "object",
-        "range",
-        "set",
-        "slice",
-        "str",
-        "tuple",
-        "type",
-        "Ellipsis",
-        "NotImplemented",
-        "basestring",
-        "long",
-        "unicode",
-        "xrange",
-    ]
-)
+"""Modules of which a log that is not a program asks for nothing, save the `VALUES`: said aloud, although nothing would
+be run. Protocol 2, which `torch.save` writes, has Python 2's names for some."""
+COMMANDS = frozenset({
+    "__import__", "apply", "breakpoint", "compile", "delattr", "eval", "exec", "execfile", "exit", "file", "FileIO",
+    "globals", "input", "locals", "open", "open_code", "quit", "raw_input", "reload", "setattr", "vars",
+})  # fmt: skip
+"""Builtins, and names of `io`, that act. `getattr` is how protocol 2 names a class within a class, such as the
+enumeration of a sample's states."""
+VALUES = frozenset(["PathLike", "stat_result", "statvfs_result", "terminal_size", "times_result", "uname_result"])
+"""What `os` has beside what acts."""
 
 
 def acting(module: str, name: str) -> bool:
     """Whether only a program would ask for this name."""
     home = module.partition(".")[0]
-    return home in ACTING and not (home in ("builtins", "__builtin__") and name in VALUES)
+    if home in ("builtins", "__builtin__", "io", "_io"):
+        return name in COMMANDS
+    return home in ACTING and not (home in ("os", "posix", "nt") and name in VALUES)
 
 
 BATCHES = "training_batch"
