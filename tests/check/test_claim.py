@@ -92,7 +92,8 @@ def test_one_bit_of_a_weight_is_traced_to_its_module():
     first = found["claim"]["first"]
     assert found["passed"] is False
     assert first["module"] == first["within"] == "model.layers.1.mlp.up_proj"
-    assert "first in module model.layers.1.mlp.up_proj" in found["verdict"]["text"]
+    assert found["verdict"]["text"].endswith(", in module model.layers.1.mlp.up_proj.")
+    assert "first in module model.layers.1.mlp.up_proj" in found["verdict"]["details"][0]
 
 
 def test_engines_that_round_differently_have_an_interval_and_a_module():

@@ -27,10 +27,11 @@ from offdrift.check.measure import Measured, measure
 from offdrift.check.other_machine import with_digest
 from offdrift.check.paired import paired_rows
 from offdrift.check.precision import Explained, explained, unexplained, without_precision
-from offdrift.check.recommend import Level, broken_record, defects, level_of, recommended, sentence, thresholds, worst
+from offdrift.check.recommend import Level, broken_record, defects, level_of, recommended, thresholds, worst
 from offdrift.check.server_side import TEXTS, server_findings, server_side
+from offdrift.check.verdict import conclusion, incomplete, with_claim
 from offdrift.errors import BadValueError, RecordError
-from offdrift.judge import Context, Finding, Rules, diagnose, load_rules, num_experts, verdict
+from offdrift.judge import Context, Finding, Rules, diagnose, load_rules, num_experts
 from offdrift.judge.stack import by_stack
 from offdrift.records.atomic import plain
 from offdrift.records.rollouts import Rollouts
@@ -125,10 +126,10 @@ def check(
         baseline, precision, rollouts, outcomes, served, pair=pair, rules=rules, mixture=mixture, max_kl=max_kl
     )
     if entry := equality.get("claim"):
-        concluded["verdict"] = claim_verdict(entry, concluded["verdict"])
+        concluded["verdict"] = with_claim(entry, concluded["verdict"])
         concluded["passed"] &= entry["equal"] and entry.get("same_digest", True)
     if interrupted:
-        concluded |= _incomplete(concluded["verdict"], len(outcomes), len(factors))
+        concluded |= incomplete(concluded["verdict"], len(outcomes), len(factors))
     return plain(
         {
             "format": FORMAT,
@@ -263,20 +264,6 @@ def _not_run(bench: Bench, rollout: EngineSpec, factors: Sequence[tuple[Factor, 
     return rows
 
 
-def _incomplete(so_far: Mapping[str, Any], done: int, factors: int) -> dict[str, Any]:
-    """Verdict of a check that was interrupted after some of its factors: no level, neither passed nor failed."""
-    came = f"Interrupted after {done} of {factors} factors: incomplete, neither passed nor failed."
-    text = f"{came} So far: {so_far['text']}"
-    return {"verdict": {"level": "interrupted", "text": text, "so_far": so_far}, "passed": None}
-
-
-def claim_verdict(claim: Mapping[str, Any], verdict: Mapping[str, Any]) -> dict[str, Any]:
-    """The verdict of a check that was to prove equality: the claim first."""
-    holds = claim["equal"] and claim.get("same_digest", True)
-    level = verdict["level"] if holds else worst([verdict["level"], "act"])
-    return {"level": level, "text": f"{claim['text'][:1].upper()}{claim['text'][1:]}. {verdict['text']}"}
-
-
 def check_max_kl(max_kl: float | None) -> None:
     """Raise `BadValueError` unless this is None or a positive number."""
     if max_kl is not None and not 0 < max_kl < math.inf:
@@ -313,18 +300,22 @@ def _judged(
     wrong = defects(outcomes)
     severities: list[Level] = [f.severity for f in findings if f.severity != "info"]
     level: Level = "stop" if wrong else worst([level_of(rows), *severities])
-    size = sentence(baseline, rows, pair=f"{pair.rollout} against {pair.train}", wrong=wrong, precision=precision)
-    text = (
-        size
-        if wrong or other or level == level_of(rows)
-        else f"{size} {verdict(findings, limits=rules.limits)['text']}"
+    concluded = conclusion(
+        baseline,
+        rows,
+        level=level,
+        pair=f"{pair.rollout} against {pair.train}",
+        findings=findings,
+        wrong=wrong,
+        precision=precision,
+        limits=rules.limits,
     )
     advice = recommended(baseline, level=level, findings=findings, mixture_of_experts=mixture, limits=rules.limits)
     return {
         "thresholds": rows,
         **rules.as_record(),
         "findings": on_page((f.as_dict() for f in findings), PAGE),
-        "verdict": {"level": level, "text": text},
+        "verdict": concluded.as_dict(),
         "recommended": advice,
         "stacks": by_stack(context, baseline.metrics, advice),
         "branches": branches(pair, outcomes),
