@@ -19,6 +19,7 @@ from typing import Any, Literal
 from offdrift.check.bench import Bench, EngineSpec, Pair
 from offdrift.check.branches import branches, quantized
 from offdrift.check.claim import Claim, claimed_equal, claimed_equal_to, with_module
+from offdrift.check.compound import check_together, compound
 from offdrift.check.declared import quantization_finding, quantization_of
 from offdrift.check.ends import end_findings, recorded_ends
 from offdrift.check.equality import attempted, bisect, determinism, modules_agree, repeated
@@ -68,6 +69,7 @@ def check(
     layers: bool = False,
     claim: Literal["equal"] | None = None,
     against: EngineSpec | None = None,
+    together: Sequence[Factor] = (),
     digest: str | None = None,
     max_kl: float | None = None,
     rules: Rules | None = None,
@@ -87,19 +89,23 @@ def check(
         claim: "equal": every log-prob has the same bits in both engines; without that the check has not passed.
         against: another rollout engine with the same weights, which is led along the same tokens; a claim is then about
             the two rollout engines.
+        together: factors whose settings are changed in every combination, to split their drift (`compound`).
         digest: of another machine's claim, or the path of its check.json, by which the first difference is named; the
             check has not passed if this one's is another.
         max_kl: the largest mean KL(rollout || train) per token to pass with, nats.
         rules: of the diagnosis; default: the built-in ones.
         watch: called before each stage.
 
-    Raises: `BadValueError` for a `max_kl` that is not positive; `EngineError` if an engine cannot be made.
+    Raises: `BadValueError` for a `max_kl` that is not positive, or for settings `together` that overwrite each other;
+        `EngineError` if an engine cannot be made.
     """
     check_max_kl(max_kl)
     rules = rules or load_rules()  # a rule that cannot be read must not cost the measurements
     started, pair = time.monotonic(), Pair(rollout, train)
     total = 3 + 3 * noise + _has_pairs(rollout, against) + (claim is not None) + layers + len(factors)
+    total += bool(together)
     bench.train_model(train)  # an impossible training engine is refused before sampling
+    check_together(pair, bench, together)
     watch(f"drawing with {rollout}", 0, total)
     rollouts = bench.rollouts(rollout)
     watch(f"scoring with {train}", 1, total)
@@ -107,7 +113,8 @@ def check(
     stages = _Stages(bench, pair, rollouts, baseline, against=against, digest=digest, rules=rules)
     interrupted = False
     try:
-        for i, stage in enumerate(stages.run(factors, noise=noise, layers=layers, claim=claim is not None), 2):
+        asked = {"noise": noise, "layers": layers, "claim": claim is not None, "together": together}
+        for i, stage in enumerate(stages.run(factors, **asked), 2):
             watch(stage, min(i, total - 1), total)
         watch("done", total, total)
     except KeyboardInterrupt:
@@ -176,7 +183,9 @@ class _Stages:
             self.rollouts.provenance.dtype, "the check was interrupted", limits=self.rules.limits
         )
 
-    def run(self, factors: Sequence[Factor], *, noise: bool, layers: bool, claim: bool) -> Iterator[str]:
+    def run(
+        self, factors: Sequence[Factor], *, noise: bool, layers: bool, claim: bool, together: Sequence[Factor]
+    ) -> Iterator[str]:
         """Yield the name of each stage before it is measured."""
         bench, (rollout, train) = self.bench, self.pair
         yield "what precision explains"
@@ -209,6 +218,9 @@ class _Stages:
         for factor in factors:
             yield factor.name
             self.outcomes.append(factor.run(bench, self.pair, self.baseline))
+        if together:
+            yield "settings together"
+            self.equality["compound"] = attempted(compound, bench, self.pair, self.baseline, together)
 
 
 def _paired(
