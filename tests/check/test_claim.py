@@ -67,6 +67,7 @@ def test_equal_engines_are_proved_equal_and_two_runs_have_one_digest():
     assert (claim["kl"], claim["kl_low"], claim["kl_high"]) == (0, 0, 0)
     assert claim["digest_rollout"] == claim["digest_train"] == two["claim"]["digest_rollout"]
     assert one["verdict"]["text"].startswith(f"Equal: 60 of 60 tokens, KL = 0, digest {claim['digest_rollout']}")
+    assert one["verdict"]["details"][0] == "Over the whole vocabulary."
     assert one["passed"] is True
     assert "bisect" not in one
 

@@ -104,7 +104,10 @@ def with_claim(claim: Mapping[str, Any], verdict: Mapping[str, Any]) -> dict[str
         where = (claim.get("first_of_machines") or {}).get("text", "")
         text = "Equal here, but not the other machine's digest" + f": {where.partition(':')[0]}" * bool(where)
     level = verdict["level"] if claim["equal"] and same else worst([verdict["level"], "act"])
-    details = [f"{_capital(claim['text'])}.", verdict["text"], *verdict["details"]]
+    behind = claim["text"]
+    if claim["equal"] and same:  # its beginning is the verdict
+        behind = behind.partition(" (")[2].replace(")", "", 1)
+    details = [f"{_capital(behind)}.", verdict["text"], *verdict["details"]]
     return {**verdict, "level": level, "text": f"{text}.", "details": details}
 
 
