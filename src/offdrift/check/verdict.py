@@ -18,7 +18,7 @@ WORDS = 15
 
 
 @dataclass(frozen=True)
-class Conclusion:
+class CheckVerdict:
     """Verdict of a check, as `check.json` has it."""
 
     level: Level
@@ -44,7 +44,7 @@ def conclusion(
     wrong: Sequence[str] = (),
     precision: Explained | None = None,
     limits: Mapping[str, float] | None = None,
-) -> Conclusion:
+) -> CheckVerdict:
     """The verdict: a defect first, then what precision does not explain, a missed threshold, and a finding.
 
     Args:
@@ -62,26 +62,26 @@ def conclusion(
     missed = [r for r in rows if not r["holds"] and r["kind"] != "budget"]
     if wrong:
         words = _capital("; ".join(wrong)) + "."
-        return Conclusion(level, shortened(words), (size, *_rest(words)), steps)
+        return CheckVerdict(level, shortened(words), (size, *_rest(words)), steps)
     record = any(r["kind"] == "record" for r in missed)  # a wrong record explains any difference
     if precision is not None and precision.exceeded and not record:
         beyond = f"{precision.ratio:.3g} times what {precision.dtype} explains"
         text = f"KL {baseline.kl_known:.2g} nat per token, {beyond}: weights or configuration differ."
-        return Conclusion(level, text, (size,), steps)
+        return CheckVerdict(level, text, (size,), steps)
     if missed:
         first = max(missed, key=lambda r: LEVELS.index(r["level"]))
         if LEVELS.index(first["level"]) >= LEVELS.index(level):
             words = _capital(first["missed"]) + "."
             limit = f"{first['metric']} = {first['value']:.3g}, healthy: {first['relation']} {first['threshold']:g}."
-            return Conclusion(level, shortened(words), (limit, *_rest(words), size), steps)
+            return CheckVerdict(level, shortened(words), (limit, *_rest(words), size), steps)
     if level != "ok":
-        return Conclusion(level, shortened(told["text"]), (*_rest(told["text"]), size), steps)
+        return CheckVerdict(level, shortened(told["text"]), (*_rest(told["text"]), size), steps)
     holds = "every threshold of health holds."
     compared = _capital(holds)
     if precision is not None and not math.isnan(precision.ratio):
         compared = f"{precision.ratio:.2g} times what {precision.dtype} explains, and {holds}"
     text = f"The engines agree: KL {baseline.kl_known:.2g} nat per token, nothing to repair."
-    return Conclusion(level, text, (size, compared))
+    return CheckVerdict(level, text, (size, compared))
 
 
 def with_claim(claim: Mapping[str, Any], verdict: Mapping[str, Any]) -> dict[str, Any]:
