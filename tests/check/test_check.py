@@ -15,7 +15,8 @@ from offdrift.check.equality import repeated
 from offdrift.check.factors import FACTORS, chosen, left_out
 from offdrift.check.factors.base import Effect, Factor, Outcome
 from offdrift.check.measure import measure
-from offdrift.check.recommend import THRESHOLDS, fitting, level_of, published, recommended, sentence, thresholds
+from offdrift.check.recommend import THRESHOLDS, fitting, level_of, published, recommended, thresholds
+from offdrift.check.verdict import WORDS, conclusion, shortened
 from offdrift.errors import BadValueError, EngineError, RecipeError
 from offdrift.judge import Context, decide, diagnose, load_rules
 from offdrift.records.provenance import Sampling
@@ -313,9 +314,32 @@ def test_stages_are_told_in_order():
 def test_the_level_follows_the_table(baseline, changes, level):
     rows = thresholds(replace(baseline, **changes))
     assert level_of(rows) == level
-    text = sentence(baseline, rows, pair="A against B")
-    assert text.startswith("A against B")
-    assert ("healthy:" in text) is (level != "ok")
+    told = conclusion(baseline, rows, level=level, pair="A against B")
+    assert len(told.text.split()) <= WORDS
+    assert any(line.startswith("A against B") for line in told.details)
+    assert ("healthy:" in " ".join(told.details)) is (level != "ok")
+
+
+@pytest.mark.parametrize("row", THRESHOLDS, ids=lambda row: f"{row.metric} {row.limit}")
+def test_the_verdict_of_every_threshold_is_short_and_keeps_the_whole_below(baseline, row):
+    found = {"metric": row.metric, "relation": row.relation, "level": row.level, "kind": row.kind}
+    found |= {"missed": row.missed, "value": 0.5, "threshold": 0.1, "holds": False}
+    told = conclusion(baseline, [found], level=row.level, pair="A against B")
+    assert len(told.text.split()) <= WORDS
+    if row.kind != "budget":
+        whole = f"{row.missed[:1].upper()}{row.missed[1:]}."
+        assert whole in (told.text, *told.details)
+        assert told.details[0].startswith(f"{row.metric} = 0.5, healthy: {row.relation} 0.1")
+
+
+def test_a_defect_with_many_names_is_cut_at_a_clause_and_said_whole_below(baseline):
+    names = ", ".join(f"layers.{i}.mlp" for i in range(20))
+    told = conclusion(
+        baseline, [], level="stop", pair="A against B", wrong=[f"a synchronization leaves {names} behind"]
+    )
+    assert len(told.text.split()) <= WORDS
+    assert any(names in line for line in told.details)
+    assert shortened("one two three") == "one two three"
 
 
 @pytest.mark.parametrize(("kl", "level"), [(0.0, "ok"), (0.015, "ok"), (0.019, "ok"), (0.025, "watch"), (0.06, "act")])
@@ -361,9 +385,9 @@ def test_a_budget_that_is_missed_changes_neither_sentence_nor_verdict(baseline, 
     assert (budget["tv_p95"], budget["delta_router"]) == (1e-4, 1e-3)
     assert {row["metric"] for row in rows if not row["holds"]} == ({metric} if metric else set())
     assert level_of(rows) == "ok"
-    text = sentence(replace(inside, **change), rows, pair="A against B")
-    assert text.endswith("Every threshold of health holds: nothing to repair.")
-    assert "may still help" not in text
+    told = conclusion(replace(inside, **change), rows, level="ok", pair="A against B")
+    assert told.text.endswith("nothing to repair.")
+    assert told.details[-1] == "Every threshold of health holds."
     assert "delta_router" not in {r["metric"] for r in thresholds(baseline)}
 
 

@@ -67,6 +67,7 @@ def test_equal_engines_are_proved_equal_and_two_runs_have_one_digest():
     assert (claim["kl"], claim["kl_low"], claim["kl_high"]) == (0, 0, 0)
     assert claim["digest_rollout"] == claim["digest_train"] == two["claim"]["digest_rollout"]
     assert one["verdict"]["text"].startswith(f"Equal: 60 of 60 tokens, KL = 0, digest {claim['digest_rollout']}")
+    assert one["verdict"]["details"][0] == "Over the whole vocabulary."
     assert one["passed"] is True
     assert "bisect" not in one
 
@@ -92,7 +93,8 @@ def test_one_bit_of_a_weight_is_traced_to_its_module():
     first = found["claim"]["first"]
     assert found["passed"] is False
     assert first["module"] == first["within"] == "model.layers.1.mlp.up_proj"
-    assert "first in module model.layers.1.mlp.up_proj" in found["verdict"]["text"]
+    assert found["verdict"]["text"].endswith(", in module model.layers.1.mlp.up_proj.")
+    assert "first in module model.layers.1.mlp.up_proj" in found["verdict"]["details"][0]
 
 
 def test_engines_that_round_differently_have_an_interval_and_a_module():

@@ -10,8 +10,8 @@ from offdrift.check import bench as pair
 from offdrift.check import rescore
 from offdrift.check.bench import EngineSpec
 from offdrift.check.measure import Measured, clustered_error, logged, measure, measured, surprise_z
-from offdrift.check.recommend import sentence
 from offdrift.check.rescore import THETAS, Scored, rescored, smallest_caps, surprise_cgf, tail_sums
+from offdrift.check.verdict import conclusion
 from offdrift.divergence.interval import topk_divergences
 from offdrift.engines.generate import Generation, rollouts_from
 from offdrift.errors import EvidenceError
@@ -257,5 +257,6 @@ def test_likeliest_tokens_give_certified_ends_around_the_exact_kl(bench):
     assert told.within(2 * told.kl_known)
     assert not told.within(told.kl_known / 2)
     assert not replace(told, kl_low=1.0, kl_high=2.0).within(0.5), "certain, though the estimate is below"
-    assert "estimated from the drawn tokens" in sentence(told, [], pair="a against b")
-    assert "for certain" in sentence(told, [], pair="a against b")
+    size = conclusion(told, [], level="ok", pair="a against b").details[0]
+    assert "estimated from the drawn tokens" in size
+    assert "for certain" in size

@@ -238,6 +238,11 @@ def test_an_honest_engine_in_bfloat16_is_never_refused(kind, sharpness):
     reports = [examine_sync(engine, model, PROMPTS, PLAIN, seed=seed) for seed in range(4)]
     assert [r.stale for r in reports] == [()] * 4
     assert all(r.loads <= LOADS for r in reports)
+    for zero in (r.zero_update for r in reports):
+        assert 0 < zero.mean <= zero.largest
+        assert zero.mean**2 / 2 <= zero.kl <= zero.largest**2 / 2
+        assert zero.mean < zero.cap == HALF_CAP
+        assert zero.equal < zero.tokens
     assert sum(r.proved for r in reports) > 2 * sum(len(r.unverified) + len(r.together) for r in reports)
 
 

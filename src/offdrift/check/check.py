@@ -19,6 +19,7 @@ from typing import Any, Literal
 from offdrift.check.bench import Bench, EngineSpec, Pair
 from offdrift.check.branches import branches, quantized
 from offdrift.check.claim import Claim, claimed_equal, claimed_equal_to, with_module
+from offdrift.check.compound import check_together, compound
 from offdrift.check.declared import quantization_finding, quantization_of
 from offdrift.check.ends import end_findings, recorded_ends
 from offdrift.check.equality import attempted, bisect, determinism, modules_agree, repeated
@@ -27,10 +28,11 @@ from offdrift.check.measure import Measured, measure
 from offdrift.check.other_machine import with_digest
 from offdrift.check.paired import paired_rows
 from offdrift.check.precision import Explained, explained, unexplained, without_precision
-from offdrift.check.recommend import Level, broken_record, defects, level_of, recommended, sentence, thresholds, worst
+from offdrift.check.recommend import Level, broken_record, defects, level_of, recommended, thresholds, worst
 from offdrift.check.server_side import TEXTS, server_findings, server_side
+from offdrift.check.verdict import conclusion, incomplete, with_claim
 from offdrift.errors import BadValueError, RecordError
-from offdrift.judge import Context, Finding, Rules, diagnose, load_rules, num_experts, verdict
+from offdrift.judge import Context, Finding, Rules, diagnose, load_rules, num_experts
 from offdrift.judge.stack import by_stack
 from offdrift.records.atomic import plain
 from offdrift.records.rollouts import Rollouts
@@ -67,6 +69,7 @@ def check(
     layers: bool = False,
     claim: Literal["equal"] | None = None,
     against: EngineSpec | None = None,
+    together: Sequence[Factor] = (),
     digest: str | None = None,
     max_kl: float | None = None,
     rules: Rules | None = None,
@@ -86,19 +89,23 @@ def check(
         claim: "equal": every log-prob has the same bits in both engines; without that the check has not passed.
         against: another rollout engine with the same weights, which is led along the same tokens; a claim is then about
             the two rollout engines.
+        together: factors whose settings are changed in every combination, to split their drift (`compound`).
         digest: of another machine's claim, or the path of its check.json, by which the first difference is named; the
             check has not passed if this one's is another.
         max_kl: the largest mean KL(rollout || train) per token to pass with, nats.
         rules: of the diagnosis; default: the built-in ones.
         watch: called before each stage.
 
-    Raises: `BadValueError` for a `max_kl` that is not positive; `EngineError` if an engine cannot be made.
+    Raises: `BadValueError` for a `max_kl` that is not positive, or for settings `together` that overwrite each other;
+        `EngineError` if an engine cannot be made.
     """
     check_max_kl(max_kl)
     rules = rules or load_rules()  # a rule that cannot be read must not cost the measurements
     started, pair = time.monotonic(), Pair(rollout, train)
     total = 3 + 3 * noise + _has_pairs(rollout, against) + (claim is not None) + layers + len(factors)
+    total += bool(together)
     bench.train_model(train)  # an impossible training engine is refused before sampling
+    check_together(pair, bench, together)
     watch(f"drawing with {rollout}", 0, total)
     rollouts = bench.rollouts(rollout)
     watch(f"scoring with {train}", 1, total)
@@ -106,7 +113,8 @@ def check(
     stages = _Stages(bench, pair, rollouts, baseline, against=against, digest=digest, rules=rules)
     interrupted = False
     try:
-        for i, stage in enumerate(stages.run(factors, noise=noise, layers=layers, claim=claim is not None), 2):
+        asked = {"noise": noise, "layers": layers, "claim": claim is not None, "together": together}
+        for i, stage in enumerate(stages.run(factors, **asked), 2):
             watch(stage, min(i, total - 1), total)
         watch("done", total, total)
     except KeyboardInterrupt:
@@ -125,10 +133,10 @@ def check(
         baseline, precision, rollouts, outcomes, served, pair=pair, rules=rules, mixture=mixture, max_kl=max_kl
     )
     if entry := equality.get("claim"):
-        concluded["verdict"] = claim_verdict(entry, concluded["verdict"])
+        concluded["verdict"] = with_claim(entry, concluded["verdict"])
         concluded["passed"] &= entry["equal"] and entry.get("same_digest", True)
     if interrupted:
-        concluded |= _incomplete(concluded["verdict"], len(outcomes), len(factors))
+        concluded |= incomplete(concluded["verdict"], len(outcomes), len(factors))
     return plain(
         {
             "format": FORMAT,
@@ -175,7 +183,9 @@ class _Stages:
             self.rollouts.provenance.dtype, "the check was interrupted", limits=self.rules.limits
         )
 
-    def run(self, factors: Sequence[Factor], *, noise: bool, layers: bool, claim: bool) -> Iterator[str]:
+    def run(
+        self, factors: Sequence[Factor], *, noise: bool, layers: bool, claim: bool, together: Sequence[Factor]
+    ) -> Iterator[str]:
         """Yield the name of each stage before it is measured."""
         bench, (rollout, train) = self.bench, self.pair
         yield "what precision explains"
@@ -208,6 +218,9 @@ class _Stages:
         for factor in factors:
             yield factor.name
             self.outcomes.append(factor.run(bench, self.pair, self.baseline))
+        if together:
+            yield "settings together"
+            self.equality["compound"] = attempted(compound, bench, self.pair, self.baseline, together)
 
 
 def _paired(
@@ -263,20 +276,6 @@ def _not_run(bench: Bench, rollout: EngineSpec, factors: Sequence[tuple[Factor, 
     return rows
 
 
-def _incomplete(so_far: Mapping[str, Any], done: int, factors: int) -> dict[str, Any]:
-    """Verdict of a check that was interrupted after some of its factors: no level, neither passed nor failed."""
-    came = f"Interrupted after {done} of {factors} factors: incomplete, neither passed nor failed."
-    text = f"{came} So far: {so_far['text']}"
-    return {"verdict": {"level": "interrupted", "text": text, "so_far": so_far}, "passed": None}
-
-
-def claim_verdict(claim: Mapping[str, Any], verdict: Mapping[str, Any]) -> dict[str, Any]:
-    """The verdict of a check that was to prove equality: the claim first."""
-    holds = claim["equal"] and claim.get("same_digest", True)
-    level = verdict["level"] if holds else worst([verdict["level"], "act"])
-    return {"level": level, "text": f"{claim['text'][:1].upper()}{claim['text'][1:]}. {verdict['text']}"}
-
-
 def check_max_kl(max_kl: float | None) -> None:
     """Raise `BadValueError` unless this is None or a positive number."""
     if max_kl is not None and not 0 < max_kl < math.inf:
@@ -313,18 +312,22 @@ def _judged(
     wrong = defects(outcomes)
     severities: list[Level] = [f.severity for f in findings if f.severity != "info"]
     level: Level = "stop" if wrong else worst([level_of(rows), *severities])
-    size = sentence(baseline, rows, pair=f"{pair.rollout} against {pair.train}", wrong=wrong, precision=precision)
-    text = (
-        size
-        if wrong or other or level == level_of(rows)
-        else f"{size} {verdict(findings, limits=rules.limits)['text']}"
+    concluded = conclusion(
+        baseline,
+        rows,
+        level=level,
+        pair=f"{pair.rollout} against {pair.train}",
+        findings=findings,
+        wrong=wrong,
+        precision=precision,
+        limits=rules.limits,
     )
     advice = recommended(baseline, level=level, findings=findings, mixture_of_experts=mixture, limits=rules.limits)
     return {
         "thresholds": rows,
         **rules.as_record(),
         "findings": on_page((f.as_dict() for f in findings), PAGE),
-        "verdict": {"level": level, "text": text},
+        "verdict": concluded.as_dict(),
         "recommended": advice,
         "stacks": by_stack(context, baseline.metrics, advice),
         "branches": branches(pair, outcomes),

@@ -16,6 +16,7 @@ from offdrift.check import processor
 from offdrift.check.bench import Bench, EngineSpec, checkpoint_of
 from offdrift.check.check import BUNDLED, Prompt, check_max_kl, encoded, read_prompts
 from offdrift.check.check import check as measure_all
+from offdrift.check.compound import combined
 from offdrift.check.ends import ends_of
 from offdrift.check.factors import chosen, left_out
 from offdrift.check.live import LiveCheck, named_alone, server_spec
@@ -56,6 +57,7 @@ def check(
     quick: bool = False,
     thorough: bool = False,
     bisect: bool = False,
+    compound: str | None = None,
     claim: Literal["equal"] | None = None,
     against: str | None = None,
     digest: str | None = None,
@@ -86,6 +88,8 @@ def check(
         quick: 8 prompts of 32 tokens, and no factor that starts an engine.
         thorough: also factors that compile an engine.
         bisect: name the first layer in which the engines differ.
+        compound: names of 2 to 4 factors with commas between, such as "kv_cache_dtype,train_dtype": changed in every
+            combination on the same tokens, which splits the drift into each one's share.
         claim: "equal": every log-prob has the same bits in both engines.
         against: another server or engine that holds the same weights, written as `rollout`: it is led along the same
             tokens, and `claim` is about these two.
@@ -120,6 +124,7 @@ def check(
                 "--digest": digest,
                 "--max-kl": max_kl,
                 "--bisect": bisect,
+                "--compound": compound,
             }
             besides |= {"--thorough": thorough, "--factors": factors != "all", "--samples": samples != 1}
             besides |= {"--temperature": temperature != 1, "--top-p": top_p != 1, "--train": train != TRAIN}
@@ -140,6 +145,7 @@ def check(
             draw = Draw(texts, samples, Sampling(length, temperature, top_p=top_p), chat=chat)
             ways = {"quick": quick, "thorough": thorough}
             asked = {"factors": chosen(factors, **ways), "left_out": left_out(factors, **ways)}
+            asked["together"] = () if compound is None else combined(chosen(compound))
             asked |= {"layers": bisect, "claim": claim, "max_kl": max_kl, "rules": judged_by}
             asked |= {"against": None if against is None else EngineSpec.parse(against), "digest": digest}
             data = engines.compared(draw, asked, watch)

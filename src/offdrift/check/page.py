@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from offdrift.check.check import PAGE
-from offdrift.check.paired_view import paired_lines
+from offdrift.check.paired_view import compound_lines, paired_lines
 from offdrift.check.view import (
     BUDGET,
     BUDGETS,
@@ -220,6 +220,7 @@ def _equality(check: Fields) -> list[tuple[str, str]]:
         lines.append(("deterministic", f"not measured: {why}"))
     lines += [("claim", words) for words in (text(at(check, "claim", "text")),) if words]
     lines += paired_lines(check)
+    lines += [(f"together: {name}", words) for name, words in compound_lines(check)]
     lines += [("explained by precision", words) for words in (precision_words(check),) if words]
     return lines + [("layer by layer", words) for words in (bisected(check),) if words]
 

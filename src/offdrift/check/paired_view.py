@@ -3,11 +3,46 @@
 from __future__ import annotations
 
 from offdrift.show.findings import safe
-from offdrift.show.json_access import Fields, number, rows, text
+from offdrift.show.json_access import Fields, items, mapping, number, rows, text
 from offdrift.show.numbers import short
 
 PAIRED = "The same tokens, one setting changed"
 """Title of these lines."""
+
+
+TOGETHER = "Settings changed together"
+"""Title of the lines of a factorial."""
+
+
+def compound_lines(check: Fields) -> list[tuple[str, str]]:
+    """Share of every setting in a compound drift, then effects alone and interactions; empty where none was run."""
+    found = mapping(check.get("compound"))
+    if why := safe(text(found.get("why"))):
+        return [("not measured", why)]
+    if not found:
+        return []
+    before, after = (short(number(found.get(key))) for key in ("before", "after"))
+    lines = [
+        ("all", f"KL {before} before, {after} with all changed, nat per token: {_change(mapping(found.get('total')))}")
+    ]
+    changed = mapping(found.get("changed"))
+    for row in rows(found.get("shares")):
+        name = text(row.get("factor"))
+        lines.append((f"share of {_plain(name)}", f"{_change(row)} ({safe(text(changed.get(name)))})"))
+    for row in rows(found.get("effects")):
+        names = [_plain(text(x)) for x in items(row.get("factors"))]
+        kind = f"{names[0]} alone" if len(names) == 1 else f"interaction of {', '.join(names)}"
+        lines.append((kind, _change(row)))
+    return lines
+
+
+def _change(row: Fields) -> str:
+    mean, low, high = (number(row.get(key)) for key in ("change", "low", "high"))
+    return f"{short(mean)}" + ("" if low is None or high is None else f" ({short(low)} to {short(high)})")
+
+
+def _plain(name: str) -> str:
+    return safe(name).replace("_", " ")
 
 
 def paired_lines(check: Fields) -> list[tuple[str, str]]:
@@ -22,7 +57,7 @@ def paired_lines(check: Fields) -> list[tuple[str, str]]:
 
 
 def _name(row: Fields) -> str:
-    return safe(text(row.get("factor"))).replace("_", " ")
+    return _plain(text(row.get("factor")))
 
 
 def _words(row: Fields) -> str:

@@ -26,7 +26,6 @@ from offdrift.certificate.confidence import clopper_pearson
 from offdrift.check.branches import STALE_METHOD
 from offdrift.check.factors.base import Outcome
 from offdrift.check.measure import Measured
-from offdrift.check.precision import Explained
 from offdrift.correction.statistics import statistic
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import BadValueError, EvidenceError
@@ -440,46 +439,6 @@ def defects(outcomes: Sequence[Outcome]) -> list[str]:
         if row.factor == "off_by_one" and row.detail.get("detected"):
             defects.append("log-probs are those of the neighboring token")
     return defects
-
-
-def sentence(
-    baseline: Measured,
-    rows: Sequence[dict[str, Any]],
-    *,
-    pair: str,
-    wrong: Sequence[str] = (),
-    precision: Explained | None = None,
-) -> str:
-    """The verdict in one to three sentences: how much the engines (`pair`) differ, and what that means."""
-    missed = [r for r in rows if not r["holds"]]
-    missed = [r for r in missed if r["kind"] != "budget"]
-    size = f"{pair} with the same weights: {_size_of(baseline)}"
-    if wrong:
-        return f"{size} {_capital('; '.join(wrong))}."
-    if precision is not None and precision.exceeded:
-        return f"{size} {precision.ratio:.3g} times what {precision.dtype} explains: weights or configuration differ."
-    if missed:
-        first = max(missed, key=lambda r: LEVELS.index(r["level"]))
-        return (
-            f"{size} {_capital(first['missed'])} ({first['metric']} = {first['value']:.3g}, "
-            f"healthy: {first['relation']} {first['threshold']:g})."
-        )
-    compared = (
-        ""
-        if precision is None or math.isnan(precision.ratio)
-        else (f"{precision.ratio:.2g} times what {precision.dtype} explains, and every threshold of health holds")
-    )
-    return f"{size} {compared or 'Every threshold of health holds'}: nothing to repair."
-
-
-def _size_of(baseline: Measured) -> str:
-    """The size of the divergence in words: exact, or as far as drawn and likeliest tokens tell it."""
-    if not math.isnan(baseline.kl_mean):
-        return f"KL {baseline.kl_mean:.2g} nat per token on average, {baseline.kl_max:.2g} at the worst token."
-    certain = ""
-    if not math.isnan(baseline.kl_low):
-        certain = f", for certain {baseline.kl_low:.2g} to {baseline.kl_high:.2g}"
-    return f"KL {baseline.kl_known:.2g} nat per token, estimated from the drawn tokens (k3){certain}."
 
 
 def _capital(words: str) -> str:

@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from offdrift.check.paired_view import PAIRED, paired_lines
+from offdrift.check.paired_view import PAIRED, TOGETHER, compound_lines, paired_lines
 from offdrift.show.findings import LEVELS, WORDS, footnote, in_order, safe, shown_view, verdict_view
 from offdrift.show.headline import correlation, headlines, thresholds
 from offdrift.show.json_access import Fields, at, items, mapping, number, rows, text
@@ -130,9 +130,10 @@ def check_view(check: Fields, width: int = 100, *, folder: str = "") -> Renderab
         *([Text(cited, style="dim")] if (cited := footnote(findings)) else []),
         *([] if live_rows(check) else _noise(check)),
         *_deterministic(check),
-        *_paired(check),
+        *_titled(PAIRED, paired_lines(check)),
         *_bisected(check),
         *_factors(check),
+        *_titled(TOGETHER, compound_lines(check)),
         *_thresholds(check),
         *[Text(safe(x), style="dim") for x in [text(check.get("judged_by"))] if x],
         *_recommended(check),
@@ -289,10 +290,10 @@ def _deterministic(check: Fields) -> list[RenderableType]:
     return [_heading("Deterministic"), *(Text(line) for line in lines)] if lines else []
 
 
-def _paired(check: Fields) -> list[RenderableType]:
-    """Lines on the same tokens with one setting changed."""
-    lines = [Text.assemble((f"  {name}: ", "bold"), words) for name, words in paired_lines(check)]
-    return [_heading(PAIRED), *lines] if lines else []
+def _titled(title: str, named: Iterable[tuple[str, str]]) -> list[RenderableType]:
+    """Lines with a name each, under a heading; nothing where there are none."""
+    lines = [Text.assemble((f"  {name}: ", "bold"), words) for name, words in named]
+    return [_heading(title), *lines] if lines else []
 
 
 STEPS = 12

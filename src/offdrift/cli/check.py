@@ -81,6 +81,13 @@ def check(
     bisect: Annotated[
         bool, typer.Option("--bisect", help="Name the first layer in which the engines differ, and by how much.")
     ] = False,
+    compound: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            help="Change 2 to 4 factors in every combination on the same tokens: each one's share, and interactions.",
+        ),
+    ] = None,
     claim: Annotated[
         Literal["equal"] | None,
         typer.Option(help="Prove that every log-prob has the same bits in both engines; exit status 3 if not."),
@@ -167,6 +174,7 @@ def check(
                 quick=quick,
                 thorough=thorough,
                 bisect=bisect,
+                compound=compound,
                 claim=claim,
                 against=against,
                 digest=digest,

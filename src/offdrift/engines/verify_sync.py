@@ -126,6 +126,48 @@ class Stale:
 
 
 @dataclass(frozen=True)
+class ZeroUpdate:
+    """Engine against trainer at the same weights, before anything was learned: is log mu = log pi_old?
+
+    Reference: the TIM harness of VeXact, arXiv:2605.14220.
+    """
+
+    tokens: int
+    equal: int
+    """Tokens whose two log-probs have the same bits."""
+    mean: float
+    """Mean |log pi_old - log mu|, nat."""
+    largest: float
+    """Largest |log pi_old - log mu| of a token, nat."""
+    kl: float
+    """Mean of (log pi_old - log mu)^2 / 2, nat per token: KL(mu || pi_old) to second order."""
+    cap: float
+    """Largest mean that the precision of the two explains, nat; a run above it does not begin."""
+
+    @staticmethod
+    def of(logp_rollout: Float[Tensor, " n"], logp_old: Float[Tensor, " n"], cap: float) -> ZeroUpdate:
+        """Compare the two log-probs of the same tokens.
+
+        Example:
+            >>> ZeroUpdate.of(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.5]), cap=0.25).kl
+            0.0625
+        """
+        apart = (logp_old.double() - logp_rollout.double()).abs()
+        equal = int((logp_old == logp_rollout).sum())
+        kl = float(apart.square().mean() / 2)
+        return ZeroUpdate(len(apart), equal, float(apart.mean()), float(apart.max()), kl, cap=cap)
+
+    def __str__(self) -> str:
+        if self.equal == self.tokens:
+            return f"zero-update test: engine and trainer give all {self.tokens} tokens the same bits"
+        return (
+            f"zero-update test: engine and trainer differ by {self.mean:.2g} nat per token (precision explains up to "
+            f"{self.cap:g}), {self.largest:.2g} at most, KL {self.kl:.2g}; {self.equal} of {self.tokens} tokens have "
+            "the same bits"
+        )
+
+
+@dataclass(frozen=True)
 class SyncReport:
     """Evidence that a synchronization reaches every weight."""
 
@@ -144,6 +186,8 @@ class SyncReport:
     """Where that gap starts to mean that something stayed behind."""
     parts: int
     """Tensors, and experts of tensors of experts."""
+    zero_update: ZeroUpdate
+    """Comparison before the first perturbation, with the trainer's weights as they are."""
     stale: tuple[Stale, ...] = ()
     together: Mapping[str, str] = field(default_factory=dict)
     """Parts that noise hides alone, and the smallest union that is proved and has them."""
@@ -251,7 +295,17 @@ def examine_sync(
                     "checkpoint"
                 )
             typical = max(float(differences.median()), noise * MEDIAN_TO_MEAN, LEAST_NOISE)
-            empty = SyncReport(engine.name, len(rollouts.tokens), noise, cap=cap, loads=0, gap=0.0, limit=0.0, parts=0)
+            empty = SyncReport(
+                engine.name,
+                len(rollouts.tokens),
+                noise,
+                cap=cap,
+                loads=0,
+                gap=0.0,
+                limit=0.0,
+                parts=0,
+                zero_update=ZeroUpdate.of(rollouts.logp_rollout, before, cap),
+            )
             # With noise, the few tokens that choose one expert prove nothing of it.
             units = Units.of(model, experts=cap == FLOAT32_CAP)
             return _Proof(probe, units, empty, typical).run(rollouts, again=again)

@@ -312,15 +312,16 @@ def verdict_view(verdict: object, *, width: int = 100) -> RenderableType:
     """The verdict in the terminal, framed.
 
     Args:
-        verdict: mapping of `level`, `text` and `steps`.
+        verdict: mapping of `level`, `text`, `steps`, and `details` that stand below in a soft color.
     """
     level, words = verdict_of(verdict)
     steps = [safe(text(step)) for step in items(mapping(verdict).get("steps"))]
     if len(steps) > 1:
         steps = [f"{i}. {step}" for i, step in enumerate(steps, 1)]
+    details = [safe(text(line)) for line in items(mapping(verdict).get("details"))]
     sign, word, style = WORDS[level]
     return Panel(
-        Text("\n".join([safe(words), *steps])),
+        Text("\n").join([*map(Text, [safe(words), *steps]), *(Text(line, style="dim") for line in details)]),
         title=Text(f"{sign} {word}", style=style),
         title_align="left",
         border_style=style.removeprefix("bold "),

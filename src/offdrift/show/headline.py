@@ -309,6 +309,7 @@ def common_context(fields: Fields) -> dict[str, Any]:
     findings = in_order(fields.get("findings"), framework)
     return {
         "verdict": words,
+        "details": [text(line) for line in items(at(fields, "verdict", "details"))],
         "level": level,
         "judged_by": text(fields.get("judged_by")),
         "words": WORDS,

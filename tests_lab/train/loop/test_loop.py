@@ -57,6 +57,9 @@ def test_a_run_stores_everything_a_reader_needs(finished: Path):
     assert head["format"] == 1
     assert [row["arm"] for row in head["table"]] == ["trm_max", "none"]
     assert head["model"]["vocab_size"] == 64
+    zero = head["zero_update"]
+    assert zero["tokens"] >= zero["equal"]
+    assert 0 <= zero["mean"] <= zero["largest"] < zero["cap"] == 0.25
     for arm in ("trm_max", "none"):
         assert [r["update"] for r in rows(finished, arm)] == [1, 2, 3, 4, 5, 6]
         assert [r["update"] for r in rows(finished, arm, "eval")] == [0, 2, 4, 6]

@@ -129,6 +129,8 @@ class Outcome:
         return {**asdict(self), "ratio": self.ratio}
 
 
+Change = tuple[str, EngineSpec]
+"""The change in words, and an engine with that one setting changed."""
 Requirement = Callable[[Bench, EngineSpec], str | None]
 """(bench, rollout engine) -> why this pair does not have the factor, or None."""
 
@@ -151,6 +153,8 @@ class Factor:
     experiment: Callable[[Setting], Effect]
     requirements: tuple[Requirement, ...] = ()
     cost: Cost = "cheap"
+    change: Callable[[EngineSpec, nn.Module], Change] | None = None
+    """How it changes the specification of its side's engine, where that is all it does."""
 
     def lacking(self, bench: Bench, rollout: EngineSpec) -> str | None:
         """Why this factor is not offered on this pair; None if it is."""
@@ -208,10 +212,6 @@ def only_vllm(feature: str) -> Requirement:
     return needs(lambda bench, rollout: rollout.kind == "vllm", f"the {{kind}} engine has no {feature}")
 
 
-Change = tuple[str, EngineSpec]
-"""The change in words, and an engine with that one setting changed."""
-
-
 def variant(
     name: str,
     what: str,
@@ -232,7 +232,7 @@ def variant(
         after = measured_by(setting, forced)
         return Effect(words, after, setting.scored.kl_mean, detail=self_difference(drawn, forced))
 
-    return Factor(name, what, side, experiment=experiment, requirements=requirements, cost=cost)
+    return Factor(name, what, side, experiment=experiment, requirements=requirements, cost=cost, change=change)
 
 
 OPTION = {"vllm": "attention_backend", "transformers": "attn_implementation"}

@@ -71,7 +71,7 @@ SETTINGS = (
         sglang="--tp-size 2",
         told=("parallel_config.tensor_parallel_size",),
         told_sglang=("tp_size",),
-        needs="two devices, or a CPU with two cores",
+        needs="two devices; on a CPU one core each: VLLM_CPU_OMP_THREADS_BIND='0|1'",
     ),
     ServerSetting(
         "expert_parallel",
@@ -79,7 +79,7 @@ SETTINGS = (
         sglang="--ep-size 2",
         told=("parallel_config.enable_expert_parallel",),
         told_sglang=("ep_size",),
-        needs="several devices and a mixture of experts",
+        needs="several GPUs and a mixture of experts",
     ),
     ServerSetting(
         "unequal_expert_parallel",
@@ -111,7 +111,7 @@ SETTINGS = (
         sglang="--quantization fp8",
         told=("model_config.quantization",),
         told_sglang=("quantization",),
-        needs="a device that multiplies in it",
+        needs="a device that multiplies in it, and --dtype bfloat16 or float16",
     ),
     ServerSetting(
         "dtype",

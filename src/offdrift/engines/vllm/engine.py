@@ -475,7 +475,7 @@ def build(vllm: Any, parallel_state: ModuleType, core: ModuleType, path: str, **
                 **chosen,
             )
     except Exception as error:
-        why = str(error).rstrip(".")
+        why = reason(error).rstrip(".")
         if isinstance(error, NotImplementedError):
             raise NotOfferedError(
                 f"not offered on this machine: {why} (vLLM {vllm.__version__} with {chosen}); "
@@ -492,6 +492,18 @@ def build(vllm: Any, parallel_state: ModuleType, core: ModuleType, path: str, **
             "install the pinned version with `make install-vllm`"
         )
     return llm
+
+
+def reason(error: Exception) -> str:
+    """What an error says, in one line: of a validation error the sentence alone, without its input and its address.
+
+    Example:
+        >>> reason(ValueError("1 validation error\\n  Value error, No float32. [type=value_error]\\n see"))
+        'No float32.'
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line.removeprefix("Value error, ") for line in lines if line.startswith("Value error, ")]
+    return told[0].partition(" [type=")[0] if told else " ".join(lines)
 
 
 def shut_down(llm: Any, core: ModuleType, *, keep: bool) -> None:

@@ -49,7 +49,9 @@ from offdrift_lab.train.settings.sections import WarmStartSettings
 PROBES = 8
 """Prompts on which a weight synchronization is verified."""
 
-EventKind = Literal["setup", "stage", "warm_start", "arm", "update", "eval", "resume", "finding", "arm_done"]
+EventKind = Literal[
+    "setup", "stage", "zero_update", "warm_start", "arm", "update", "eval", "resume", "finding", "arm_done"
+]
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ class Event:
     """Progress of a run, for its display."""
 
     kind: EventKind
-    """"setup" and "stage" name what the run is busy with, before the arms and within one."""
+    """"setup" and "stage" name what the run is busy with, before the arms and within one; "zero_update" has the result
+    of that test."""
     arm: str = ""
     step: int = 0
     total: int = 0
@@ -277,6 +280,7 @@ def _verified(
     with on_grid(model, recipe.grid if recipe.lora is None else None):
         tell = lambda text: watch(Event("setup", text=f"verifying weight synchronization: {text}"))  # noqa: E731
         synced = verify_sync(engine, model, probes, sampling, seed=recipe.seed, again=False, told=tell)
+    watch(Event("zero_update", text=str(synced.zero_update)))
     if recipe.batch_invariant:
         _check_equal(engine, model, probes, sampling, half=half, seed=recipe.seed)
     if recipe.reference.offload:

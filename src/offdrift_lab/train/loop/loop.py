@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,7 @@ def train(
     run = set_up(recipe, folder, watch, rules_of_run(recipe, head, rules, str(path / "run.json")))
     head |= {
         "model": model_facts(recipe, run.model),
+        "zero_update": asdict(run.synced.zero_update),
         "trained_return": {name: recipe.trained_return(name) for name in recipe.arms},
         "contexts": {name: facts_of(diagnosed(run, name)) for name in recipe.arms},
     }

@@ -144,6 +144,9 @@ class LiveProgress:
         if not self.console.is_terminal:
             self._print(Text(event.text, style="dim"))
 
+    def _on_zero_update(self, event: Event) -> None:
+        self._print(Text(event.text, style="dim"))
+
     def _on_stage(self, event: Event) -> None:
         self.stage.add_task(escape(event.text), total=None)
         if event.kind == "stage" and not (self.console.is_terminal or event.arm in self.newest):
