@@ -4,7 +4,8 @@
 # make test-quick   the laws, the core and one engine: about a minute
 # make test         every test but the slow ones: what to run before a commit, six minutes
 # make test-all     that with shapes checked (of a function's first calls in every test and for every case), the slow ones,
-#                   test-narrow, test-foreign and test-build: what continuous integration runs
+#                   test-narrow, test-foreign and test-build: what continuous integration runs. Of slow claims with many
+#                   cases it takes a share, and others at the next commit (tests/sampling.py); SAMPLE= takes all
 # make test-core    the tests of src/offdrift alone; make test-lab those of src/offdrift_lab and the contracts it builds on
 # make test-narrow  the numerical rooms and the laws again, on the vectors of a processor without AVX-512
 # make test-foreign the adapters and readers against other frameworks' own modules, from pinned wheels
@@ -64,8 +65,11 @@ test-quick: install-test
 test: install-test
 	$(PYTEST) $(UNCHECKED) -m "not slow" tests tests_lab src
 
+# One more with each commit, so that consecutive commits take different cases of slow claims; SAMPLE= takes all.
+SAMPLE ?= $(shell git rev-list --count HEAD 2>/dev/null)
+
 test-all: install-test
-	$(PYTEST) tests tests_lab src
+	SAMPLE=$(SAMPLE) $(PYTEST) tests tests_lab src
 	$(MAKE) --jobs 2 --output-sync test-narrow test-foreign test-build
 
 CONTRACT := $(addprefix tests/,house/test_layers.py engines/test_transformers.py laws/test_pieces.py laws/test_denominators.py test_loss.py records/test_store.py)

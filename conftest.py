@@ -1,12 +1,13 @@
 """Shared checks explain their failures, whichever test imports them first; shapes are checked anew in every test."""
 
 import gc
+import os
 import signal
 import sys
 from pathlib import Path
 
 import pytest
-from tests import shapes
+from tests import sampling, shapes
 
 pytest.register_assert_rewrite("tests.engines.contract")
 shapes.leave_scalars()  # before the conftest of a folder imports the library
@@ -41,8 +42,10 @@ def freeze() -> None:
     Frozen.modules = len(sys.modules)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of several minutes begin: at the end, one worker would run them while the others wait."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sample slow claims; files of several minutes begin: at the end, one worker would run them while others wait."""
+    items[:], left_out = sampling.sampled(items, os.environ.get("SAMPLE"))
+    config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: item.path.name not in LONG)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from offdrift.errors import EvidenceError
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import ratio
+from offdrift.numerics import ratio, shared_ratios
 from offdrift.ratios import log_ratio, per_unit, worst
 from offdrift.segments import Segments
 from tests.oracles.fixtures import MASK, double, fx_a
@@ -74,3 +74,20 @@ def test_missing_policies_and_unknown_names_are_refused():
         log_ratio(lp, on="old")  # type: ignore[arg-type]
     with pytest.raises(Exception, match="batch"):
         per_unit(torch.zeros(1), lp.segments, unit="batch")  # type: ignore[arg-type]
+
+
+def test_methods_that_share_a_batch_share_its_ratios_and_a_gradient_is_never_shared():
+    lp, _, leaf = fx_a()
+    alone = log_ratio(lp, on="full")
+    with shared_ratios():
+        assert log_ratio(lp, on="full") is not log_ratio(lp, on="full")  # each with a graph of its own
+        with torch.no_grad():
+            shared = log_ratio(lp, on="full")
+            assert torch.equal(shared, alone)
+            assert shared is log_ratio(lp, on="full")
+            assert ratio(shared) is ratio(shared)
+            assert torch.equal(ratio(shared), ratio(alone))
+        ratio(log_ratio(lp, on="full")).sum().backward()
+    assert leaf.grad.count_nonzero() == leaf.grad.numel() - 1  # all but the masked one
+    with torch.no_grad():
+        assert ratio(log_ratio(lp, on="full")) is not ratio(log_ratio(lp, on="full"))

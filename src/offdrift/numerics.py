@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
 
@@ -132,6 +133,38 @@ def vector_of(numbers: Iterable[Tensor | float], like: Tensor) -> Float[Tensor, 
     return torch.cat(parts)
 
 
+_sharing: ContextVar[bool] = ContextVar("_sharing", default=False)
+
+
+@contextlib.contextmanager
+def shared_ratios() -> Iterator[None]:
+    """Compute the log-ratios of a batch, and their exponentials, once for all methods that read it without gradient.
+
+    For a replay of many methods: `ratios.log_ratio` gives all of them one tensor, which nobody may write into.
+    """
+    token = _sharing.set(True)
+    try:
+        yield
+    finally:
+        _sharing.reset(token)
+
+
+def sharing() -> bool:
+    """Whether results are shared: within `shared_ratios`, without gradient."""
+    return _sharing.get() and not torch.is_grad_enabled()
+
+
+def share(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
+    """The log-ratio, marked so that `ratio` of it is computed once, where results are shared."""
+    if sharing() and not hasattr(log_ratio, RATIO):
+        setattr(log_ratio, RATIO, None)  # an attribute lives as long as the tensor
+    return log_ratio
+
+
+RATIO = "_offdrift_ratio"
+"""Attribute of a shared log-ratio: its ratio, or None until the first `ratio` of it."""
+
+
 def ratio(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     """exp(log_ratio), safe for any finite log-ratio. Gradient: to `log_ratio`, zero beyond +-20.
 
@@ -139,7 +172,11 @@ def ratio(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
         >>> ratio(torch.tensor([0.0, 1e4]))
         tensor([1.0000e+00, 4.8517e+08])
     """
-    return clamped(log_ratio).exp()
+    if not sharing() or not hasattr(log_ratio, RATIO):
+        return clamped(log_ratio).exp()
+    if getattr(log_ratio, RATIO) is None:
+        setattr(log_ratio, RATIO, clamped(log_ratio).exp())
+    return getattr(log_ratio, RATIO)
 
 
 def log_sums(log_ratio: Float[Tensor, "*s n"]) -> Float[Tensor, "*s 2"]:

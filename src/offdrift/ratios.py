@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offdrift.errors import MethodError, check_choice
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import transformed
+from offdrift.numerics import share, sharing, transformed
 from offdrift.segments import Segments
 
 RatioName = Literal["full", "mismatch", "staleness"]
@@ -50,6 +50,12 @@ def log_ratio(logprobs: LogProbs, *, on: RatioName) -> Float[Tensor, " n"]:
     "From Two Policies to Three", 2025.
     """
     check_choice("on", on, get_args(RatioName))
+    if sharing():
+        return stopped_log_ratio(logprobs, on=on)
+    return _log_ratio(logprobs, on)
+
+
+def _log_ratio(logprobs: LogProbs, on: RatioName) -> Float[Tensor, " n"]:
     second = logprobs.old if on == "mismatch" else logprobs.current
     difference = second - (logprobs.old if on == "staleness" else logprobs.logp_rollout)
     if logprobs.unscored is None:
@@ -63,9 +69,9 @@ def stopped_log_ratio(logprobs: LogProbs, *, on: RatioName) -> Float[Tensor, " n
     Never write into it. Gradient: none.
     """
     if transformed():
-        return log_ratio(logprobs, on=on).detach()
+        return _log_ratio(logprobs, on).detach()
     if on not in logprobs.detached_log_ratios:
-        logprobs.detached_log_ratios[on] = log_ratio(logprobs, on=on).detach()
+        logprobs.detached_log_ratios[on] = share(_log_ratio(logprobs, on).detach())
     return logprobs.detached_log_ratios[on]
 
 

@@ -147,7 +147,8 @@ def test_only_neighbors_that_are_small_are_read_together():
 def test_the_first_bundles_do_not_change_when_files_are_added():
     many = [Piece(f"{i}", 0, SMALL_BYTES, "plain") for i in range(20)]
     sizes = {p.file: SMALL_BYTES for p in many}
-    assert bundled(many[:16], sizes) == bundled(many, sizes)[:2]
+    two = 2 * BUNDLE_BYTES // SMALL_BYTES
+    assert bundled(many[:two], sizes) == bundled(many, sizes)[:2]
 
 
 def test_a_file_of_a_bundle_that_changes_is_read_again(tmp_path):

@@ -29,7 +29,7 @@ from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS, Method, override
 from offdrift.methods.probe import batch as probe
 from offdrift.methods.table import FAMILIES
-from offdrift.numerics import log_sums, one_thread
+from offdrift.numerics import log_sums, one_thread, shared_ratios
 from offdrift.objectives import Objective
 from offdrift.objectives.base import ClipsInLog, LoggedClip
 from offdrift.records.batch import Logged
@@ -315,7 +315,7 @@ class Counterfactual:
         sums, largest, why_not = np.zeros((len(names), COLUMNS)), np.zeros(len(names)), [""] * len(names)
         logs = np.full((len(names), 2), -np.inf)
         done: dict[Any, tuple[np.ndarray, float, np.ndarray] | str] = {}
-        with one_thread():
+        with one_thread(), shared_ratios():
             decisions, counts = Decisions(batch), _Counts.of(batch)
             for i, method in _sharing_weights(names):
                 if why := decisions.unanswerable(method):

@@ -22,7 +22,7 @@ from offdrift.records.schema import FIELDS
 
 BUNDLE_BYTES = 16 << 20
 """Bytes of files that are read at once."""
-SMALL_BYTES = 2 << 20
+SMALL_BYTES = 4 << 20
 """Bytes of a small file."""
 PACKED = 8
 """Times its bytes that a file of Parquet counts: it is compressed."""

@@ -130,8 +130,11 @@ def audit(
     folder = out or Path("audits") / _name(logs[0])
     with screen.watching("pieces") as watch:
         watch("loading", 0, 1)
-        from offdrift.audit.entry import Expected, Sliced, forecast_of, options_of, read_slice
-        from offdrift.audit.entry import audit as audited
+        from offdrift.cli.waiting import loading
+
+        with loading():
+            from offdrift.audit.entry import Expected, Sliced, forecast_of, options_of, read_slice
+            from offdrift.audit.entry import audit as audited
 
         try:
             if dry_run:

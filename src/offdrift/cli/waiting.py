@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,6 +14,22 @@ from offdrift.cli.lines import ProgressLines
 
 DELAY_S = 0.7
 """Seconds after which a terminal says what is being done: a command that ends before shows its result alone."""
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Import without collections of garbage, and leave what was imported out of later ones.
+
+    What an import makes stays: with torch a million objects, which every collection would look through.
+    """
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if before:
+            gc.enable()
 
 
 class Waiting:

@@ -63,8 +63,9 @@ def ppo_clip(
     the same function); both sides: TBPO, arXiv:2604.07853 (unverified: best reading).
     """
     r = ratio(log_ratio)
-    plain = -advantages * r
-    limited = -advantages * r.clamp(1 - eps_low, 1 + eps_high)  # type: ignore[arg-type]
+    push = -advantages
+    plain = push * r
+    limited = push * r.clamp(1 - eps_low, 1 + eps_high)  # type: ignore[arg-type]
     # Strict comparisons, not max/min: on a tie the gradient goes to the unclipped branch.
     clipped = limited > plain
     if negatives == "both":

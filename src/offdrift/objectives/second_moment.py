@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from offdrift.batch_info import NO_INFO, BatchInfo, StepSums
 from offdrift.errors import MethodError, check_choice, check_number, check_positive
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import ratio
+from offdrift.numerics import ratio, transformed
 from offdrift.objectives.base import PerToken, StepPrompts, TokenLoss, capped, larger, prompt_ids
 from offdrift.objectives.clipped import ppo_clip
 from offdrift.objectives.reinforce import importance_sampled
@@ -120,9 +121,13 @@ def largest_kept(squares: Float[Tensor, " n"], *, budget: float) -> Float[Tensor
 def sorted_squares(squares: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """Non-negative numbers in ascending order, float64. Gradient: none.
 
-    Their bits, read as integers, have the same order, and integers sort three times as fast.
+    Their bits, read as integers, have the same order, and integers sort three times as fast; on a CPU numpy's sort,
+    which gives no order and uses vectors, several times as fast again.
     """
-    return squares.detach().double().view(torch.int64).sort().values.view(torch.float64)
+    bits = squares.detach().double().view(torch.int64)
+    if bits.is_cpu and not transformed():
+        return torch.from_numpy(np.sort(bits.numpy())).view(torch.float64)
+    return bits.sort().values.view(torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,15 +10,20 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import BytecodeCache, Environment, FileSystemLoader, StrictUndefined
+from jinja2.bccache import Bucket
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup, escape
 
+from offdrift.errors import RecordError
 from offdrift.records.atomic import write_atomically
 from offdrift.show.anchors import Anchors
 from offdrift.show.charts import FEWEST_POINTS, PageColumns
@@ -122,11 +127,35 @@ def content_security_policy(*, scripts: Sequence[str], styles: Sequence[str]) ->
     )
 
 
+class CompiledTemplates(BytecodeCache):
+    """Keep compiled templates where Python keeps compiled modules: making them takes longer than most pages.
+
+    As for modules, nothing is kept where Python is told not to, or where the folder cannot be written.
+    """
+
+    def load_bytecode(self, bucket: Bucket) -> None:
+        """Read a compiled template, unless it is of another source or version: a bucket knows."""
+        with suppress(OSError, EOFError, ValueError, TypeError), self._file(bucket).open("rb") as file:
+            bucket.load_bytecode(file)
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        """Store a compiled template."""
+        if sys.dont_write_bytecode:
+            return
+        compiled = bucket.bytecode_to_string()
+        with suppress(RecordError, OSError):
+            write_atomically(self._file(bucket), lambda partial: Path(partial).write_bytes(compiled))
+
+    def _file(self, bucket: Bucket) -> Path:
+        return Path(cache_from_source(str(_ASSETS / f"{bucket.key}.py")))
+
+
 @cache
 def environment() -> Environment:
     """Jinja as every page of this package uses it: all escaped, nothing undefined, nothing hidden."""
     made = Environment(
         loader=FileSystemLoader(_ASSETS),
+        bytecode_cache=CompiledTemplates(),
         autoescape=True,
         undefined=StrictUndefined,
         # The package's own markup stays as it is; any other text is shown without hidden characters.
