@@ -87,8 +87,8 @@ def test_settings_that_overwrite_each_other_or_that_the_pair_lacks_are_refused_b
 
 def test_the_lines_name_shares_and_interactions(found):
     lines = dict(compound_lines(found))
-    assert {"all", "share of rollout dtype", "quantization alone"} < set(lines)
-    assert "interaction of rollout dtype, train dtype" in lines
+    first, last = "share of rollout dtype", "interaction of rollout dtype, train dtype"
+    assert {"all", first, "quantization alone", last} < set(lines)
     assert compound_lines({}) == []
 
 

@@ -113,8 +113,8 @@ def test_what_a_release_changed_is_said(before: str, after: str, said: list[str]
 def test_a_changed_order_and_a_dict_of_arguments_are_read() -> None:
     source = "def loss(mask, logp):\n    if mask:\n        more = {'a': 1, 'b': 2, **logp}\n"
     assert CURRENCY["arguments"](source, "more") == ["a", "b"]
-    said = list(CURRENCY["changes"](RECORDED[1:], {"a.py": source}))
-    assert said == ["`loss` has its arguments in another order: mask, logp"]
+    (change,) = CURRENCY["changes"](RECORDED[1:], {"a.py": source})
+    assert change.endswith("in another order: mask, logp")
 
 
 def installed(row: dict[str, Any]) -> str | None:

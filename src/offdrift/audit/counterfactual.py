@@ -171,9 +171,9 @@ class Decisions:
         decision = self._once(("clip", objective, method.anchor), method, objective, clipped)
         if isinstance(decision, str) or (decision[1] and objective.on == "staleness"):
             return None
-        found, late = decision
-        mask, whole = found if isinstance(found, LoggedClip) else (found, True)
-        return mask, late, whole
+        clip, late = decision
+        mask, complete = clip if isinstance(clip, LoggedClip) else (clip, True)
+        return mask, late, complete
 
     def _weighted(self, method: Method) -> Decided | str:
         """The product of the method's weights, and what their limits touched."""
@@ -331,10 +331,10 @@ class Counterfactual:
                     continue
                 sums[i], largest[i], logs[i] = row
                 if (clip := decisions.clipped(method)) is not None:
-                    mask, late, whole = clip
+                    mask, late, complete = clip
                     sums[i, AT["clipped"]] = _count(mask)
                     sums[i, AT["clip_tokens"]] = len(mask)
-                    sums[i, AT["clip_partly"]] = 0 if whole else len(mask)
+                    sums[i, AT["clip_partly"]] = 0 if complete else len(mask)
                     sums[i, AT["first_update"]] += late
         return Counterfactual(sums, largest, logs, tuple(why_not), names)
 

@@ -241,8 +241,8 @@ def trained_words(audit: Fields) -> str:
     if row.get("clipped_at_least"):
         does.append(f"clips or projects at least {share} of the logged tokens ({NOT_ALL})")
     elif row.get("clips"):
-        known = number(row.get(CLIPPED)) is not None
-        does.append(f"clips or projects {share} of the logged tokens" if known else CANNOT_TELL)
+        is_known = number(row.get(CLIPPED)) is not None
+        does.append(f"clips or projects {share} of the logged tokens" if is_known else CANNOT_TELL)
     return f"{begin} With its default settings it {'; '.join(does)}." if does else ""
 
 

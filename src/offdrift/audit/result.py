@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from offdrift.audit.arms_page import render_arms
+from offdrift.audit.arms_page import ArmNumbers, render_arms
 from offdrift.audit.compare import common_kl
 from offdrift.audit.conclude import FILE_NAME, PAGE, read_audit, write_audit
 from offdrift.audit.page import write_audit_page
@@ -215,7 +215,11 @@ class ArmsAudit:
 
     def write_page(self, folder: str | os.PathLike[str]) -> Path:
         """Write `arms.html` alone, and return it."""
-        return write_document(render_arms(self, Path(folder).absolute().name), Path(folder) / ARMS_PAGE)
+        cells = {arm: row[2:-2] for arm, row in zip(self.arms, self.table(), strict=True)}
+        numbers = ArmNumbers(self.header()[2:-2], cells, self.kl, self.charts())
+        audits = {arm: audit.data for arm, audit in self.arms.items()}
+        page = render_arms(Path(folder).absolute().name, self.verdict, audits, numbers)
+        return write_document(page, Path(folder) / ARMS_PAGE)
 
     def __repr__(self) -> str:
         """Verdict, and the arms by their own."""

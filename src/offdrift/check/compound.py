@@ -54,16 +54,16 @@ def compound(bench: Bench, pair: Pair, baseline: Measured, factors: Sequence[Fac
     runs: dict[Subset, Float[Tensor, " n"]] = {}
     specs = {chosen: _specs(pair, bench, factors, chosen) for chosen in subsets(words)}
     exact = True
-    drawn = setting.drawn
+    sample = setting.drawn
     for rollout in dict.fromkeys(str(spec) for spec, _ in specs.values()):  # each engine is started once
         members = {chosen: both for chosen, both in specs.items() if str(both[0]) == rollout}
         spec = next(iter(members.values()))[0]
-        forced = drawn if spec == pair.rollout else teacher_forced(setting, spec, drawn)
+        forced = sample if spec == pair.rollout else teacher_forced(setting, spec, sample)
         for chosen, (_, train) in members.items():
-            runs[chosen], whole = _divergence(measured_by(setting, forced, train=train))
-            exact &= whole
-    return {"factors": [*words], "changed": words, "tokens": len(drawn.tokens), "exact": exact} | attributed(
-        runs, drawn
+            runs[chosen], is_exact = _divergence(measured_by(setting, forced, train=train))
+            exact &= is_exact
+    return {"factors": [*words], "changed": words, "tokens": len(sample.tokens), "exact": exact} | attributed(
+        runs, sample
     )
 
 
@@ -88,9 +88,9 @@ def attributed(runs: Mapping[Subset, Float[Tensor, " n"]], drawn: Rollouts) -> d
         runs: divergence of each token, nat, by the settings that were changed; the empty set is in it, and every other.
     """
     segments = Segments(drawn.cu_seqlens)
-    whole = max(runs, key=len)
+    everything = max(runs, key=len)
     dividends = {s: sum((-1) ** (len(s) - len(r)) * runs[r] for r in runs if r <= s) for s in runs if s}
-    shares = {name: sum(d / len(s) for s, d in dividends.items() if name in s) for name in sorted(whole)}
+    shares = {name: sum(d / len(s) for s, d in dividends.items() if name in s) for name in sorted(everything)}
 
     def row(x: Any) -> dict[str, float]:
         mean, reach = float(x.mean()), 1.96 * clustered_error(x, segments)
@@ -99,9 +99,9 @@ def attributed(runs: Mapping[Subset, Float[Tensor, " n"]], drawn: Rollouts) -> d
     nothing = runs[frozenset()]
     return {
         "before": float(nothing.mean()),
-        "after": float(runs[whole].mean()),
-        "total": row(runs[whole] - nothing),
-        "effects": [{"factors": sorted(s), **row(dividends[s])} for s in subsets(sorted(whole)) if s],
+        "after": float(runs[everything].mean()),
+        "total": row(runs[everything] - nothing),
+        "effects": [{"factors": sorted(s), **row(dividends[s])} for s in subsets(sorted(everything)) if s],
         "shares": [{"factor": name, **row(x)} for name, x in shares.items()],
     }
 

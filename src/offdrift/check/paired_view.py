@@ -16,20 +16,23 @@ TOGETHER = "Settings changed together"
 
 def compound_lines(check: Fields) -> list[tuple[str, str]]:
     """Share of every setting in a compound drift, then effects alone and interactions; empty where none was run."""
-    found = mapping(check.get("compound"))
-    if why := safe(text(found.get("why"))):
+    compound = mapping(check.get("compound"))
+    if why := safe(text(compound.get("why"))):
         return [("not measured", why)]
-    if not found:
+    if not compound:
         return []
-    before, after = (short(number(found.get(key))) for key in ("before", "after"))
+    before, after = (short(number(compound.get(key))) for key in ("before", "after"))
     lines = [
-        ("all", f"KL {before} before, {after} with all changed, nat per token: {_change(mapping(found.get('total')))}")
+        (
+            "all",
+            f"KL {before} before, {after} with all changed, nat per token: {_change(mapping(compound.get('total')))}",
+        )
     ]
-    changed = mapping(found.get("changed"))
-    for row in rows(found.get("shares")):
+    changed = mapping(compound.get("changed"))
+    for row in rows(compound.get("shares")):
         name = text(row.get("factor"))
         lines.append((f"share of {_plain(name)}", f"{_change(row)} ({safe(text(changed.get(name)))})"))
-    for row in rows(found.get("effects")):
+    for row in rows(compound.get("effects")):
         names = [_plain(text(x)) for x in items(row.get("factors"))]
         kind = f"{names[0]} alone" if len(names) == 1 else f"interaction of {', '.join(names)}"
         lines.append((kind, _change(row)))

@@ -57,8 +57,8 @@ def conclusion(
         limits: thresholds by name (`Rules.limits`), if not the built-in ones.
     """
     size = f"{pair} with the same weights: {_size_of(baseline)}"
-    told = verdict_of_findings(findings, limits=limits)
-    steps = () if level == "ok" else tuple(told["steps"])
+    of_findings = verdict_of_findings(findings, limits=limits)
+    steps = () if level == "ok" else tuple(of_findings["steps"])
     missed = [r for r in rows if not r["holds"] and r["kind"] != "budget"]
     if wrong:
         words = _capital("; ".join(wrong)) + "."
@@ -75,7 +75,7 @@ def conclusion(
             limit = f"{first['metric']} = {first['value']:.3g}, healthy: {first['relation']} {first['threshold']:g}."
             return CheckVerdict(level, shortened(words), (limit, *_rest(words), size), steps)
     if level != "ok":
-        return CheckVerdict(level, shortened(told["text"]), (*_rest(told["text"]), size), steps)
+        return CheckVerdict(level, shortened(of_findings["text"]), (*_rest(of_findings["text"]), size), steps)
     holds = "every threshold of health holds."
     compared = _capital(holds)
     if precision is not None and not math.isnan(precision.ratio):

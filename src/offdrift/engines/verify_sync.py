@@ -152,10 +152,10 @@ class ZeroUpdate:
             >>> ZeroUpdate.of(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.5]), cap=0.25).kl
             0.0625
         """
-        apart = (logp_old.double() - logp_rollout.double()).abs()
+        distance = (logp_old.double() - logp_rollout.double()).abs()
         equal = int((logp_old == logp_rollout).sum())
-        kl = float(apart.square().mean() / 2)
-        return ZeroUpdate(len(apart), equal, float(apart.mean()), float(apart.max()), kl, cap=cap)
+        kl = float(distance.square().mean() / 2)
+        return ZeroUpdate(len(distance), equal, float(distance.mean()), float(distance.max()), kl, cap=cap)
 
     def __str__(self) -> str:
         if self.equal == self.tokens:

@@ -362,8 +362,13 @@ def _evidence(row: Fields) -> tuple[str, str, str, str]:
     if value is None:
         option = SAID_BY.get(text(row.get("metric")))
         return what, f"not known: {option} says it" if option else "not logged", limit, source
-    told = None if threshold is None else _told_apart(value, threshold, 100.0 if scale == "share" else 1.0)
-    return what, f"{_figure(told or short(value), f'{told} %' if told else percent(value), scale)}{unit}", limit, source
+    exact = None if threshold is None else _told_apart(value, threshold, 100.0 if scale == "share" else 1.0)
+    return (
+        what,
+        f"{_figure(exact or short(value), f'{exact} %' if exact else percent(value), scale)}{unit}",
+        limit,
+        source,
+    )
 
 
 def _told_apart(value: float, threshold: float, factor: float) -> str:

@@ -121,8 +121,10 @@ def _prove(hook: LossHook, inputs: Any) -> None:
     def native(leaf: Tensor) -> Tensor:
         columns = {"trainer_logprobs": leaf, "inference_logprobs": sample.rollout, "advantages": sample.advantages}
         columns |= {"ref_logprobs": None, "loss_mask": mask, "loss_weights": weights}
-        given, config = theirs.LossInputs(**columns), SimpleNamespace(**OPEN)
-        return (theirs.ipo_loss_fn(given, config) if name == "ipo_loss_fn" else theirs.IPOLoss(config).loss(given)).loss
+        inputs, config = theirs.LossInputs(**columns), SimpleNamespace(**OPEN)
+        return (
+            theirs.ipo_loss_fn(inputs, config) if name == "ipo_loss_fn" else theirs.IPOLoss(config).loss(inputs)
+        ).loss
 
     def ours(leaf: Tensor) -> Tensor:
         packed = LogProbs.pack(sample.rollout[None], leaf[None], None, mask=mask[None])

@@ -502,8 +502,8 @@ def reason(error: Exception) -> str:
         'No float32.'
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line.removeprefix("Value error, ") for line in lines if line.startswith("Value error, ")]
-    return told[0].partition(" [type=")[0] if told else " ".join(lines)
+    messages = [line.removeprefix("Value error, ") for line in lines if line.startswith("Value error, ")]
+    return messages[0].partition(" [type=")[0] if messages else " ".join(lines)
 
 
 def shut_down(llm: Any, core: ModuleType, *, keep: bool) -> None:

@@ -325,12 +325,12 @@ STRAW = ".straw.json"
 def _unread(path: str) -> str:
     """What to do where only archives are found whose records need their framework."""
     inside = [name for _, _, names in os.walk(path) for name in names]
-    found = [name for name in (inside or [path]) if name.endswith(STRAW)]
-    if not found:
+    archives = [name for name in (inside or [path]) if name.endswith(STRAW)]
+    if not archives:
         return ""
     return (
-        f". {len(found)} of vime's straw archives are there: RolloutArchive(FILE).export_pt(NAME) makes dumps of them, "
-        "as --save-debug-rollout-data does with a path that ends in .pt"
+        f". {len(archives)} of vime's straw archives are there: RolloutArchive(FILE).export_pt(NAME) makes dumps of "
+        "them, as --save-debug-rollout-data does with a path that ends in .pt"
     )
 
 

@@ -338,10 +338,9 @@ ACTING = frozenset(
 )
 """Modules of which a log that is not a program asks for nothing, save the `VALUES`: said aloud, although nothing would
 be run. Protocol 2, which `torch.save` writes, has Python 2's names for some."""
-COMMANDS = frozenset({
-    "__import__", "apply", "breakpoint", "compile", "delattr", "eval", "exec", "execfile", "exit", "file", "FileIO",
-    "globals", "input", "locals", "open", "open_code", "quit", "raw_input", "reload", "setattr", "vars",
-})  # fmt: skip
+COMMANDS = frozenset(["__import__", "apply", "breakpoint", "compile", "delattr", "eval", "exec", "execfile", "exit"])
+COMMANDS |= frozenset(["file", "FileIO", "globals", "input", "locals", "open", "open_code", "quit", "raw_input"])
+COMMANDS |= frozenset(["help", "print", "reload", "setattr", "vars"])
 """Builtins, and names of `io`, that act. `getattr` is how protocol 2 names a class within a class, such as the
 enumeration of a sample's states."""
 VALUES = frozenset(["PathLike", "stat_result", "statvfs_result", "terminal_size", "times_result", "uname_result"])
