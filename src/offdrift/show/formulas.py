@@ -25,6 +25,8 @@ SYMBOLS = {
     "le": "≤",
     "ge": "≥",
     "in": "∈",
+    "ni": "∋",
+    "subseteq": "⊆",
     "sim": "~",
     "propto": "∝",
     "pm": "±",
