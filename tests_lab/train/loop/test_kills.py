@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -169,12 +171,20 @@ def test_a_killed_trainer_goes_on_with_the_same_groups(tmp_path):
 # -- a cluster
 
 
+def fixed_port() -> int:
+    """A free port that the system gives nobody who asks for any: gRPC's servers share a port that two of them have,
+    and half of the requests would reach another cluster, which has another token."""
+    for port in random.sample(range(21_000, 32_000), 100):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("", port))
+            return port
+    raise AssertionError("no port between 21,000 and 32,000 is free")
+
+
 @pytest.fixture
 def cluster():
     """Where to find two machines of one core each, both here, with a token of their own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{fixed_port()}"
     path = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # names of sockets have a hundred characters at most
     common = ["--block", "--node-ip-address=127.0.0.1", "--num-cpus=1", "--object-store-memory=200000000"]
     head = ["--head", f"--port={address.partition(':')[2]}", "--include-dashboard=false", f"--temp-dir={path}"]
