@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from offdrift.errors import BadValueError, EvidenceError, ShapeError
-from offdrift.logprobs import FLOORS, UNSCORED_BELOW, LogProbs
+from offdrift.logprobs import FLOORS, POSITIVE_SLACK, UNSCORED_BELOW, LogProbs
 from offdrift.loss import policy_loss
 from offdrift.ratios import log_ratio
 from offdrift.segments import Segments
@@ -22,6 +22,19 @@ def test_padded_input_is_packed_and_masked_tokens_are_gone():
     lp = padded()
     assert lp.logp_rollout.tolist() == [-1.0, -2.0, -3.0, -4.0]
     assert lp.segments.lengths.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_the_largest_excess_by_rounding_is_accepted_and_the_next_number_is_refused(dtype):
+    """float32's .001 is larger than .001: logs of three decimals hold it."""
+    most = torch.tensor(POSITIVE_SLACK, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+    while most.float() > POSITIVE_SLACK and dtype == torch.float16:
+        most = torch.nextafter(most, torch.tensor(0.0, dtype=dtype))
+    above = torch.nextafter(most, torch.tensor(1.0, dtype=dtype))
+    segments = Segments.from_lengths([2])
+    assert len(LogProbs.pack(torch.stack([-most, most]), segments=segments).logp_rollout) == 2
+    with pytest.raises(BadValueError, match="at trainable token 1"):
+        LogProbs.pack(torch.stack([-most, above]), segments=segments)
 
 
 def test_what_comes_back_has_the_shape_that_came_in():

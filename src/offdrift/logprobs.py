@@ -30,6 +30,8 @@ draws a token of that probability, and -9999 and -inf are what engines write whe
 
 POSITIVE_SLACK = 1e-3
 """Nats by which a log-prob may exceed 0 through rounding before it is refused."""
+_SLACKS = {dtype: torch.tensor(POSITIVE_SLACK, dtype=dtype).item() for dtype in (torch.float32, torch.float64)}
+"""The same as each dtype holds it: as a number of Python, float32's .001 is larger than .001."""
 
 
 @dataclass(frozen=True)
@@ -330,7 +332,7 @@ def _refuse_bad_values(
         return upcast, None
     # One pass and one transfer for all fields; NaN spreads to both extremes and fails every `<=`.
     extremes = torch.stack([x for f in upcast.values() for x in concrete(f).aminmax()]).tolist()
-    if not all(high <= POSITIVE_SLACK for high in extremes[1::2]):
+    if not all(high <= _SLACKS[widest] for high in extremes[1::2]):
         bad = torch.stack([~(x.detach() <= POSITIVE_SLACK) for x in upcast.values()])
         _raise_bad_value(bad, upcast, segments)
     lowest = dict(zip(upcast, extremes[::2], strict=True))
