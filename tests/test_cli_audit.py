@@ -69,7 +69,23 @@ def broken():
     def raises_in_a_file(ratio):
         return ratio[:, None].expand(-1, 2).inverse()
     return od.Method(objective=od.Clipped(), correction=od.Correction() & raises_in_a_file())
+
+def writes():
+    @od.statistic
+    def written_in_place(log_ratio):
+        return log_ratio.add_(7)
+    gate = od.Gate(statistic="written_in_place", on="mismatch", unit="token", high=6.0)
+    return od.Method(objective=od.Clipped(), correction=od.Correction() & gate)
 """
+
+
+def test_a_method_of_ones_own_that_writes_into_its_arguments_changes_no_other_row(run, log, tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    alone = json.loads(run("audit", str(log), "--out", "alone", "--json").stdout)["methods"]
+    words = ("audit", str(log), "--out", "found", "--json", "--also", "mine.py:writes")
+    rows = {row["name"]: row for row in json.loads(run(*words).stdout)["methods"]}
+    assert rows.pop("mine.py:writes")["kept_tokens"] < 0.5
+    assert rows == {row["name"]: row for row in alone}
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

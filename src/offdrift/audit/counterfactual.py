@@ -314,15 +314,16 @@ class Counterfactual:
         names = (*CANDIDATES, *also)
         sums, largest, why_not = np.zeros((len(names), COLUMNS)), np.zeros(len(names)), [""] * len(names)
         logs = np.full((len(names), 2), -np.inf)
-        done: dict[Any, tuple[np.ndarray, float, np.ndarray] | str] = {}
-        with one_thread(), shared_ratios():
-            decisions, counts = Decisions(batch), _Counts.of(batch)
-            for i, method in _sharing_weights(names):
+        done: dict[Any, tuple[np.ndarray, float, np.ndarray] | str] = {}  # equal corrections are counted once
+        counts = _Counts.of(batch)
+
+        def replay(decisions: Decisions, candidates: list[tuple[int, Method]]) -> None:
+            for i, method in candidates:
                 if why := decisions.unanswerable(method):
                     why_not[i] = why
                     continue
                 key = (method.correction, method.anchor)
-                if key not in done:  # equal corrections are counted once
+                if key not in done:
                     decided = decisions.correction(method)
                     done[key] = decided if isinstance(decided, str) else counts.row(decided)
                 row = done[key]
@@ -336,6 +337,12 @@ class Counterfactual:
                     sums[i, AT["clip_tokens"]] = len(mask)
                     sums[i, AT["clip_partly"]] = 0 if complete else len(mask)
                     sums[i, AT["first_update"]] += late
+
+        with one_thread():
+            with shared_ratios():
+                replay(Decisions(batch), _sharing_weights())
+            for i, name in enumerate(also, len(CANDIDATES)):  # code of a user may write into what it is given
+                replay(Decisions(batch.select(torch.arange(batch.num_sequences))), [(i, _candidate(name).method)])
         return Counterfactual(sums, largest, logs, tuple(why_not), names)
 
     def merge(self, other: Counterfactual) -> Counterfactual:
@@ -381,9 +388,9 @@ def _candidate(name: str) -> Candidate:
 
 
 @functools.cache
-def _sharing_weights(names: tuple[str, ...]) -> list[tuple[int, Method]]:
-    """Candidates with their row, those with equal weights together."""
-    rows = [(i, _candidate(name).method) for i, name in enumerate(names)]
+def _sharing_weights() -> list[tuple[int, Method]]:
+    """The table's candidates with their row, those with equal weights together."""
+    rows = [(i, candidate.method) for i, candidate in enumerate(CANDIDATES.values())]
     order = {m.correction.weights: i for i, m in reversed(rows)}
     return sorted(rows, key=lambda row: order[row[1].correction.weights])
 
