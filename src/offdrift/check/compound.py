@@ -129,7 +129,7 @@ def _divergence(measured: Measured) -> tuple[Float[Tensor, " n"], bool]:
 
 
 def _changed(factor: Factor, pair: Pair, bench: Bench) -> tuple[str, EngineSpec]:
-    """What a factor changes, in words, and its engine afterwards."""
+    """Describe a factor's change, and make its engine afterwards."""
     assert factor.change is not None
     return factor.change(pair.train if factor.side == "train" else pair.rollout, bench.model)
 

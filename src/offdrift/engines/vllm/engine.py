@@ -495,7 +495,7 @@ def build(vllm: Any, parallel_state: ModuleType, core: ModuleType, path: str, **
 
 
 def reason(error: Exception) -> str:
-    """What an error says, in one line: of a validation error the sentence alone, without its input and its address.
+    """Return an error's message in one line: of a validation error the sentence alone, without input and address.
 
     Example:
         >>> reason(ValueError("1 validation error\\n  Value error, No float32. [type=value_error]\\n see"))

@@ -323,7 +323,7 @@ STRAW = ".straw.json"
 
 
 def _unread(path: str) -> str:
-    """What to do where only archives are found whose records need their framework."""
+    """Name the way out where only archives are found whose records need their framework; "" elsewhere."""
     inside = [name for _, _, names in os.walk(path) for name in names]
     archives = [name for name in (inside or [path]) if name.endswith(STRAW)]
     if not archives:
