@@ -248,6 +248,12 @@ def test_the_worst_arm_is_the_runs(found):
     assert len(run.findings) == 2 * len(found.findings)
 
 
+def test_a_cause_that_two_rules_found_is_named_once_for_its_arm(found):
+    twice = Audit({**found.data, "findings": [*found.data["findings"], *found.data["findings"]]})
+    once, again = (ArmsAudit({"a": audit}).table()[0][-2] for audit in (found, twice))
+    assert once == again != "–"
+
+
 # -- the frame is that of the program's own library -------------------------------------------------
 
 

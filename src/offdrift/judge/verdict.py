@@ -53,6 +53,8 @@ def in_steps(fix: str) -> list[str]:
     """A fix that is done one thing after the other, in its steps.
 
     Example:
+        >>> in_steps("Synchronize and run again; then, only if the gap stays, weight each token.")
+        ['Synchronize and run again.', 'Only if the gap stays, weight each token.']
         >>> in_steps("Compare the tensors; then send those that differ.")
         ['Compare the tensors.', 'Send those that differ.']
     """
