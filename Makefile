@@ -4,8 +4,9 @@
 # make test-quick   the laws, the core and one engine: about a minute
 # make test         every test but the slow ones: what to run before a commit, six minutes
 # make test-all     that with shapes checked (of a function's first calls in every test and for every case), the slow ones,
-#                   test-narrow, test-foreign and test-build: what continuous integration runs. Of slow claims with many
-#                   cases it takes a share, and others at the next commit (tests/sampling.py); SAMPLE= takes all
+#                   test-narrow, test-foreign and test-build: what continuous integration runs. Tests above a second take
+#                   turns, of six commits at most (tests/sampling.py); SAMPLE= takes all
+# make costs        measures again what each test takes, which decides whose turn it is
 # make test-core    the tests of src/offdrift alone; make test-lab those of src/offdrift_lab and the contracts it builds on
 # make test-narrow  the numerical rooms and the laws again, on the vectors of a processor without AVX-512
 # make test-foreign the adapters and readers against other frameworks' own modules, from pinned wheels
@@ -42,7 +43,7 @@ QUICK_FILES := test_loss.py test_logprobs.py test_segments.py test_ratios.py tes
 NUMERICAL := $(addprefix tests/,laws divergence correction objectives stats records/test_store.py) \
 	$(addprefix --ignore=tests/,laws/test_unread.py laws/test_leaks.py divergence/test_benchmarks.py)
 
-.PHONY: train train-vllm train-smollm2 test-quick test test-core test-lab test-all test-narrow test-foreign test-upstream test-built-on test-versions currency test-build dist-test matrix audit-deps install install-vllm install-smollm2 install-test install-docs install-foreign bench planted check docs census clean
+.PHONY: train train-vllm train-smollm2 test-quick test test-core test-lab test-all test-narrow test-foreign test-upstream test-built-on test-versions currency test-build dist-test costs matrix audit-deps install install-vllm install-smollm2 install-test install-docs install-foreign bench planted check docs census clean
 
 train: install
 	$(BIN)/offdrift train recipes/backwards.toml
@@ -65,13 +66,17 @@ test-quick: install-test
 test: install-test
 	$(PYTEST) $(UNCHECKED) -m "not slow" tests tests_lab src
 
-# One more with each commit, so that consecutive commits take different cases of slow claims; SAMPLE= takes all, and so does
-# a checkout without its history, whose count never changes.
-SAMPLE ?= $(shell [ "$$(git rev-parse --is-shallow-repository 2>/dev/null)" = false ] && git rev-list --count HEAD)
+# One more with each commit, so that consecutive commits take different cases of costly claims; in a checkout without its
+# history, whose count never changes, one more with each day. SAMPLE= takes all.
+SAMPLE ?= $(shell if [ "$$(git rev-parse --is-shallow-repository 2>/dev/null)" = false ]; \
+	then git rev-list --count HEAD; else echo $$(($$(date +%s) / 86400)); fi)
 
 test-all: install-test
 	SAMPLE=$(SAMPLE) $(PYTEST) tests tests_lab src
-	$(MAKE) --jobs 2 --output-sync test-narrow test-foreign test-build
+	$(MAKE) --jobs 2 --output-sync NARROW_SAMPLE=$(SAMPLE) test-narrow test-foreign test-build
+
+costs: install-test
+	COSTS=$(abspath tests/costs.txt) $(PYTEST) tests tests_lab src
 
 CONTRACT := $(addprefix tests/,house/test_layers.py engines/test_transformers.py laws/test_pieces.py laws/test_denominators.py test_loss.py records/test_store.py)
 
@@ -85,7 +90,7 @@ test-lab: install-test
 # the kernels that it compiles, oneDNN, and numpy (in which Triton's interpreter computes) each have their
 # own limit. Which operators are called, where gradient goes and what a benchmark writes is the same on any vectors.
 test-narrow: install-test
-	$(if $(filter x86_64,$(shell uname -m)),$(TEST_ENV) $(NARROW) \
+	$(if $(filter x86_64,$(shell uname -m)),SAMPLE=$(NARROW_SAMPLE) $(TEST_ENV) $(NARROW) \
 		NPY_DISABLE_CPU_FEATURES="$$($(BIN)/python -c '$(WIDE_NUMPY)')" \
 		$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(UNCHECKED) $(NUMERICAL))
 

@@ -11,13 +11,16 @@ from tests import sampling, shapes
 
 pytest.register_assert_rewrite("tests.engines.contract")
 shapes.leave_scalars()  # before the conftest of a folder imports the library
-LONG = {"test_schedule_matrix.py", "test_pipeline.py"}
+LONG = 60
+"""Seconds of a file that begins: at the end, one worker would run it while others wait."""
 MANY = 300
 """Modules: vLLM brings 2,500, and walking what it made takes a fifth of a second, once in every arm that is trained."""
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Commands that tests interrupt must hear it, also where a suite in the background was told to ignore Ctrl-C."""
+    if "COSTS" in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(sampling.Costs(Path(os.environ["COSTS"])))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -43,10 +46,11 @@ def freeze() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sample slow claims; files of several minutes begin: at the end, one worker would run them while others wait."""
-    items[:], left_out = sampling.sampled(items, os.environ.get("SAMPLE"))
+    costs = sampling.read_costs()
+    items[:], left_out = sampling.taking_turns(items, os.environ.get("SAMPLE"), costs)
     config.hook.pytest_deselected(items=left_out)
-    items.sort(key=lambda item: item.path.name not in LONG)
+    of_files = sampling.of_files(items, costs)
+    items.sort(key=lambda item: of_files[sampling.file_of(item.nodeid)] < LONG)
 
 
 def pytest_collection_finish() -> None:

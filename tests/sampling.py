@@ -1,18 +1,44 @@
-"""Slow claims with many cases are sampled: each run takes a share of the cases, and the next runs take the others.
+"""Costly claims take turns: where SAMPLE is a number, a test that takes long is run in some commits, and so all in few.
 
-`@pytest.mark.sampled(n)` on a test: where SAMPLE is a number (`make test-all` gives the number of commits), about one
-case in `len(cases) / n` is run, evenly spread; SAMPLE + 1 takes the next ones, so that in as many runs as a share is
-small every case has been run. Without SAMPLE every case is run.
+`costs.txt` says how many seconds a test took, all its cases together (`make costs` measures). One of c seconds, c above
+1, is spread over ceil(c) consecutive values of SAMPLE, at most `MOST`: each value takes some of its cases, or its one
+case in its turn, and every case comes once. What is not in that file always runs: a new test, or one that was renamed.
+`make test-all` gives the number of commits; without SAMPLE every case is run.
 """
 
 from __future__ import annotations
 
-from itertools import groupby
+import math
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
+if TYPE_CHECKING:
+    import pytest
+
+COSTS = Path(__file__).with_name("costs.txt")
+MOST = 6
+"""Commits in which every case has been run."""
 
 
-def sampled(items: list[pytest.Item], turn: str | None) -> tuple[list[pytest.Item], list[pytest.Item]]:
+def function_of(nodeid: str) -> str:
+    return nodeid.partition("[")[0]
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def read_costs(path: Path = COSTS) -> dict[str, float]:
+    """Seconds of a test, by its name without cases."""
+    rows = (line.split(maxsplit=1) for line in path.read_text().splitlines())
+    return {name: float(seconds) for seconds, name in rows}
+
+
+def taking_turns(
+    items: list[pytest.Item], turn: str | None, costs: dict[str, float]
+) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """The items that this run takes, in their order, and the others.
 
     Args:
@@ -20,11 +46,34 @@ def sampled(items: list[pytest.Item], turn: str | None) -> tuple[list[pytest.Ite
     """
     if not turn:
         return items, []
-    left_out = set()
-    marked = [item for item in items if item.get_closest_marker("sampled")]
-    for _, cases in groupby(marked, key=lambda item: item.nodeid.partition("[")[0]):
-        cases = list(cases)
-        (most,) = cases[0].get_closest_marker("sampled").args
-        share = -(-len(cases) // most)
-        left_out.update(item for i, item in enumerate(cases) if (i + int(turn)) % share)
-    return [item for item in items if item not in left_out], [item for item in items if item in left_out]
+    run, left_out = [], []
+    cases = Counter[str]()
+    for item in items:
+        name = function_of(item.nodeid)
+        turns = min(MOST, max(1, math.ceil(costs.get(name, 0))))
+        first = zlib.crc32(name.encode()) + int(turn)  # tests of one case are not all run in the same commit
+        (left_out if (first + cases[name]) % turns else run).append(item)
+        cases[name] += 1
+    return run, left_out
+
+
+def of_files(items: list[pytest.Item], costs: dict[str, float]) -> Counter[str]:
+    """Seconds of each file, had every case of its tests been taken."""
+    seconds = Counter[str]()
+    for name in {function_of(item.nodeid) for item in items}:
+        seconds[file_of(name)] += costs.get(name, 0)
+    return seconds
+
+
+class Costs:
+    """Adds up what tests take, and at the end writes those above a second."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.seconds = path, Counter[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[function_of(report.nodeid)] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        lines = (f"{seconds:.0f} {name}\n" for name, seconds in sorted(self.seconds.items()) if seconds > 1)
+        self.path.write_text("".join(lines))

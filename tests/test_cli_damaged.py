@@ -154,7 +154,6 @@ def test_every_command_is_driven():
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name.startswith("lab ") else name for name in VALID]
 )
-@pytest.mark.sampled(9)
 def test_what_a_parameter_cannot_be_is_one_message(name, place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no name is looked for in the network

@@ -25,7 +25,6 @@ def kills():
 @pytest.mark.parametrize(
     ("subjects", "harms", "strikes"), [("record", "kill,term,full", 3), ("train", "kill,full", 2), ("audit", "term", 1)]
 )
-@pytest.mark.sampled(1)
 def test_nothing_that_was_acknowledged_is_lost(tmp_path, subjects, harms, strikes):
     words = [sys.executable, str(ROOT / "benchmarks/kills.py"), "--subjects", subjects, "--harms", harms]
     words += ["--strikes", str(strikes), "--seed", "7", "--json", str(tmp_path / "kills.json")]

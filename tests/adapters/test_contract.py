@@ -103,7 +103,6 @@ class Served(Exception):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
 def test_every_method_is_the_librarys_or_refused_by_name(framework: Framework) -> None:
     """Also those whose aggregate is another: the framework's denominators are in the loss."""
     of, served = batch(3, 8, spread=0.01), 0

@@ -17,7 +17,6 @@ NEEDED = {"v0": ("torchdata", "peft", "uvicorn"), "v1": ("torchdata", "peft", "u
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["v0", "v1"])
-@pytest.mark.sampled(1)
 def test_the_advantage_step_of_a_trainer(trainer, tmp_path):
     """geo_mask rejects the third sequence: weight 0, mask whole, out of its siblings' baseline."""
     absent = [m for m in NEEDED[trainer] if importlib.util.find_spec(m) is None]

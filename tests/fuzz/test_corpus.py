@@ -71,7 +71,6 @@ NO_FILES = ("pipe", "folder", "device", "loop", "nowhere", "memory")
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits of memory are those of Linux")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", READERS)
-@pytest.mark.sampled(15)
 def test_nasty_files_are_read_or_refused(tmp_path: Path, name: str) -> None:
     reader, good, bad = READERS[name], tmp_path / "good", tmp_path / "bad"
     good.mkdir()

@@ -93,7 +93,6 @@ def places(data: bytes, name: str) -> list[int]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", FILES)
-@pytest.mark.sampled(3)
 def test_a_flipped_byte_is_read_or_refused_by_name(tmp_path: Path, kind: str) -> None:
     name, make, reader = FILES[kind]
     path = tmp_path / name

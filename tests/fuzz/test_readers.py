@@ -51,7 +51,6 @@ def refusal(reader: Reader, folder: Path) -> str:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", READERS)
-@pytest.mark.sampled(15)
 def test_spoiled_inputs_are_read_or_refused_by_name(inputs: Path, name: str) -> None:
     reader, good, bad = READERS[name], inputs / name / "good", inputs / name / "bad"
     good.mkdir(parents=True)

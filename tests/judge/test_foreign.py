@@ -27,7 +27,6 @@ CASES += [
 
 
 @pytest.mark.parametrize(("name", "size"), CASES)
-@pytest.mark.sampled(34)
 def test_a_foreign_fault_is_named_or_asked_about(name, size, tmp_path):
     make, expected = foreign.FAULTS[name]
     audit = foreign.said(make(foreign.Play(**size)), tmp_path / "log")

@@ -28,7 +28,6 @@ FIRST = {case.cause: case.name for case in reversed(planted.CASES)}.values()
 @pytest.mark.parametrize(
     "case", [pytest.param(c, id=c.name, marks=() if c.name in FIRST else pytest.mark.slow) for c in planted.CASES]
 )
-@pytest.mark.sampled(9)
 def test_a_generated_plant_is_named_first(case):
     said = audited(planted.run(case, seed=0), Context(mixture_of_experts=case.mixture_of_experts))
     assert (case.cause or CLEAN) in (said.causes or (CLEAN,))

@@ -97,7 +97,6 @@ def test_every_chart_is_drawn_and_the_console_stays_silent(chrome: Browser, page
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("name", CHARTS)
-@pytest.mark.sampled(12)
 def test_nothing_sticks_out_of_a_narrow_screen(chrome: Browser, pages: dict[str, Path], name: str, dark: bool) -> None:  # fmt: skip
     chrome.open(pages[name], width=390, height=844, dark=dark)
     sizes = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"

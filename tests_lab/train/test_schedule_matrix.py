@@ -101,7 +101,6 @@ def cells() -> list[object]:
 
 
 @pytest.mark.parametrize(("schedule", "method", "cell"), cells())
-@pytest.mark.sampled(14)
 def test_every_schedule_trains_with_exact_old_log_probs(run, tmp_path, monkeypatch, schedule, method, cell):
     if cell != "evaluated":
         monkeypatch.setattr(loop, "evaluate", lambda arm: None)

@@ -155,7 +155,6 @@ def stop_at(arm: str, update: int):
         pytest.param("none", 4, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.sampled(1)
 def test_a_resumed_run_equals_an_uninterrupted_one_step_for_step(finished, tmp_path, arm, update):
     run = tmp_path / "run"
     with pytest.raises(Stop):

@@ -243,7 +243,6 @@ def test_averaged_weights_follow_the_trainer_and_are_what_the_proximal_policy_is
         ("ppo_ewma", {}, {"sync_every": 2}),
     ],
 )
-@pytest.mark.sampled(2)
 def test_a_resumed_run_keeps_its_old_policies(tmp_path: Path, method, settings, lag):
     recipe = lagging(method, batches=4, lag=lag, old_policy=settings, checkpoint_every=2)
     train(recipe, tmp_path / "whole")

@@ -144,7 +144,6 @@ def gap(rollouts, models, *, steps=1):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.sampled(6)
 def test_every_schedule_trains_on_each_group_once_with_the_weights_that_are_recorded(name, workers, models):
     row = schedule(name)
     row = override(row, {"dispatch.slice_tokens": 5}) if row.dispatch.slice_tokens else row
@@ -184,7 +183,6 @@ def test_interrupted_responses_go_on_and_lose_no_token(workers, models):
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.0, 0.3])
-@pytest.mark.sampled(1)
 def test_vllm_draws_each_token_with_the_weights_that_are_recorded(cluster, models, tmp_path, delay):
     need_vllm()
     models[0].save_pretrained(tmp_path)
@@ -225,7 +223,6 @@ def test_versions_count_optimizer_steps(workers, models):
 
 
 @pytest.mark.parametrize("name", ["one_step_off", "areal", "dora"])
-@pytest.mark.sampled(1)
 def test_a_killed_worker_loses_nothing_that_has_arrived(name, workers, models):
     row, rng = schedule(name), random.Random(name)
     trainer = Trainer(row, workers, models, delay=0.1).start()
@@ -291,7 +288,6 @@ ROUNDS = SETTINGS.model_copy(update={"update_rounds": 3})
 
 
 @pytest.mark.parametrize("name", ["one_step_off", "verl_partial", "roll_flash", "dora", "unbounded"])
-@pytest.mark.sampled(2)
 def test_on_the_virtual_clock_a_resumed_run_is_the_uninterrupted_one(name, workers, models, tmp_path):
     row = schedule(name)
     whole = Trainer(row, workers, models, settings=ROUNDS, delay=0.02).start()

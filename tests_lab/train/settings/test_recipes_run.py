@@ -44,7 +44,6 @@ def run(recipe: str, folder: Path, arms: str, *changes: str, program: str = "off
     [("tiny-moe", ()), ("tiny", ("rollout.engine=vllm", "rollout.quantization=none", "rollout.dtype=bfloat16"))],
     ids=["moe", "dense"],
 )
-@pytest.mark.sampled(1)
 def test_real_vllm_draws_the_tokens_and_takes_every_update(tmp_path, recipe, changes):
     head = run(recipe, tmp_path / "run", "none,trm_max", *changes, program=SMALL_CACHE)
     assert {row["updates"] for row in head["table"]} == {2}
