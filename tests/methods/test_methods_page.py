@@ -2,6 +2,7 @@
 
 import re
 import runpy
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,18 @@ from offdrift.methods.table import FAMILIES, SYSTEMS
 from offdrift.penalty import ESTIMATORS
 
 GENERATE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate.py"))
-PAGE = GENERATE["methods_page"]()
 BAR = re.compile(r"(?<!\\)\|")
+
+
+@cache
+def page() -> str:
+    return GENERATE["methods_page"]()
 
 
 def sections() -> dict[str, list[str]]:
     """Lines by the heading above them."""
     found: dict[str, list[str]] = {"": []}
-    for line in PAGE.splitlines():
+    for line in page().splitlines():
         if line.startswith("#"):
             found[line.lstrip("# ")] = heading = []
         else:
@@ -31,7 +36,7 @@ def sections() -> dict[str, list[str]]:
 
 def test_every_line_of_a_table_has_as_many_cells_as_its_heading():
     tables = [[]]
-    for line in PAGE.splitlines():
+    for line in page().splitlines():
         if line.startswith("|"):
             tables[-1].append(len(BAR.findall(line)))
         elif tables[-1]:
