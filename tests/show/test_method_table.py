@@ -6,14 +6,14 @@ import re
 import pytest
 
 from offdrift.methods import METHODS
-from offdrift.methods.describe import catalog, catalog_text
+from offdrift.methods.describe import catalog_text
 from offdrift.methods.table import SYSTEMS
 from offdrift.show.method_table import ABOUT, WIDE, find, method_list, method_page, select, shown, stored
 from offdrift_lab.train.settings.recipe import load_recipe
 from tests.show.screens import flat, printed
 
 WIDTHS = (60, 80, 100, 112, 120, 160, 200, 240)
-ROWS = catalog()
+ROWS = stored()["rows"]
 
 
 def listed(width: int, **wanted: str) -> str:
