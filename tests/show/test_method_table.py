@@ -151,4 +151,3 @@ def test_a_page_has_color_on_a_terminal_only():
 def test_the_stored_table_is_the_table_in_the_code():
     """If this fails, `make docs` writes the table again."""
     assert stored() == json.loads(catalog_text())
-    assert stored()["rows"] == json.loads(json.dumps(catalog()))
