@@ -2,10 +2,10 @@
 #
 # make train        sets everything up and trains a tiny model four times: about two minutes
 # make test-quick   the laws, the core and one engine: about a minute
-# make test         every test but the slow ones: what to run before a commit, six minutes
+# make test         every test but the slow ones: what to run before a commit. Here and below, tests that take above a
+#                   second take turns, of six commits at most (tests/sampling.py); SAMPLE= takes all
 # make test-all     that with shapes checked (of a function's first calls in every test and for every case), the slow ones,
-#                   test-narrow, test-foreign and test-build: what continuous integration runs. Tests above a second take
-#                   turns, of six commits at most (tests/sampling.py); SAMPLE= takes all
+#                   test-narrow, test-foreign and test-build: what continuous integration runs
 # make costs        measures again what each test takes, which decides whose turn it is
 # make test-core    the tests of src/offdrift alone; make test-lab those of src/offdrift_lab and the contracts it builds on
 # make test-narrow  the numerical rooms and the laws again, on the vectors of a processor without AVX-512
@@ -54,6 +54,11 @@ train-vllm: install install-vllm
 train-smollm2: install install-smollm2
 	$(BIN)/offdrift train recipes/smollm2.toml
 
+# One more with each commit, so that consecutive commits take different cases of costly claims; in a checkout without its
+# history, whose count never changes, one more with each day. SAMPLE= takes all.
+SAMPLE ?= $(shell if [ "$$(git rev-parse --is-shallow-repository 2>/dev/null)" = false ]; \
+	then git rev-list --count HEAD; else echo $$(($$(date +%s) / 86400)); fi)
+
 # Files in the order of their names: xdist would take those with the most cases first, and end on slow ones with few.
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Checking shapes costs time: test-all does it once.
@@ -64,12 +69,7 @@ test-quick: install-test
 	$(PYTEST) $(UNCHECKED) -m "not slow and not vllm" $(QUICK)
 
 test: install-test
-	$(PYTEST) $(UNCHECKED) -m "not slow" tests tests_lab src
-
-# One more with each commit, so that consecutive commits take different cases of costly claims; in a checkout without its
-# history, whose count never changes, one more with each day. SAMPLE= takes all.
-SAMPLE ?= $(shell if [ "$$(git rev-parse --is-shallow-repository 2>/dev/null)" = false ]; \
-	then git rev-list --count HEAD; else echo $$(($$(date +%s) / 86400)); fi)
+	SAMPLE=$(SAMPLE) $(PYTEST) $(UNCHECKED) -m "not slow" tests tests_lab src
 
 test-all: install-test
 	SAMPLE=$(SAMPLE) $(PYTEST) tests tests_lab src
@@ -81,10 +81,10 @@ costs: install-test
 CONTRACT := $(addprefix tests/,house/test_layers.py engines/test_transformers.py laws/test_pieces.py laws/test_denominators.py test_loss.py records/test_store.py)
 
 test-core: install-test
-	$(PYTEST) $(UNCHECKED) -m "not slow" tests src/offdrift
+	SAMPLE=$(SAMPLE) $(PYTEST) $(UNCHECKED) -m "not slow" tests src/offdrift
 
 test-lab: install-test
-	$(PYTEST) $(UNCHECKED) -m "not slow" $(CONTRACT) tests_lab src/offdrift_lab
+	SAMPLE=$(SAMPLE) $(PYTEST) $(UNCHECKED) -m "not slow" $(CONTRACT) tests_lab src/offdrift_lab
 
 # The numbers again on the vectors of a processor without AVX-512, which sums in another order. torch with
 # the kernels that it compiles, oneDNN, and numpy (in which Triton's interpreter computes) each have their
