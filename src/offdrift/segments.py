@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from offdrift.errors import BadValueError, ShapeError
@@ -229,7 +229,18 @@ class Segments:
             return self.max(x.detach().double())
         return self._reduced(np.maximum, x.detach().numpy())
 
-    def _reduced(self, how: np.ufunc, x: Float[np.ndarray, " n"]) -> Float[Tensor, " b"]:
+    def any(self, x: Bool[Tensor, " n"]) -> Bool[Tensor, " b"]:
+        """Mark the segments in which some token is marked; False where a segment is empty. Gradient: none.
+
+        Example:
+            >>> Segments.from_lengths([2, 0, 1]).any(torch.tensor([False, True, False]))
+            tensor([ True, False, False])
+        """
+        if x.device.type != "cpu" or transformed():
+            return self.sum(x.float()) > 0
+        return self._reduced(np.logical_or, x.numpy()).bool()
+
+    def _reduced(self, how: np.ufunc, x: Shaped[np.ndarray, " n"]) -> Float[Tensor, " b"]:
         """A reduction over each segment on the host, in float64; 0 where it is empty."""
         filled = self.lengths > 0
         starts = self.cu_seqlens[:-1][filled].numpy()

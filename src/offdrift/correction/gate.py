@@ -186,8 +186,8 @@ class Gate:
             return segments.prefix_sum((~inside).double()) == 0
         if self.unit == "turn":
             return turns_of(segments).spread(inside)
-        if self.unit == "seq_max":  # counting violations is cheaper than looking for the worst
-            inside = segments.sum((~inside).to(logprobs.logp_rollout.dtype)) == 0
+        if self.unit == "seq_max":  # whether there is a violation is cheaper than the worst
+            inside = ~segments.any(~inside)
         return segments.spread(inside)
 
     def _bound(self, value: float) -> float:

@@ -406,7 +406,7 @@ def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Na
     # count_nonzero: the sum of a bool tensor would first copy it to int64.
     sums["gate/kept_tokens"] = corrected.keep.count_nonzero()
     if corrected.rejected_by:
-        accepted = segments.sum(corrected.keep.to(weight.dtype)) > 0
+        accepted = segments.any(corrected.keep)
     else:
         accepted = segments.lengths > 0
     sums["gate/kept_sequences"] = accepted.sum()
@@ -415,21 +415,32 @@ def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Na
         kind = (gate.on, getattr(gate, "unit", None), getattr(gate, "statistic", None))
         # What such a gate rejects by is the sum of a mismatch and a staleness term.
         if kind == ("full", "seq_mean", "ratio") and logprobs.logp_old is not None:
-            gone = segments.sum(rejected.to(weight.dtype)) > 0
+            gone = segments.any(rejected)
             sums[f"gate/{i}/rejected_sequences"] = gone.sum()
             for on in ("mismatch", "staleness"):
                 mean = -segments.mean(stopped_log_ratio(logprobs, on=on))
                 sums[f"gate/{i}/rejected_{on}"] = mean.where(gone, 0.0).sum()
-    exact = weight.double()  # float32 would lose the spread of weights that are all near 1
-    sums["weight/w"], sums["weight/w2"] = exact.sum(), torch.dot(exact, exact)
+    parts = [_weight_pass(block) for (block,) in blocks(weight)]
+    added, largest = (torch.stack(x) for x in zip(*parts, strict=True))
+    added, largest = added.sum(0), largest.amax(0)
+    sums["weight/w"], sums["weight/w2"], changed = added.unbind()
     if any(w.guarded() for w in corrected.weighted):
         logs["weight/log_w"], logs["weight/log_w2"] = log_sums(corrected.log_weight())
     else:
         for name in ("w", "w2"):
-            logs[f"weight/log_{name}"] = sums[f"weight/{name}"].double().log()
+            logs[f"weight/log_{name}"] = sums[f"weight/{name}"].log()
     sums["weight/limited"] = corrected.limited.count_nonzero()
-    sums["weight/changed"] = (weight != 1).count_nonzero()
-    maxima["weight/w_max"], maxima["weight/-w_min"] = largest_of(weight), largest_of(-weight)
+    sums["weight/changed"] = changed.long()
+    maxima["weight/w_max"], maxima["weight/-w_min"] = largest.unbind()
+
+
+def _weight_pass(weight: Float[Tensor, " k"]) -> tuple[Float[Tensor, " sums"], Float[Tensor, " maxima"]]:
+    """Sums of w, w^2 and of w other than 1, and the maxima of w and of -w, of a block."""
+    exact = weight.double()  # float32 would lose the spread of weights that are all near 1
+    added = torch.stack([exact.sum(), torch.dot(exact, exact), (weight != 1).count_nonzero().double()])
+    if not len(weight):
+        return added, torch.full_like(added[:2], -torch.inf)
+    return added, torch.stack([weight.amax(), -weight.amin()]).double()
 
 
 def _divergences(
