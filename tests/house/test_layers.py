@@ -12,7 +12,7 @@ LEVELS = {
     "offdrift": [
         {"errors"},
         {"numerics", "texts", "hosts", "step_policy", "model_names"},
-        {"notebook"},
+        {"notebook", "compiled"},
         {"segments", "setting"},
         {"logprobs"},
         {"ratios", "divergence"},
