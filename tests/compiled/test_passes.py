@@ -4,8 +4,6 @@ import logging
 import math
 import shutil
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -277,10 +275,3 @@ def test_a_failure_is_one_line_and_the_plain_numbers(
             assert summarize(DriftStats.of(batch(100, [100]))) == pytest.approx(plain, nan_ok=True, rel=0, abs=0)
     assert len(caplog.records) == 1
     assert "\n" not in caplog.records[0].getMessage()
-
-
-def test_an_import_compiles_and_loads_nothing(fresh: None, tmp_path: Path) -> None:
-    code = "import offdrift, offdrift.stats; from offdrift.compiled import build; assert not build._loaded"
-    environment = {"XDG_CACHE_HOME": str(tmp_path), "OFFDRIFT_COMPILE": "1", "PYTHONPATH": ":".join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-    assert not list(tmp_path.iterdir())
