@@ -19,9 +19,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from offdrift.compiled.passes import segment_sums
 from offdrift.errors import BadValueError, ShapeError
-from offdrift.numerics import cached, check_tensor, tensor_of, transformed
+from offdrift.numerics import asked, cached, check_tensor, tensor_of, transformed
 
 
 @dataclass(frozen=True)
@@ -219,8 +218,11 @@ class Segments:
 
     def total(self, x: Float[Tensor, " n"]) -> Float[Tensor, " b"]:
         """Sum over each segment in float64, without gradient; on a host by numpy, whose reductions are faster."""
-        if (sums := segment_sums(x, self.cu_seqlens, "itself")) is not None:
-            return sums
+        if asked():
+            from offdrift.compiled.passes import segment_sums
+
+            if (sums := segment_sums(x, self.cu_seqlens, "itself")) is not None:
+                return sums
         x = x.detach().double()
         if x.device.type != "cpu" or transformed():
             return torch.segment_reduce(x, "sum", offsets=self.cu_seqlens, unsafe=True)

@@ -5,4 +5,4 @@ refuses, as it does for exact divergences. The first use compiles one C++ file (
 `$CXX`, g++ or clang++). Where that fails one line is logged and the plain way gives the numbers.
 """
 
-from offdrift.compiled.build import compiled_passes as compiled_passes
+from offdrift.numerics import compiled_passes as compiled_passes

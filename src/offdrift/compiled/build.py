@@ -7,7 +7,6 @@ there whole, so that processes that build it at once disturb nobody.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import logging
@@ -17,9 +16,9 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextvars import ContextVar
 from pathlib import Path
+
+from offdrift.numerics import asked
 
 LOG = logging.getLogger("offdrift.compiled")
 
@@ -28,36 +27,9 @@ FLAGS = ("-O2", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "
 SECONDS = 300
 """What the compiler may take."""
 
-_asked: ContextVar[bool | None] = ContextVar("_asked", default=None)
 _lock = threading.Lock()
 _loaded: list[ctypes.CDLL | None] = []
 """The library of this process, or None after a failure; empty before the first use."""
-
-
-@contextlib.contextmanager
-def compiled_passes(on: bool = True) -> Iterator[None]:
-    """Ask for compiled passes, or refuse them, within a block; overrules `OFFDRIFT_COMPILE`.
-
-    Numbers agree with the plain ways to rounding, and do not depend on the number of threads.
-
-    Example:
-        >>> with compiled_passes(False):
-        ...     asked()
-        False
-    """
-    token = _asked.set(on)
-    try:
-        yield
-    finally:
-        _asked.reset(token)
-
-
-def asked() -> bool:
-    """Whether the user wants compiled passes here."""
-    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
-        return False
-    choice = _asked.get()
-    return os.environ.get("OFFDRIFT_COMPILE") == "1" if choice is None else choice
 
 
 def library() -> ctypes.CDLL | None:

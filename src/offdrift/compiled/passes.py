@@ -22,8 +22,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import Parameter
 
-from offdrift.compiled.build import asked, library
-from offdrift.numerics import transformed
+from offdrift.compiled.build import library
+from offdrift.numerics import asked, transformed
 
 Statistic = Literal["itself", "ratio", "k2", "k3", "abs_log_ratio", "ratio_error"]
 """Of a log-ratio: names of `correction.statistics`, or the number itself."""
@@ -38,7 +38,7 @@ DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
 
 Run = Callable[..., int]
-"""A function of the library for one dtype, called with tensors and integers."""
+"""A function of the library for one dtype, called with a tuple of tensors and integers."""
 
 
 def _pass(name: str, *tensors: Tensor) -> Run | None:
@@ -54,7 +54,7 @@ def _pass(name: str, *tensors: Tensor) -> Run | None:
     return None if found is None else partial(_run, getattr(found, f"{name}_{DTYPES[x.dtype]}"))
 
 
-def _run(function: Callable[..., int], *arguments: Tensor | int) -> int:
+def _run(function: Callable[..., int], arguments: tuple[Tensor | int, ...]) -> int:
     return function(*(ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_int64(x) for x in arguments))
 
 
@@ -73,7 +73,7 @@ def token_sums(first: Float[Tensor, " n"], raw: Float[Tensor, " n"]) -> tuple[Te
         return None
     out = torch.empty(SUMS + MAXIMA + LOGS, dtype=torch.float64)
     first, raw = first.detach().contiguous(), raw.detach().contiguous()
-    run(first, raw, len(raw), _threads(len(raw)), out)
+    run((first, raw, len(raw), _threads(len(raw)), out))
     added, largest, in_logs = out.split([SUMS, MAXIMA, LOGS])
     return added, largest, in_logs
 
@@ -86,7 +86,7 @@ def segment_sums(x: Float[Tensor, " n"], cuts: Int[Tensor, " cuts"], of: Statist
         return None
     out = torch.empty(len(cuts) - 1, dtype=torch.float64)
     x, cuts = x.detach().contiguous(), cuts.long().contiguous()
-    done = run(get_args(Statistic).index(of), x, len(x), cuts, len(out), _threads(len(x)), out)
+    done = run((get_args(Statistic).index(of), x, len(x), cuts, len(out), _threads(len(x)), out))
     return out if done else None  # the plain way says what is wrong with such cuts
 
 
@@ -99,7 +99,7 @@ def inside(
     ends = (-math.inf if low is None else low, math.inf if high is None else high)
     bounds, x = torch.tensor(ends, dtype=torch.float64), log_ratio.detach().contiguous()
     marks = torch.empty_like(x, dtype=torch.bool)
-    run(get_args(Statistic).index(of), x, len(x), _threads(len(x)), bounds, marks)
+    run((get_args(Statistic).index(of), x, len(x), _threads(len(x)), bounds, marks))
     return marks
 
 
@@ -119,7 +119,7 @@ def limited_weights(
     limits = torch.tensor([log_cap, log_floor, *edges], dtype=torch.float64)
     x = log_ratio.detach().contiguous()
     weight, limited = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
-    run(x, len(x), _threads(len(x)), limits, weight, limited)
+    run((x, len(x), _threads(len(x)), limits, weight, limited))
     return weight, limited
 
 
@@ -129,7 +129,7 @@ def weight_sums(weight: Float[Tensor, " n"]) -> tuple[Float[Tensor, " sums"], Fl
         return None
     out = torch.empty(5, dtype=torch.float64)
     x = weight.detach().contiguous()
-    run(x, len(x), _threads(len(x)), out)
+    run((x, len(x), _threads(len(x)), out))
     return out[:3], out[3:]
 
 
@@ -142,5 +142,5 @@ def histogram(
     counts = torch.zeros(2 * side + 1, dtype=torch.int64)
     moments = torch.zeros(2, 2 * side + 1, dtype=torch.float64)
     x = x.detach().contiguous()
-    run(x, len(x), low, side, counts, moments)
+    run((x, len(x), low, side, counts, moments))
     return counts, moments

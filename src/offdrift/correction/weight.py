@@ -18,10 +18,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from offdrift.batch_info import NO_INFO, BatchInfo, StepSums
-from offdrift.compiled.passes import limited_weights
 from offdrift.errors import MethodError, check_choice, check_number, check_positive
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped, log_sums, ratio
+from offdrift.numerics import LOG_RATIO_LIMIT, asked, blocks, clamped, log_sums, ratio
 from offdrift.ratios import RatioName, Unit, discounted_future, per_unit, stopped_log_ratio
 from offdrift.segments import Segments
 
@@ -245,7 +244,9 @@ class Weight:
     def _limited(self, logprobs: LogProbs) -> tuple[Tensor, Tensor]:
         unit, steps = self._units(stopped_log_ratio(logprobs, on=self.on), logprobs.segments)
         if steps is None:
-            if self.saturation is None and self.gaussian is None:
+            if asked() and self.saturation is None and self.gaussian is None:
+                from offdrift.compiled.passes import limited_weights
+
                 limits = limited_weights(unit, cap=self.cap, floor=self.floor, mask=self.outside == "mask")
                 if limits is not None:
                     return limits

@@ -19,7 +19,6 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from offdrift.compiled.passes import token_sums, weight_sums
 from offdrift.correction import Corrected
 from offdrift.divergence.evidence import Divergence, Grade
 from offdrift.errors import BadValueError
@@ -28,6 +27,7 @@ from offdrift.notebook import box, brief, chart, columns_of, frame, paragraph, t
 from offdrift.numerics import (
     LOG_RATIO_LIMIT,
     NEAR,
+    asked,
     blocks,
     clamped,
     concrete,
@@ -343,7 +343,7 @@ def _ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Named, lo
     if not names:
         return {}
     if raw[0].is_cpu:
-        tables = [token_sums(*pair) or _joined_blocks(*pair) for pair in zip(first, raw, strict=True)]
+        tables = [_joined_passes(*pair) for pair in zip(first, raw, strict=True)]
         added, largest, in_logs = (torch.stack(x) for x in zip(*tables, strict=True))
     else:
         added, largest, in_logs = _token_pass(torch.stack(first), torch.stack(raw))
@@ -366,6 +366,15 @@ def _ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Named, lo
         ):
             kind.update({f"{on}/{name}": x for name, x in zip(columns, row.unbind(), strict=True)})
     return dict(zip(names, mean.unbind(), strict=True))
+
+
+def _joined_passes(first: Float[Tensor, " n"], raw: Float[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor]:
+    if asked():
+        from offdrift.compiled.passes import token_sums
+
+        if (found := token_sums(first, raw)) is not None:
+            return found
+    return _joined_blocks(first, raw)
 
 
 def _joined_blocks(first: Float[Tensor, " n"], raw: Float[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor]:
@@ -421,7 +430,7 @@ def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Na
             for on in ("mismatch", "staleness"):
                 mean = -segments.mean(stopped_log_ratio(logprobs, on=on))
                 sums[f"gate/{i}/rejected_{on}"] = mean.where(gone, 0.0).sum()
-    added, largest = weight_sums(weight) or _joined_weight_blocks(weight)
+    added, largest = _joined_weight_passes(weight)
     sums["weight/w"], sums["weight/w2"], changed = added.unbind()
     # Of a single weight the extremes are these; an accelerator is not asked for them.
     extremes = (
@@ -446,7 +455,12 @@ def _marked(x: Bool[Tensor, " n"]) -> Int[Tensor, ""]:
     return x.count_nonzero()
 
 
-def _joined_weight_blocks(weight: Float[Tensor, " n"]) -> tuple[Tensor, Tensor]:
+def _joined_weight_passes(weight: Float[Tensor, " n"]) -> tuple[Tensor, Tensor]:
+    if asked():
+        from offdrift.compiled.passes import weight_sums
+
+        if (found := weight_sums(weight)) is not None:
+            return found
     parts = zip(*(_weight_pass(block) for (block,) in blocks(weight)), strict=True)
     added, largest = (torch.stack(x) for x in parts)
     return added.sum(0), largest.amax(0)
