@@ -31,7 +31,9 @@ if LIBC is not None:
     LIBC.mallopt(M_ARENA_MAX, 1)  # threads that start from now on share one heap
 
 
-def interleaved_medians(arms: dict[str, Callable[[], object]], *, repeats: int) -> dict[str, float]:
+def interleaved_medians(
+    arms: dict[str, Callable[[], object]], *, repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
     """Median seconds of each arm in its own steady state, all arms in turn under the same weather.
 
     One call before each timed one is not counted: it takes back from the system the memory that the
@@ -41,9 +43,9 @@ def interleaved_medians(arms: dict[str, Callable[[], object]], *, repeats: int) 
     for _ in range(repeats):
         for name, run in arms.items():
             run()
-            start = time.perf_counter()
+            start = clock()
             run()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

@@ -121,3 +121,10 @@ def test_sums_of_float32_do_not_lose_digits_over_long_segments():
     assert s.sum(x).item() == pytest.approx(exact, rel=1e-7)
     assert s.mean(x).item() == pytest.approx(float(x[0]), rel=1e-7)
     assert s.sum(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("lengths", [[3, 2], [0, 3, 0, 2, 0], [5], [0, 0]])
+def test_any_marks_the_segments_that_hold_a_marked_token(lengths: list[int]) -> None:
+    marks = torch.tensor([False, False, True, False, False])[: sum(lengths)]
+    expected = [bool(part.any()) for part in marks.split(lengths)]
+    assert Segments.from_lengths(lengths).any(marks).tolist() == expected

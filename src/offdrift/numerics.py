@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import cached_property
@@ -220,6 +221,38 @@ def blockwise(function: Callable[[Tensor], Tensor], x: Float[Tensor, " n"]) -> F
     """An elementwise function of a long tensor without gradient, block by block."""
     parts = [function(block) for (block,) in blocks(x)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+# Compiled passes: `compiled.passes`, which is imported where they are asked for.
+
+
+_asked: ContextVar[bool | None] = ContextVar("_asked", default=None)
+
+
+@contextlib.contextmanager
+def compiled_passes(on: bool = True) -> Iterator[None]:
+    """Ask for compiled passes, or refuse them, within a block; overrules `OFFDRIFT_COMPILE`.
+
+    Numbers agree with the plain ways to rounding, and do not depend on the number of threads.
+
+    Example:
+        >>> with compiled_passes(False):
+        ...     asked()
+        False
+    """
+    token = _asked.set(on)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def asked() -> bool:
+    """Whether the user wants compiled passes here."""
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return False
+    choice = _asked.get()
+    return os.environ.get("OFFDRIFT_COMPILE") == "1" if choice is None else choice
 
 
 # Sums that are the same to the last bit on any machine.

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from offdrift.errors import BadValueError, ShapeError
-from offdrift.numerics import cached, check_tensor, tensor_of, transformed
+from offdrift.numerics import asked, cached, check_tensor, tensor_of, transformed
 
 
 @dataclass(frozen=True)
@@ -218,6 +218,11 @@ class Segments:
 
     def total(self, x: Float[Tensor, " n"]) -> Float[Tensor, " b"]:
         """Sum over each segment in float64, without gradient; on a host by numpy, whose reductions are faster."""
+        if asked():
+            from offdrift.compiled.passes import segment_sums
+
+            if (sums := segment_sums(x, self.cu_seqlens, "itself")) is not None:
+                return sums
         x = x.detach().double()
         if x.device.type != "cpu" or transformed():
             return torch.segment_reduce(x, "sum", offsets=self.cu_seqlens, unsafe=True)
@@ -229,7 +234,18 @@ class Segments:
             return self.max(x.detach().double())
         return self._reduced(np.maximum, x.detach().numpy())
 
-    def _reduced(self, how: np.ufunc, x: Float[np.ndarray, " n"]) -> Float[Tensor, " b"]:
+    def any(self, x: Bool[Tensor, " n"]) -> Bool[Tensor, " b"]:
+        """Mark the segments in which some token is marked; False where a segment is empty. Gradient: none.
+
+        Example:
+            >>> Segments.from_lengths([2, 0, 1]).any(torch.tensor([False, True, False]))
+            tensor([ True, False, False])
+        """
+        if x.device.type != "cpu" or transformed():
+            return self.sum(x.float()) > 0
+        return self._reduced(np.logical_or, x.numpy()).bool()
+
+    def _reduced(self, how: np.ufunc, x: Shaped[np.ndarray, " n"]) -> Float[Tensor, " b"]:
         """A reduction over each segment on the host, in float64; 0 where it is empty."""
         filled = self.lengths > 0
         starts = self.cu_seqlens[:-1][filled].numpy()

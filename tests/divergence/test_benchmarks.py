@@ -50,7 +50,8 @@ def test_hidden_kl(tmp_path):
             assert 0 < table[way]["peak_mib"] < table["naive"]["peak_mib"]
 
 
-def test_correction(benchmark_named, tmp_path):
+def test_correction(benchmark_named, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     path = tmp_path / "correction.json"
     correction = benchmark_named("correction")
     tiny = ["--sequences", "8", "--longest", "64", "--repeats", "1", "--json", str(path)]

@@ -1,6 +1,7 @@
 """Imports point one way, and each heavy package is imported where it belongs and nowhere else."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ LEVELS = {
     "offdrift": [
         {"errors"},
         {"numerics", "texts", "hosts", "step_policy", "model_names"},
-        {"notebook"},
+        {"notebook", "compiled"},
         {"segments", "setting"},
         {"logprobs"},
         {"ratios", "divergence"},
@@ -182,6 +183,10 @@ def test_every_room_has_a_level_and_every_level_a_room():
 
 def test_importing_the_library_loads_no_engine_framework_or_report():
     heavy = sorted(ALLOWED)
-    program = f"import sys, offdrift; print([m for m in {heavy!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    program = (
+        f"import sys, offdrift, offdrift.stats; print([m for m in {heavy!r} if m in sys.modules]); "
+        "from offdrift.compiled.build import _loaded; print(_loaded)"
+    )
+    environment = os.environ | {"OFFDRIFT_COMPILE": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == ["[]", "[]"]

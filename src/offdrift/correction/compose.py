@@ -8,6 +8,7 @@ failure of the field.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -132,16 +133,16 @@ class Correction:
         """
         if logprobs.unscored is not None:
             return self(*without_unscored(logprobs, advantages, batch_info)).scatter_to_all(logprobs)
-        rejected_by = {g: ~g.keep(logprobs, advantages, batch_info) for g in self.gates}
+        kept = {g: g.keep(logprobs, advantages, batch_info) for g in self.gates}
         weighted = tuple(w(logprobs, advantages, batch_info) for w in self.weights)
-        keep = torch.ones_like(logprobs.logp_rollout, dtype=torch.bool)
+        rejected_by = {g: ~inside for g, inside in kept.items()}
+        decisions = list(kept.values()) or [torch.ones_like(logprobs.logp_rollout, dtype=torch.bool)]
+        keep = functools.reduce(torch.logical_and, decisions)
+        if len(weighted) == 1:
+            return Corrected(keep, weighted[0].weight, weighted[0].limited, rejected_by, weighted)
         limited = torch.zeros_like(keep)
-        for rejected in rejected_by.values():
-            keep = keep & ~rejected
         for w in weighted:
             limited = limited | w.limited
-        if len(weighted) == 1:
-            return Corrected(keep, weighted[0].weight, limited, rejected_by, weighted)
         weight = torch.ones_like(logprobs.logp_rollout)
         for w in weighted:
             weight = weight * w.weight

@@ -26,6 +26,8 @@ from offdrift.correction.statistics import (
     divergence_name,
     ratio_error,
     statistic,
+    statistic_inside,
+    statistic_sums,
     statistics,
 )
 from offdrift.errors import MethodError, check_choice, check_number
@@ -138,6 +140,8 @@ class Gate:
         depends on the sign of the advantage and no advantages were given.
         """
         with torch.no_grad():
+            if (inside := self._compiled(logprobs)) is not None:
+                return self._per_token(inside, logprobs)
             sides = self._inside(logprobs, batch_info)
             if self.advantage == "any":
                 # Spread once: a token is kept where its unit is inside both.
@@ -154,6 +158,13 @@ class Gate:
                 return (below_high | ~up) & (above_low | ~down)
             return (above_low & below_high) | ~(up if self.advantage == "positive" else down)
 
+    def _compiled(self, logprobs: LogProbs) -> Bool[Tensor, " n"] | None:
+        """The tokens that are inside both bounds, by one compiled pass; None where that is not for this gate."""
+        if self.advantage != "any" or self.unit not in ("token", "from_first", "seq_max"):
+            return None
+        low, high = (None if bound is None else self._bound(bound) for bound in (self.low, self.high))
+        return statistic_inside(self.statistic, logprobs, on=self.on, low=low, high=high)
+
     def _inside(self, logprobs: LogProbs, batch_info: BatchInfo) -> tuple[Tensor | None, Tensor | None]:
         """Per unit, whether it is above the lower bound, and below the upper one; None without that bound.
 
@@ -168,12 +179,17 @@ class Gate:
 
     def _of_unit(self, logprobs: LogProbs, batch_info: BatchInfo, end: End) -> Float[Tensor, " units"]:
         """The statistic of every token, or of every sequence or turn for its sum or mean."""
+        segments = logprobs.segments
+        if self.unit in ("seq_sum", "seq_mean"):
+            total = statistic_sums(self.statistic, logprobs, on=self.on)
+            if total is not None:
+                return total if self.unit == "seq_sum" else total / segments.lengths.clamp(min=1).to(total.dtype)
         x = statistic(self.statistic, logprobs, batch_info, on=self.on, end=end)
         if self.unit == "seq_sum":
-            return logprobs.segments.sum(x)
+            return segments.sum(x)
         if self.unit == "turn":
-            return turns_of(logprobs.segments).mean(x)
-        return logprobs.segments.mean(x) if self.unit == "seq_mean" else x
+            return turns_of(segments).mean(x)
+        return segments.mean(x) if self.unit == "seq_mean" else x
 
     def _per_token(self, inside: Tensor | None, logprobs: LogProbs) -> Bool[Tensor, " n"]:
         """Spread each unit's decision to its tokens; without a bound everything is inside."""
@@ -186,8 +202,8 @@ class Gate:
             return segments.prefix_sum((~inside).double()) == 0
         if self.unit == "turn":
             return turns_of(segments).spread(inside)
-        if self.unit == "seq_max":  # counting violations is cheaper than looking for the worst
-            inside = segments.sum((~inside).to(logprobs.logp_rollout.dtype)) == 0
+        if self.unit == "seq_max":  # whether there is a violation is cheaper than the worst
+            inside = ~segments.any(~inside)
         return segments.spread(inside)
 
     def _bound(self, value: float) -> float:

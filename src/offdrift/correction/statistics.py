@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.divergence.evidence import Divergence, abs_log_ratio, k2, k3
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import LOG_RATIO_LIMIT, blocks, blockwise, clamped
+from offdrift.numerics import LOG_RATIO_LIMIT, asked, blocks, blockwise, clamped
 from offdrift.ratios import RatioName, stopped_log_ratio
 
 StatisticName = Literal[
@@ -157,6 +157,10 @@ OF_RATIO: dict[str, Callable[[Tensor], Tensor]] = {
     "exp_abs_log_ratio": exp_abs_log_ratio,
     "ratio_error": ratio_error,
 }
+COMPILED: dict[Callable[[Tensor], Tensor], Any] = {
+    clamped: "ratio", k2: "k2", k3: "k3", abs_log_ratio: "abs_log_ratio", ratio_error: "ratio_error"
+}  # fmt: skip
+"""Statistics that compiled passes know, by function: a user's own under one of these names is not among them."""
 OF_PROBABILITY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "binary_tv": binary_tv,
     "binary_kl": binary_kl,
@@ -244,3 +248,27 @@ def statistic(
         raise MethodError(f"{name!r} is not a statistic; choose one of {list(statistics())}")
     divergence = divergence_of(batch_info, name, on=on)
     return (divergence.lo if end == "lower" else divergence.upper).detach()
+
+
+def statistic_sums(name: str, logprobs: LogProbs, *, on: RatioName) -> Float[Tensor, " b"] | None:
+    """Sum of the statistic over each sequence by a compiled pass, None where there is none. Gradient: none."""
+    known = COMPILED.get(OF_RATIO[name]) if asked() and name in OF_RATIO else None
+    if known is None:
+        return None
+    from offdrift.compiled.passes import segment_sums
+
+    raw = stopped_log_ratio(logprobs, on=on)
+    sums = segment_sums(raw, logprobs.segments.cu_seqlens, known)
+    return None if sums is None else sums.to(raw.dtype)
+
+
+def statistic_inside(
+    name: str, logprobs: LogProbs, *, on: RatioName, low: float | None, high: float | None
+) -> Bool[Tensor, " n"] | None:
+    """Mark tokens whose statistic is within the bounds by a compiled pass, None where there is none. Gradient: none."""
+    known = COMPILED.get(OF_RATIO[name]) if asked() and name in OF_RATIO else None
+    if known is None:
+        return None
+    from offdrift.compiled.passes import inside
+
+    return inside(stopped_log_ratio(logprobs, on=on), known, low=low, high=high)

@@ -20,7 +20,7 @@ from torch import Tensor
 from offdrift.batch_info import NO_INFO, BatchInfo, StepSums
 from offdrift.errors import MethodError, check_choice, check_number, check_positive
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped, log_sums, ratio
+from offdrift.numerics import LOG_RATIO_LIMIT, asked, blocks, clamped, log_sums, ratio
 from offdrift.ratios import RatioName, Unit, discounted_future, per_unit, stopped_log_ratio
 from offdrift.segments import Segments
 
@@ -42,14 +42,18 @@ class Weighted(NamedTuple):
     least: float = LEAST
     """Positive weights up to this may be what the guard left of smaller ones."""
 
-    def guarded(self) -> bool:
-        """Whether that guard may have changed a weight. An accelerator is not asked: yes."""
+    def guarded(self, extremes: tuple[float, float] | None = None) -> bool:
+        """Whether that guard may have changed a weight. An accelerator is not asked: yes.
+
+        Args:
+            extremes: the smallest and largest weight, where they are known already.
+        """
         w = self.weight
         if self.exact is None or not len(w):
             return False
         if w.device.type != "cpu":
             return True
-        low, high = (float(x) for x in w.aminmax())
+        low, high = extremes or (float(x) for x in w.aminmax())
         if low > self.least and high < MOST:  # one pass; masked weights are 0 and take another look
             return False
         return high >= MOST or bool(((w > 0) & (w <= self.least)).any())
@@ -240,6 +244,12 @@ class Weight:
     def _limited(self, logprobs: LogProbs) -> tuple[Tensor, Tensor]:
         unit, steps = self._units(stopped_log_ratio(logprobs, on=self.on), logprobs.segments)
         if steps is None:
+            if asked() and self.saturation is None and self.gaussian is None:
+                from offdrift.compiled.passes import limited_weights
+
+                limits = limited_weights(unit, cap=self.cap, floor=self.floor, mask=self.outside == "mask")
+                if limits is not None:
+                    return limits
             parts = [self._limit(clamped(x), 1.0) for (x,) in blocks(unit)]
         else:
             parts = [self._limit(clamped(x), s) for x, s in blocks(unit, steps)]

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from offdrift.correction import Corrected
@@ -26,6 +27,7 @@ from offdrift.notebook import box, brief, chart, columns_of, frame, paragraph, t
 from offdrift.numerics import (
     LOG_RATIO_LIMIT,
     NEAR,
+    asked,
     blocks,
     clamped,
     concrete,
@@ -341,7 +343,7 @@ def _ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Named, lo
     if not names:
         return {}
     if raw[0].is_cpu:
-        tables = [_joined_blocks(*pair) for pair in zip(first, raw, strict=True)]
+        tables = [_joined_passes(*pair) for pair in zip(first, raw, strict=True)]
         added, largest, in_logs = (torch.stack(x) for x in zip(*tables, strict=True))
     else:
         added, largest, in_logs = _token_pass(torch.stack(first), torch.stack(raw))
@@ -364,6 +366,15 @@ def _ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Named, lo
         ):
             kind.update({f"{on}/{name}": x for name, x in zip(columns, row.unbind(), strict=True)})
     return dict(zip(names, mean.unbind(), strict=True))
+
+
+def _joined_passes(first: Float[Tensor, " n"], raw: Float[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor]:
+    if asked():
+        from offdrift.compiled.passes import token_sums
+
+        if (found := token_sums(first, raw)) is not None:
+            return found
+    return _joined_blocks(first, raw)
 
 
 def _joined_blocks(first: Float[Tensor, " n"], raw: Float[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor]:
@@ -403,33 +414,65 @@ def _token_pass(
 
 def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Named, logs: Named) -> None:
     segments, weight = logprobs.segments, corrected.weight
-    # count_nonzero: the sum of a bool tensor would first copy it to int64.
-    sums["gate/kept_tokens"] = corrected.keep.count_nonzero()
+    sums["gate/kept_tokens"] = _marked(corrected.keep)
     if corrected.rejected_by:
-        accepted = segments.sum(corrected.keep.to(weight.dtype)) > 0
+        accepted = segments.any(corrected.keep)
     else:
         accepted = segments.lengths > 0
     sums["gate/kept_sequences"] = accepted.sum()
     for i, (gate, rejected) in enumerate(corrected.rejected_by.items()):
-        sums[f"gate/{i}/rejected_tokens"] = rejected.count_nonzero()
+        sums[f"gate/{i}/rejected_tokens"] = _marked(rejected)
         kind = (gate.on, getattr(gate, "unit", None), getattr(gate, "statistic", None))
         # What such a gate rejects by is the sum of a mismatch and a staleness term.
         if kind == ("full", "seq_mean", "ratio") and logprobs.logp_old is not None:
-            gone = segments.sum(rejected.to(weight.dtype)) > 0
+            gone = segments.any(rejected)
             sums[f"gate/{i}/rejected_sequences"] = gone.sum()
             for on in ("mismatch", "staleness"):
                 mean = -segments.mean(stopped_log_ratio(logprobs, on=on))
                 sums[f"gate/{i}/rejected_{on}"] = mean.where(gone, 0.0).sum()
-    exact = weight.double()  # float32 would lose the spread of weights that are all near 1
-    sums["weight/w"], sums["weight/w2"] = exact.sum(), torch.dot(exact, exact)
-    if any(w.guarded() for w in corrected.weighted):
+    added, largest = _joined_weight_passes(weight)
+    sums["weight/w"], sums["weight/w2"], changed = added.unbind()
+    # Of a single weight the extremes are these; an accelerator is not asked for them.
+    extremes = (
+        (-float(largest[1]), float(largest[0]))
+        if len(corrected.weighted) == 1 and weight.is_cpu and not transformed()
+        else None
+    )
+    if any(w.guarded(extremes) for w in corrected.weighted):
         logs["weight/log_w"], logs["weight/log_w2"] = log_sums(corrected.log_weight())
     else:
         for name in ("w", "w2"):
-            logs[f"weight/log_{name}"] = sums[f"weight/{name}"].double().log()
-    sums["weight/limited"] = corrected.limited.count_nonzero()
-    sums["weight/changed"] = (weight != 1).count_nonzero()
-    maxima["weight/w_max"], maxima["weight/-w_min"] = largest_of(weight), largest_of(-weight)
+            logs[f"weight/log_{name}"] = sums[f"weight/{name}"].log()
+    sums["weight/limited"] = _marked(corrected.limited)
+    sums["weight/changed"] = changed.long()
+    maxima["weight/w_max"], maxima["weight/-w_min"] = largest.unbind()
+
+
+def _marked(x: Bool[Tensor, " n"]) -> Int[Tensor, ""]:
+    """Number of marked tokens. A sum of bools would first copy them to int64; numpy counts faster than torch."""
+    if x.is_cpu and not transformed():
+        return torch.tensor(np.count_nonzero(x.numpy()))
+    return x.count_nonzero()
+
+
+def _joined_weight_passes(weight: Float[Tensor, " n"]) -> tuple[Tensor, Tensor]:
+    if asked():
+        from offdrift.compiled.passes import weight_sums
+
+        if (found := weight_sums(weight)) is not None:
+            return found
+    parts = zip(*(_weight_pass(block) for (block,) in blocks(weight)), strict=True)
+    added, largest = (torch.stack(x) for x in parts)
+    return added.sum(0), largest.amax(0)
+
+
+def _weight_pass(weight: Float[Tensor, " k"]) -> tuple[Float[Tensor, " sums"], Float[Tensor, " maxima"]]:
+    """Sums of w, w^2 and of w other than 1, and the maxima of w and of -w, of a block."""
+    exact = weight.double()  # float32 would lose the spread of weights that are all near 1
+    added = torch.stack([exact.sum(), torch.dot(exact, exact), (weight != 1).count_nonzero().double()])
+    if not len(weight):
+        return added, torch.full_like(added[:2], -torch.inf)
+    return added, torch.stack([weight.amax(), -weight.amin()]).double()
 
 
 def _divergences(

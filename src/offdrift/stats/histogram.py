@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from offdrift.numerics import LOG_RATIO_LIMIT, blocks
+from offdrift.numerics import LOG_RATIO_LIMIT, asked, blocks
 
 PER_OCTAVE = 4
 QUANTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
@@ -66,6 +66,23 @@ REWARD = Grid(-10, 20)
 LENGTH = Grid(0, 24)
 
 
+def _counted(x: Float[Tensor, " n"], grid: Grid) -> tuple[Int[Tensor, " bins"], Float[Tensor, "2 bins"]]:
+    """Counts, and sums and sums of squares, by bin."""
+    if asked():
+        from offdrift.compiled.passes import histogram
+
+        if (found := histogram(x, low=grid.low, side=grid.side)) is not None:
+            return found
+    counts = torch.zeros(grid.bins, dtype=torch.int64)
+    moments = torch.zeros(2, grid.bins, dtype=torch.float64)
+    for (block,) in blocks(x) if len(x) else ():
+        index, value = grid.index(block), block.double()
+        counts += torch.bincount(index, minlength=grid.bins)
+        moments[0] += torch.bincount(index, value, grid.bins)
+        moments[1] += torch.bincount(index, value * value, grid.bins)
+    return counts, moments
+
+
 @dataclass(frozen=True)
 class Histogram:
     """Counts, sums and sums of squares by bin, and the exact extremes."""
@@ -85,13 +102,7 @@ class Histogram:
             >>> h.quantile(0.5), h.quantile(0.0)
             (1.0, 0.0)
         """
-        counts = torch.zeros(grid.bins, dtype=torch.int64)
-        moments = torch.zeros(2, grid.bins, dtype=torch.float64)
-        for (block,) in blocks(x) if len(x) else ():
-            index, value = grid.index(block), block.double()
-            counts += torch.bincount(index, minlength=grid.bins)
-            moments[0] += torch.bincount(index, value, grid.bins)
-            moments[1] += torch.bincount(index, value * value, grid.bins)
+        counts, moments = _counted(x, grid)
         low, high = (float(e) for e in x.aminmax()) if len(x) else (math.inf, -math.inf)
         return Histogram(grid, counts.numpy(), moments.numpy(), low, high)
 

@@ -1,0 +1,94 @@
+"""Builds and loads `passes.cpp`: when, where, and what happens if it does not work.
+
+The library lies in `$XDG_CACHE_HOME/offdrift` (`~/.cache/offdrift`), which only the user may write, under a name made
+of all that decides its machine code: source, compiler, flags and processor. It is compiled beside that name and moved
+there whole, so that processes that build it at once disturb nobody.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+from offdrift.numerics import asked
+
+LOG = logging.getLogger("offdrift.compiled")
+
+SOURCE = Path(__file__).with_name("passes.cpp")
+FLAGS = ("-O2", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
+SECONDS = 300
+"""What the compiler may take."""
+
+_lock = threading.Lock()
+_loaded: list[ctypes.CDLL | None] = []
+"""The library of this process, or None after a failure; empty before the first use."""
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled library if it is asked for and works; builds it at the first use."""
+    if not asked():
+        return None
+    with _lock:
+        if not _loaded:
+            try:
+                _loaded.append(ctypes.CDLL(str(built())))
+            except Exception as error:  # whatever the reason, the plain way is right, only slower
+                LOG.warning("no compiled passes, the plain ones are used: %s", first_line(error))
+                _loaded.append(None)
+        return _loaded[0]
+
+
+def built() -> Path:
+    """Path of the library, compiled unless it is there.
+
+    Raises: `OSError` without a compiler or a folder; `subprocess.SubprocessError` if it fails or takes too long.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler: install g++ or clang++, or name one in $CXX")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=SECONDS)
+    parts = (SOURCE.read_text(encoding="utf-8"), compiler, version.stdout, *FLAGS, processor())
+    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    path = cache_folder() / f"passes-{name}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            command = [compiler, *FLAGS, "-o", str(made), str(SOURCE)]
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS)
+            made.replace(path)
+    return path
+
+
+def cache_folder() -> Path:
+    """The user's own folder for built libraries, made if it is not there.
+
+    Raises: `OSError` if it belongs to somebody else or others may write to it.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offdrift"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    facts = folder.stat()
+    if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
+        raise PermissionError(f"{folder} can be written by others: code from there is not loaded")
+    return folder
+
+
+def processor() -> str:
+    """What `-march=native` depends on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    facts = sorted({line for line in lines if line.startswith(("flags", "Features", "model name", "model\t"))})
+    return "\n".join([platform.system(), platform.machine(), platform.processor(), *facts])
+
+
+def first_line(error: Exception) -> str:
+    """One line of an error; of a compiler's, the first that it printed."""
+    printed = getattr(error, "stderr", None)
+    return next(iter(str(printed or error).splitlines()), type(error).__name__)
