@@ -81,6 +81,8 @@ def coverage(part: AuditPartial, *, files: int, size: int) -> dict[str, Any]:
         missing.append(f"{_count(lost.files, 'file')} could not be read at all, {share(unread)} of the log.")
     if lost.cuts:
         missing.append(f"{_count(lost.cuts, 'file')} ended early; how much was lost is unknown.")
+    if sequences and not trainable and any(name.startswith("has/logp") for name in counts):
+        missing.append("The mask leaves out every token.")
     if unscored:
         of = f"{_count(trainable, 'token')} ({share(unscored / trainable)})"
         missing.append(f"{unscored:,} of {of} could not be compared.")
