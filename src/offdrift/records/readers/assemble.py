@@ -310,7 +310,7 @@ def problems(columns: Columns, step: int | None) -> Iterator[Problem]:
             return f"none of {', '.join(columns.lists)} is there"
         short = min(lengths, key=lambda n: lengths[n])
         last = (
-            f" {short} is one short: its log-prob of the last token (the end of the text) or of the first is not there, "
+            f" {short} is one short: its log-prob of the last token (the end of the text) or of the first is missing, "
             "so put null in its place, and no other value moves."
             if sorted(lengths.values())[:2] == [max(lengths.values()) - 1, max(lengths.values())]
             else ""
