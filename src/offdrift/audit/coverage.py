@@ -73,7 +73,7 @@ def coverage(part: AuditPartial, *, files: int, size: int) -> dict[str, Any]:
     }
     lost = part.unread
     unread = unread_frac(lost, sequences, files, size)
-    missing = []
+    missing = _all_masked(counts)
     if (lines := lost.rows - lost.files) > 0:
         rows = lines + sequences
         missing.append(f"{lines:,} of {_count(rows, 'row')} ({share(lines / rows)}) could not be read.")
@@ -81,8 +81,6 @@ def coverage(part: AuditPartial, *, files: int, size: int) -> dict[str, Any]:
         missing.append(f"{_count(lost.files, 'file')} could not be read at all, {share(unread)} of the log.")
     if lost.cuts:
         missing.append(f"{_count(lost.cuts, 'file')} ended early; how much was lost is unknown.")
-    if sequences and not trainable and any(name.startswith("has/logp") for name in counts):
-        missing.append("The mask leaves out every token.")
     if unscored:
         of = f"{_count(trainable, 'token')} ({share(unscored / trainable)})"
         missing.append(f"{unscored:,} of {of} could not be compared.")
@@ -120,6 +118,12 @@ def coverage(part: AuditPartial, *, files: int, size: int) -> dict[str, Any]:
         "sentences": missing,
         "remarks": remarks,
     }
+
+
+def _all_masked(counts: Mapping[str, int]) -> list[str]:
+    """A sentence where a log has log-probs, and a mask that leaves out every token."""
+    masked = not counts.get("trainable") and any(name.startswith("has/logp") for name in counts)
+    return ["The mask leaves out every token."] if masked else []
 
 
 def metrics(covered: Mapping[str, Any]) -> dict[str, float]:
