@@ -72,3 +72,38 @@ def test_a_penalty_moves_mass_to_repeated_tokens_or_from_them():
 
 def test_a_record_of_another_distribution_is_no_penalty():
     assert not {"seen", "seen_more"} & set(kinds(seen(0.0, 0.3, honest=False)))
+
+
+def apart(lengths, steps, size, *, seed=3, tail=None):
+    """Responses whose trainer's logits differ by noise of a size, per response; or at one token of some, by as much."""
+    g, x, y = np.random.default_rng(seed), [], []
+    for length, noise in zip(lengths, size, strict=True):
+        logits = 1.5 * g.standard_normal((length, VOCAB))
+        other = logits + noise * g.standard_normal(logits.shape)
+        mu, old = (z - np.log(np.exp(z).sum(-1, keepdims=True)) for z in (logits, other))
+        token = (np.exp(mu).cumsum(-1) > g.random((length, 1))).argmax(-1)
+        x.append(mu[np.arange(length), token])
+        y.append(old[np.arange(length), token])
+        if tail is not None and g.random() < tail:
+            y[-1][g.integers(2, length)] -= 4 + 4 * g.random()
+    taken = [torch.tensor(np.concatenate(v)).float() for v in (x, y)]
+    return log_of(lengths, torch.tensor(steps), logp_rollout=taken[0], logp_old=taken[1])
+
+
+def test_drift_that_grows_over_the_steps_is_no_property_of_long_responses():
+    """Where responses grow too, long ones are of late steps; and of the few that reach a place some steps have none."""
+    step = np.repeat(np.arange(16), 24)
+    g = np.random.default_rng(0)
+    for grows in (8, 0):
+        lengths = np.maximum(4, (30 + grows * step) * np.exp(0.4 * g.standard_normal(len(step)))).astype(int).tolist()
+        assert kinds(apart(lengths, step, 0.02 + 0.06 * step)) == []
+    longer = np.array(lengths) > 64  # of every step
+    assert "long" in kinds(apart(lengths, step, np.where(longer, 0.8, 0.02)))
+
+
+@pytest.mark.parametrize("seed", [5, 6, 10, 14])
+def test_few_tokens_beyond_a_place_do_not_show_that_a_heavy_tail_ends_there(seed):
+    """One bad token in a fifth of the responses, anywhere; at most a few responses reach the last places."""
+    g = np.random.default_rng(seed)
+    lengths = np.maximum(4, 70 * np.exp(0.4 * g.standard_normal(384))).astype(int).tolist()
+    assert kinds(apart(lengths, [1] * 384, [0.02] * 384, seed=seed, tail=0.2)) == []

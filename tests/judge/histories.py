@@ -266,6 +266,7 @@ FIRES: dict[str, Example] = {
     "worker_record": Example(clean(), Context(overall=clean()[8], facets=workers(ratio_mean=1.05, ratio_mean_z=7.0))),
     "worker_apart": Example(clean(), Context(overall=clean()[8], facets=workers(k3=0.02))),
     "broken_numbers": Example(altered(lambda i, row: {"optim/grad_norm": math.nan} if i == 7 else {})),
+    "other_base": Example(altered(both(slope=0.6931, slope_r2=0.9998, k1=-0.7, k3=1.5, ratio_mean=3.3))),
     "probabilities_logged": Example(altered({"batch/unscored_frac": 1.0, "data/probability": 1.0})),
     "negated_log_probs": Example(altered({"batch/unscored_frac": 1.0, "data/negated": 1.0})),
     "unscored_most": Example(altered({"batch/unscored_frac": 0.9})),

@@ -263,7 +263,8 @@ def test_every_reading_can_be_made_and_is_documented():
         "pipeline/worker_idle",
     )
     rows = altered(
-        {"router/delta_router": 0.01, "fusion/alpha_mean": 0.1, "gate/drop_frac_seq": 0.1, **dict.fromkeys(data, 0.0)}
+        {"router/delta_router": 0.01, "fusion/alpha_mean": 0.1, "gate/drop_frac_seq": 0.1, "batch/tokens": 3000.0}
+        | dict.fromkeys(data, 0.0)
     )
     rows[-1] = {**rows[-1], "optim/loss": math.nan}
     made = {**reading_after(rows, context), **reading_after([{"full/abs_log_ratio_mean": 0.1}])}

@@ -58,7 +58,7 @@ def conclude(
         if not part.bad:
             raise RecordError(f"the files hold no row ({', '.join(source.files[:3])})")
         first = part.bad[0]
-        hint = "; name the columns with --columns" if first.row else ""
+        hint = "; name the columns with --columns" if first.row and "list" not in first.reason else ""
         raise RecordError(
             f"no row could be read as {source.format}: {part.unread.rows} bad rows, the first at "
             f"{first.file}:{first.row} ({first.reason}){hint}"

@@ -73,7 +73,7 @@ def coverage(part: AuditPartial, *, files: int, size: int) -> dict[str, Any]:
     }
     lost = part.unread
     unread = unread_frac(lost, sequences, files, size)
-    missing = []
+    missing = _all_masked(counts)
     if (lines := lost.rows - lost.files) > 0:
         rows = lines + sequences
         missing.append(f"{lines:,} of {_count(rows, 'row')} ({share(lines / rows)}) could not be read.")
@@ -118,6 +118,12 @@ def coverage(part: AuditPartial, *, files: int, size: int) -> dict[str, Any]:
         "sentences": missing,
         "remarks": remarks,
     }
+
+
+def _all_masked(counts: Mapping[str, int]) -> list[str]:
+    """A sentence where a log has log-probs, and a mask that leaves out every token."""
+    masked = not counts.get("trainable") and any(name.startswith("has/logp") for name in counts)
+    return ["The mask leaves out every token."] if masked else []
 
 
 def metrics(covered: Mapping[str, Any]) -> dict[str, float]:

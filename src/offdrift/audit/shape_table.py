@@ -1,7 +1,8 @@
 """Shapes of drift as plain data: which contrasts are real, which of them says most, and how drift goes over the steps.
 
-A contrast is real if both comparisons (per token, and against equal noise on all logits) differ `shape_times`-fold at
-`shape_z` standard errors, and the worse side has a gap that matters. About a hundred contrasts are looked at: at five
+A contrast is real if all comparisons (per token, against equal noise on all logits, and within the same sequences or
+steps) differ `shape_times`-fold at `shape_z` standard errors, the worse side has a gap that matters, and the other is
+large enough that it would have shown it. About a hundred contrasts are looked at: at five
 standard errors one log in ten thousand has a false one (Bonferroni). Of several real ones the first is that which says
 most about where the gap is: KL(share of the gap || share of the tokens) of both sides.
 """
@@ -42,6 +43,11 @@ class Side(NamedTuple):
     @property
     def sequences(self) -> float:
         return float(self.sums[len(COLUMNS)])
+
+    @property
+    def matched(self) -> float:
+        """Gap, weighted so that it compares with the other side's like with like."""
+        return float(self.sums[len(COLUMNS) + 1])
 
     @property
     def mean_gap(self) -> float:
@@ -200,9 +206,14 @@ def _rows(
         zs.append((ratios[0] - ratios[1]) / max(_error(products, of, (a, b), ratios), 1e-300) * (1 if inside else -1))
         worse_ratio, other_ratio = ratios if inside else ratios[::-1]
         times.append(worse_ratio / max(other_ratio, 1e-9))
+    times.append(worse.matched / max(other.matched, 1e-300))
+    square = products[0 if inside else len(CROSS), 0 if inside else len(CROSS)]
+    # A gap that few sequences carry comes by chance in none of the few tokens of the other side, whose error, taken
+    # from these tokens, is then too small: (sum S)^2 / sum S^2 sequences carry it; as many in proportion are expected.
+    if worse.gap**2 / max(square, 1e-300) * other.n / worse.n < 2 * limits["shape_few"]:
+        return []
     if found.kind == "beyond":
-        # Few sequences that carry the gap: (sum S)^2 / sum S^2 of them, of those that reach the place.
-        square = products[0 if inside else len(CROSS), 0 if inside else len(CROSS)]
+        # Few sequences that carry the gap, of those that reach the place.
         if worse.gap**2 < limits["shape_carried"] * square * worse.sequences:
             if int(name.split("_")[1]) < EARLY:
                 return []

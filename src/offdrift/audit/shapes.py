@@ -5,6 +5,12 @@ that is small, and no single token decides a mean. A contrast compares the token
 one engine differ with how certain tokens are, so each is also held against (1 - p)^2, what equal noise on all logits
 gives; what counts is the smaller of both comparisons.
 
+Two sides may differ because other sequences, or other steps, have tokens on them: drift that grows over the steps is
+larger in long responses where these grow, too. So both sides are compared once more like with like: tokens of the same
+sequence, or sequences of the same step, weighted as Mantel and Haenszel do,
+
+    matched gap of A = sum_s gap_A n_B / (n_A + n_B)      over sequences, or steps, s; of B the same
+
 Every sum is over sequences, with its squares: errors are clustered by sequence. Of a chunk of a log at most `SAMPLED`
 tokens count, whole sequences in equal distances. Logs that state lags are compared among the sequences of lag 0, if
 there are enough, because lag has a shape of its own.
@@ -32,8 +38,9 @@ LIMIT = 20.0
 COLUMNS = ("n", "gap", "expected", "x", "y", "xx", "yy", "xy", "l", "excess")
 """Sums over the tokens of one side: x and y are log-probs of the rollout and the second policy, l = y - x, excess
 e^l - 1."""
-SIDE = len(COLUMNS) + 2
-"""Numbers of one side: `COLUMNS`, sequences, and the sum over sequences of the squared excess."""
+SIDE = len(COLUMNS) + 3
+"""Numbers of one side: `COLUMNS`, sequences, the gap matched with that of the other side, and the sum over sequences of
+the squared excess."""
 CROSS = ("gap", "n", "expected", "x", "l")
 """Columns whose products, over both sides, give standard errors."""
 SIZE = 2 * SIDE + (2 * len(CROSS)) ** 2
@@ -209,6 +216,7 @@ def _summed(batch: Logged, on: str, flags: Mapping[str, np.ndarray], names: Mapp
         populations["same"] = lag == 0
     contrasts, named, steps, kinds = {}, {}, {}, {}
     step = batch.step.numpy()
+    _, moment = np.unique(step, return_inverse=True)
     for people, chosen in populations.items():
         if not chosen.any():
             continue
@@ -218,7 +226,8 @@ def _summed(batch: Logged, on: str, flags: Mapping[str, np.ndarray], names: Mapp
                 sums |= {k.replace("/all", f"/{people}", 1): v for k, v in sums.items()}
             continue
         for name, side in sides.items():
-            contrasts[f"{key}/{name}"] = _contrast(side[chosen], total[chosen])
+            like = moment.reshape(-1)[chosen] if name in flags else None
+            contrasts[f"{key}/{name}"] = _contrast(side[chosen], total[chosen], like)
         for kind, texts in names.items():
             named[f"{key}/{kind}"] = _fewest(_by_name(texts[chosen], total[chosen]))
         steps[key] = StepSeries.of(step[chosen], _of_series(total[chosen]))
@@ -301,13 +310,25 @@ def _of_tokens(batch: Logged) -> dict[str, Bool[np.ndarray, " n"]]:
     return flags
 
 
-def _contrast(side: np.ndarray, total: np.ndarray) -> Float[np.ndarray, " sums"]:
-    """The numbers of both sides and their products over sequences."""
+def _contrast(side: np.ndarray, total: np.ndarray, like: np.ndarray | None) -> Float[np.ndarray, " sums"]:
+    """The numbers of both sides and their products over sequences; `like` is the step of each, or None where a sequence
+    may have tokens on both sides and is compared with itself."""
     other = total - side
-    numbers = [part for x in (side, other) for part in (x.sum(0), [(x[:, 0] > 0).sum(), np.square(x[:, -1]).sum()])]
+    numbers = []
+    for x, y in ((side, other), (other, side)):
+        alike = [v[:, :2] if like is None else _added(v[:, :2], like) for v in (x, y)]
+        matched = (alike[0][:, 1] * alike[1][:, 0] / np.maximum(alike[0][:, 0] + alike[1][:, 0], 1.0)).sum()
+        numbers += [x.sum(0), [(x[:, 0] > 0).sum(), matched, np.square(x[:, -1]).sum()]]
     at = [COLUMNS.index(name) for name in CROSS]
     both = np.concatenate([side[:, at], other[:, at]], 1)
     return np.concatenate([*numbers, (both.T @ both).reshape(-1)])
+
+
+def _added(rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Rows of the same place added up."""
+    sums = np.zeros((int(places.max(initial=-1)) + 1, rows.shape[1]))
+    np.add.at(sums, places, rows)
+    return sums
 
 
 def _by_name(texts: np.ndarray, total: np.ndarray) -> dict[str, np.ndarray]:
@@ -317,7 +338,7 @@ def _by_name(texts: np.ndarray, total: np.ndarray) -> dict[str, np.ndarray]:
     for name in np.unique(texts):
         x = total[texts == name]
         own = x[:, at]
-        numbers = [x.sum(0), [len(x), np.square(x[:, -1]).sum()], (own.T @ own).reshape(-1)]
+        numbers = [x.sum(0), [len(x), 0.0, np.square(x[:, -1]).sum()], (own.T @ own).reshape(-1)]
         sums[str(name) or "(no name)"] = np.concatenate(numbers)
     return sums
 

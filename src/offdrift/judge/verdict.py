@@ -78,8 +78,10 @@ def deciding_measurement(fix: str, measurement: str) -> str:
 
 
 def _agreement(numbers: Row, limit: float) -> str:
-    """Correlation, KL and chi2 of the first pair of policies that has any of them."""
+    """Correlation, KL and chi2 of the first pair of policies that has any of them; or that two columns are equal."""
     for on in ("mismatch", "full", "staleness"):
+        if number(numbers, f"{on}/abs_log_ratio_mean") == 0:  # two engines leave rounding
+            return ": both columns of log-probs are the same at every token, so one may be a copy of the other"
         rows = (
             ("Pearson correlation {:.4f}", (f"{on}/pearson",)),
             ("KL {:.4g} nat per token", kl_metrics(on, number(numbers, f"{on}/ratio_mean_z"), limit)),

@@ -42,6 +42,8 @@ WORDINGS: dict[str, Wording] = {
     # distances
     "ppl_off": Wording("distance of {metric} from 1"),
     "slope_off": Wording("distance of {metric} from 1"),
+    "base_off": Wording("distance of {metric} from that of another base of logarithms, a share of it"),
+    "ratio_tokens_z": Wording("mean ratio less 1, over its error as the mean of so many tokens"),
     "temperature_off": Wording("distance of the sampling temperature from 1"),
     "worker_ratio_off": Wording("distance of {metric} from 1"),
     "worker_ratio_z": Wording("size of {metric}"),

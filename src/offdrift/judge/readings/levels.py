@@ -20,6 +20,8 @@ from offdrift.judge.readings.view import ReadNumber, Table, View
 from offdrift.methods import METHODS
 
 LEVELS = Table()
+BASES = (math.log(2), 1 / math.log(2), math.log(10), 1 / math.log(10))
+"""Slopes of natural logarithms on those of another base, and the other way round."""
 
 
 def _correction(name: str | None) -> Correction | None:
@@ -53,6 +55,19 @@ def _moved_since(view: View) -> bool:
     return lag is None or lag > 0
 
 
+def _tokens(view: View) -> float | None:
+    """Tokens that a level is of; None if unknown."""
+    counted = [] if view.overall is None else [number(view.overall, "batch/tokens")]
+    known = [n for n in counted or view.window.column("batch/tokens", view.size("window_level")) if n is not None]
+    return sum(known) if known else None
+
+
+def _noise(view: View) -> float:
+    """Three standard errors of the mean log-ratio, l having a variance of about 2 k3; 0 where tokens are unknown."""
+    tokens, k3 = _tokens(view), view.level("{on}/k3")
+    return 3 * math.sqrt(2 * max(k3, 0.0) / max(tokens, 1.0)) if tokens is not None and k3 is not None else 0.0
+
+
 def _lacking(view: View) -> ReadNumber | None:
     return view.largest(*(name for name in view.newest if name.startswith("data/lacking_frac/")))
 
@@ -60,7 +75,10 @@ def _lacking(view: View) -> ReadNumber | None:
 LEVELS.rows({
     "pearson": ("{on}/pearson", "Correlation of the two policies' probabilities: `{on}/pearson`"),
     "ppl_ratio": ("{on}/ppl_ratio", "`{on}/ppl_ratio`"),
-    "ppl_off": (lambda v: v.mapped("{on}/ppl_ratio", lambda x: abs(x - 1)), "Distance of `{on}/ppl_ratio` from 1"),
+    "ppl_off": (
+        lambda v: v.mapped("{on}/ppl_ratio", lambda x: abs(x - 1) if abs(math.log(x)) > _noise(v) else 0.0),
+        "Distance of `{on}/ppl_ratio` from 1; 0 within three standard errors of so many tokens",
+    ),
     "chi2_token": (
         lambda v: _of_both(v, "chi2_token"),
         "`{on}/chi2_token` or `full/chi2_token`, the larger",
@@ -113,6 +131,10 @@ LEVELS.rows({
     "slope_off": (
         lambda v: v.mapped("{on}/slope", lambda x: abs(x - 1)),
         "Distance from 1 of the slope of the second policy's log-probs on the rollout's",
+    ),
+    "base_off": (
+        lambda v: v.mapped("{on}/slope", lambda x: min(abs(x / base - 1) for base in BASES)),
+        "Distance of that slope from that of logarithms to base 2 or 10 beside natural ones, a share of it",
     ),
     "tail_share": ("{on}/k3_top_share", "Share of k3 that the 1 % of tokens with the largest k3 carry"),
     "temperature_off": (
@@ -360,6 +382,17 @@ def ratio_mean_z(view: View, on: str | None = None) -> ReadNumber | None:
         return view.first(metric)
     z = joined_z(view.recent(metric))
     return None if z is None else ReadNumber(z, metric)
+
+
+@LEVELS.reading()
+def ratio_tokens_z(view: View) -> float | None:
+    """Distance of the mean ratio from 1 over sqrt(sum (e^l - 1)^2) / n: what tokens show that were drawn as they were
+    logged, one sequence of them too, and at most sqrt(n)"""
+    mean, chi2, tokens = view.level("{on}/ratio_mean"), view.level("{on}/chi2_token"), _tokens(view)
+    if mean is None or chi2 is None or tokens is None:
+        return None
+    square = chi2 - 2 * (mean - 1)  # the mean of (e^l - 1)^2
+    return (mean - 1) * math.sqrt(tokens / max(square, (mean - 1) ** 2, 1e-300))
 
 
 @LEVELS.reading()

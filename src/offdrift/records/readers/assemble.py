@@ -308,7 +308,14 @@ def problems(columns: Columns, step: int | None) -> Iterator[Problem]:
         described = ", ".join(f"{name} {n}" for name, n in lengths.items())
         if not lengths:
             return f"none of {', '.join(columns.lists)} is there"
-        return f"lists of unequal length ({described}); all lists of a row describe its response tokens"
+        short = min(lengths, key=lambda n: lengths[n])
+        last = (
+            f" {short} is one short: its log-prob of the last token (the end of the text) or of the first is missing, "
+            "so put null in its place, and no other value moves."
+            if sorted(lengths.values())[:2] == [max(lengths.values()) - 1, max(lengths.values())]
+            else ""
+        )
+        return f"lists of unequal length ({described}); all lists of a row describe its response tokens.{last}"
 
     for name, (rows, values) in _impossible(columns).items():
         yield Problem(rows, partial(out_of_range, name, values))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offdrift.records.readers.files import BadRow
 from offdrift.records.rollouts import cumulative
-from offdrift.records.schema import COLUMNS, LISTS, LogField
+from offdrift.records.schema import COLUMNS, LISTS, LOGPS, LogField
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,12 @@ def pack(rows: Sequence[Row], numbers: Sequence[int], file: str) -> tuple[Column
     # A column that has the name of a list per token, and a list in no row, is something else.
     names = {name for row in rows for name in LISTS if row.get(name) is not None}
     single = {n for n in names if not any(_is_list(row.get(n)) for row in rows)}
+    if len(single & set(LOGPS)) > 1:
+        reason = (
+            f"{' and '.join(sorted(single & set(LOGPS)))} are one number each: a row here seems to be one token, and"
+        )
+        reason += " has to be one response, with one list per column (group the rows by response)"
+        return _columns([], []), [BadRow(file, n, reason) for n in numbers]
     if single:
         rows = [{name: x for name, x in row.items() if name not in single} for row in rows]
     try:
