@@ -653,12 +653,18 @@ def _regime(row: dict[str, Any]) -> str:
     if row["seen"]:
         shows = f"shows {row['seen'].smallest:.2g} {row.get('unit', '')}".strip()
         parts.append(shows + (f" ({row['seen'].pairs} pairs)" if row["seen"].pairs != seeds else ""))
+    elif seeds and seeds > 1:
+        parts.append("single pairs are not stored: power unknown")
     p = row["p_sign_flip"]
     student = f" (Student {row['seen'].student:.2g})" if row["seen"] and row["seen"].student is not None else ""
     parts += [f"sign-flip p {p:.2g}{student}"] if p is not None else []
-    parts += [f"*here*, {cell(name)}: {_units(values)}" for name, values in row["testbeds"].items()]
+    unrun = "; length and KL not measured"
+    for name, values in row["testbeds"].items():
+        parts.append(f"*here*, {cell(name)}: {_units(values)}" + unrun * (values.get("updates") == 0))
     if row["of_source"]:
         parts.append(f"*source*: {_units(row['of_source'])}" + "; size not stated" * (not row["stated"]))
+    elif row["kind"] == "runs":
+        parts.append("*source*: this library" if row.get("about") == "library" else "*source*: states no regime")
     return "<br>".join(parts) or ("exact" if row["kind"] == "exact" else "")
 
 
