@@ -374,19 +374,9 @@ def identify(server: Server, model: str | None) -> Served:
     cards = cards.get("data") if isinstance(cards, dict) else None
     cards = cards if isinstance(cards, list) else []
     cards = [c for c in cards if isinstance(c, dict) and isinstance(c.get("id"), str) and len(c["id"]) <= LONGEST]
-    names = [c["id"] for c in cards]
-    parents = [c.get("parent") for c in cards]
-    parents = [p[:LONGEST] if isinstance(p, str) and p and p != c["id"] else None for p, c in zip(parents, cards)]
+    names, parents = [c["id"] for c in cards], [_parent(c) for c in cards]
     adapters = tuple(name for name, parent in zip(names, parents, strict=True) if parent is not None)
-    if model is None and len(names) != 1:
-        which = f" ({_listed([*adapters])}: LoRA adapter)" if adapters else ""
-        raise EngineError(
-            f"{server.url} serves {_listed(names)}{which}; say which one: openai:URL,model=NAME, or "
-            "rollout.served_model in a recipe"
-        )
-    if model is not None and model not in names:
-        raise EngineError(f"{server.url} serves {_listed(names)} and no model {model!r}")
-    card = cards[names.index(model) if model is not None else 0]
+    card = cards[_chosen(server, names, adapters, model)]
     length = card.get("max_model_len")
     length = length if isinstance(length, int) and length > 0 else None
     roots = [str(c.get("root") or c["id"])[:LONGEST] for c in cards]
@@ -403,6 +393,25 @@ def identify(server: Server, model: str | None) -> Served:
     software = str(card.get("owned_by"))
     ask = {"vllm": _vllm, "sglang": _sglang}.get(software)
     return served if ask is None else replace(served, software=software, **ask(server))
+
+
+def _parent(card: dict[str, Any]) -> str | None:
+    """The model that a card's is an adapter of; None if it is none."""
+    parent = card.get("parent")
+    return parent[:LONGEST] if isinstance(parent, str) and parent not in ("", card["id"]) else None
+
+
+def _chosen(server: Server, names: list[str], adapters: tuple[str, ...], model: str | None) -> int:
+    """The place of the model that is meant. Raises: `EngineError` if it is not said, or not there."""
+    if model is None and len(names) != 1:
+        which = f" ({_listed([*adapters])}: LoRA adapter)" if adapters else ""
+        raise EngineError(
+            f"{server.url} serves {_listed(names)}{which}; say which one: openai:URL,model=NAME, or "
+            "rollout.served_model in a recipe"
+        )
+    if model is not None and model not in names:
+        raise EngineError(f"{server.url} serves {_listed(names)} and no model {model!r}")
+    return 0 if model is None else names.index(model)
 
 
 def faithful(mode: Mode, sampling: Sampling) -> bool:
