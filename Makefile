@@ -222,7 +222,7 @@ bench: install $(VENV)/.parity
 	$(BIN)/python benchmarks/generation.py
 	$(BIN)/python benchmarks/step.py
 
-# One snapshot: rows of another commit are dropped, so commit first.
+# Rows of this commit are not run again, so commit first; every row keeps the commit that it was measured at.
 PLANTED := OMP_NUM_THREADS=1 $(BIN)/python benchmarks
 planted: install-vllm install-smollm2
 	$(PLANTED)/planted.py --json benchmarks/results/planted.json

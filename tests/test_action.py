@@ -7,6 +7,8 @@ import shlex
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,6 +92,28 @@ def called(folder: Path, stand_in: Path, **inputs: str) -> list[str]:
     """Words with which the action calls `offdrift`."""
     run_step("Check", folder, stand_in, **inputs)
     return (folder / "called").read_text().splitlines()
+
+
+def test_a_server_that_wants_a_key_is_there(tmp_path):
+    """The step that waits has no key, and needs none."""
+
+    class Locked(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(401)
+            self.end_headers()
+
+        def log_message(self, *words):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Locked) as server, ThreadPoolExecutor(1) as threads:
+        threads.submit(server.serve_forever)
+        try:
+            waited = run_step(
+                "Wait for the server", tmp_path, server=f"http://127.0.0.1:{server.server_port}/v1", wait="2"
+            )
+        finally:
+            server.shutdown()
+    assert (waited.code, "answers" in waited.log) == (0, True)
 
 
 SERVER = {"server": "http://127.0.0.1:8000/v1", "model": "./checkpoint"}

@@ -337,14 +337,42 @@ def test_totals_of_planted_faults_are_those_of_their_rows_and_of_the_page(name):
     assert stored["totals"] == totals
     assert passed == len(right)
     page = (results.parent.parent / "docs" / "check.md").read_text()
-    cells = f"| {stored['machine']['commit']} | {len(rows)} | {caught} | {named} ({named / len(rows):.0%})"
+    commits = [row.get("commit", stored["machine"]["commit"]) for row in stored["rows"]]
+    at = ", ".join(f"{c} ({commits.count(c)} rows)" if len(set(commits)) > 1 else c for c in dict.fromkeys(commits))
+    cells = f"| {at} | {len(rows)} | {caught} | {named} ({named / len(rows):.0%})"
     assert cells in page
 
 
-def test_rows_of_another_commit_are_dropped(faults, tmp_path, monkeypatch):
+def test_rows_keep_the_commit_they_were_measured_at_and_are_not_run_again(faults, tmp_path, monkeypatch):
     path, row = tmp_path / "planted.json", {"fault": "a", "caught": True, "named": True}
+    facts = {"commit": "first"}
+    monkeypatch.setattr(faults, "machine", lambda *packages: dict(facts))
     faults.stored([row], "vllm", ["a", "b"], path, command="x")
-    kept = faults.stored([row | {"fault": "b"}], "vllm", ["a", "b"], path, command="x")
-    assert [r["fault"] for r in kept["rows"]] == ["a", "b"]
-    monkeypatch.setattr(faults, "machine", lambda *packages: {"commit": "another"})
-    assert [r["fault"] for r in faults.stored([row], "vllm", ["a", "b"], path, command="x")["rows"]] == ["a"]
+    assert faults.measured_now(path) == {"a"}
+    facts["commit"] = "second"
+    assert faults.measured_now(path) == set(), "another commit runs it again"
+    faults.stored([row | {"fault": "b"}], "vllm", ["a", "b"], path, command="x")
+    kept = json.loads(path.read_text())["rows"]
+    assert [(r["fault"], r["commit"]) for r in kept] == [("a", "first"), ("b", "second")]
+    assert faults.measured_now(path) == {"b"}
+    monkeypatch.setattr(faults, "caught", lambda fault, *rest: row | {"fault": fault.name, "says": ""})
+    facts["commit"] = "third"
+    names = [fault.name for fault in faults.HONEST]
+    threads = torch.get_num_threads()
+    first = faults.main(["--only", names[0], "--json", str(path)])
+    again = faults.main(["--only", "none (", "--json", str(path)])
+    torch.set_num_threads(threads)
+    assert [r["fault"] for r in first["rows"]] == names[:1]
+    assert [r["fault"] for r in again["rows"]] == names
+
+
+def test_an_interrupted_list_goes_on_where_it_ended(faults, outside, tmp_path, monkeypatch):
+    path, run = tmp_path / "outside.json", []
+    row = {"caught": True, "named": True, "says": ""}
+    monkeypatch.setattr(outside, "measured_row", lambda name, *rest: run.append(name) or row | {"fault": name})
+    threads = torch.get_num_threads()
+    outside.main(["--engine", "vllm", "--only", "rope", "--json", str(path)])
+    outside.main(["--engine", "vllm", "--json", str(path)])
+    torch.set_num_threads(threads)
+    assert sorted(run) == sorted(outside.planned("vllm", False)), "each once"
+    assert not set(outside.SLOW) & set(run)

@@ -16,7 +16,7 @@ from offdrift.check.factors import FACTORS, chosen, left_out
 from offdrift.check.factors.base import Effect, Factor, Outcome
 from offdrift.check.measure import measure
 from offdrift.check.recommend import THRESHOLDS, fitting, level_of, published, recommended, thresholds
-from offdrift.check.verdict import WORDS, conclusion, shortened
+from offdrift.check.verdict import WORDS, above_limit, conclusion, shortened
 from offdrift.errors import BadValueError, EngineError, RecipeError
 from offdrift.judge import Context, decide, diagnose, load_rules
 from offdrift.records.provenance import Sampling
@@ -87,6 +87,16 @@ def test_max_kl_is_held_against_the_mean_kl(clean):
             found = check(bench, BFLOAT16, FLOAT32, noise=False, max_kl=limit)
             assert found["passed"] is passed
             assert found["max_kl"] == limit
+            verdict = found["verdict"]
+            assert (verdict["level"], "--max-kl" in verdict["text"]) == (("ok", False) if passed else ("act", True))
+    assert clean["verdict"]["text"] in verdict["details"][0]
+
+
+def test_a_limit_is_named_behind_what_has_to_be_repaired():
+    worse = {"level": "stop", "text": "Other weights.", "steps": ["Repair."], "details": ["Size."]}
+    verdict = above_limit(worse, 0.5, 0.02, factors=False)
+    assert (verdict["text"], verdict["steps"]) == (worse["text"], worse["steps"])
+    assert "--max-kl 0.02" in verdict["details"][0]
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan"), float("inf")])

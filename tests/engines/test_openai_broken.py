@@ -16,6 +16,8 @@ import socket
 import threading
 import time
 import tomllib
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -401,6 +403,63 @@ def test_an_interrupt_stops_what_has_not_begun(played, monkeypatch):
     assert 2 <= len(played.drawn()) < 100
 
 
+def test_closing_wakes_a_thread_that_waits_for_an_answer(played):
+    """Else a process that was interrupted lives until its requests time out, ten minutes later."""
+    arrived, answer = threading.Event(), threading.Event()
+
+    def stalls(verb, path, body):
+        if path == COMPLETIONS:
+            arrived.set()
+            answer.wait(60)
+
+    made = engine(played, timeout=300.0)
+    played.fault = stalls
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(made.generate, [[1]], PLAIN, seed=0)
+        assert arrived.wait(60)
+        made.close()
+        failed = next(futures.as_completed([asked], timeout=30)).exception()
+        answer.set()
+    assert isinstance(failed, EngineError)
+
+
+@pytest.mark.parametrize(("key", "advice"), [("", "it wants a key"), ("sk-first", "is not the server's")])
+def test_a_server_that_wants_a_key_is_told_from_one_that_wants_another(played, monkeypatch, key, advice):
+    monkeypatch.setenv("OFFDRIFT_API_KEY", key)
+    played.fault = at("/v1/models", (401, b'{"error": "Unauthorized"}'))
+    with pytest.raises(StatusError, match=rf"OFFDRIFT_API_KEY.*{advice}|{advice}.*OFFDRIFT_API_KEY"):
+        engine(played)
+
+
+CARDS = {
+    "data": [
+        {"id": "base", "root": "/models/base", "owned_by": "vllm", "parent": None, "max_model_len": 64},
+        {"id": "tuned", "root": "/adapters/tuned", "owned_by": "vllm", "parent": "base", "max_model_len": None},
+    ]
+}
+"""What vLLM 0.32 lists that was started with --lora-modules tuned=/adapters/tuned."""
+
+
+def test_a_server_with_adapters_is_asked_by_name_and_scores_prompts_one_by_one(played):
+    played.fault = at("/v1/models", (200, json.dumps(CARDS).encode()))
+    with pytest.raises(EngineError, match=r"'tuned': LoRA adapter.*model=NAME"):
+        engine(played)
+    tuned, base = engine(played, model="tuned"), engine(played, model="base")
+    assert (tuned.served.parent, base.served.parent) == ("base", None)
+    drawn = base.generate([[1]] * 8, PLAIN, seed=0)
+
+    def reads(verb, path, body):
+        if path != COMPLETIONS:
+            return None
+        time.sleep(0.02)  # long enough that others would come meanwhile
+        rows = [None, *({str(token): {"logprob": -1.0}} for token in body["prompt"][1:])]
+        return {"choices": [{"prompt_token_ids": body["prompt"], "prompt_logprobs": rows}]}
+
+    played.fault, played.most_active = reads, 0
+    assert base.forced(drawn).logp_rollout.tolist() == [-1.0] * 24
+    assert played.most_active == 1
+
+
 @pytest.mark.parametrize("key", ["sk-first\r\nX: y", "sk-first\u2603", "sk-\x00first"])
 def test_a_key_that_no_header_can_carry_is_refused_unseen(played, monkeypatch, key):
     if "\x00" in key:  # which no environment can hold, but a library's own may
@@ -684,7 +743,7 @@ def test_a_server_that_says_little_is_used_as_it_is(played):
 
 @pytest.mark.parametrize(
     ("models", "words"),
-    [([], "say which one with model = NAME"), ([{"id": "a"}, {"id": "b"}], "say which one"), (5, "serves no model")],
+    [([], "say which one: openai:URL,model=NAME"), ([{"id": "a"}, {"id": "b"}], "say which one"), (5, "serves no model")],
 )
 def test_which_model_must_be_clear(played, models, words):
     played.fault = at("/v1/models", {"data": models})

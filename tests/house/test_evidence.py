@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shlex
 import tomllib
 from pathlib import Path
@@ -72,6 +73,17 @@ def test_what_runs_came_to_has_a_regime_and_a_power(row):
     assert (
         not of_source or row.get("about") == "library" or {row.get("there")} == of_source or "collapse" in row["claim"]
     )
+
+
+def test_the_page_says_both_regimes_and_the_power_or_why_it_is_unknown():
+    shown = runpy.run_path(str(ROOT / "docs" / "generate.py"))["_regime"]
+    for row in CLAIMS:
+        if row["kind"] == "runs":
+            text = shown(row)
+            assert all(part in text for part in ("*here*", "*source*", "seed")), row["claim"]
+            assert ("shows " in text) != ("power unknown" in text), row["claim"]
+        unrun = [name for name, regime in row["testbeds"].items() if regime.get("updates") == 0]
+        assert shown(row).count("not measured") == len(unrun)
 
 
 @pytest.mark.parametrize(("name", "regime"), DOCUMENT["sources"].items())

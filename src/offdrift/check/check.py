@@ -30,7 +30,7 @@ from offdrift.check.paired import paired_rows
 from offdrift.check.precision import Explained, explained, unexplained, without_precision
 from offdrift.check.recommend import Level, broken_record, defects, level_of, recommended, thresholds, worst
 from offdrift.check.server_side import TEXTS, server_findings, server_side
-from offdrift.check.verdict import conclusion, incomplete, with_claim
+from offdrift.check.verdict import above_limit, conclusion, incomplete, with_claim
 from offdrift.errors import BadValueError, RecordError
 from offdrift.judge import Context, Finding, Rules, diagnose, load_rules, num_experts
 from offdrift.judge.stack import by_stack
@@ -322,12 +322,16 @@ def _judged(
         precision=precision,
         limits=rules.limits,
     )
+    verdict = concluded.as_dict()
+    if max_kl is not None and not baseline.within(max_kl):
+        least = baseline.kl_known if baseline.kl_known > max_kl else baseline.kl_low
+        verdict = above_limit(verdict, least, max_kl, factors=bool(outcomes))
     advice = recommended(baseline, level=level, findings=findings, mixture_of_experts=mixture, limits=rules.limits)
     return {
         "thresholds": rows,
         **rules.as_record(),
         "findings": on_page((f.as_dict() for f in findings), PAGE),
-        "verdict": concluded.as_dict(),
+        "verdict": verdict,
         "recommended": advice,
         "stacks": by_stack(context, baseline.metrics, advice),
         "branches": branches(pair, outcomes),

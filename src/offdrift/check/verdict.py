@@ -111,6 +111,21 @@ def with_claim(claim: Mapping[str, Any], verdict: Mapping[str, Any]) -> dict[str
     return {**verdict, "level": level, "text": f"{text}.", "details": details}
 
 
+def above_limit(verdict: Mapping[str, Any], kl: float, max_kl: float, *, factors: bool) -> dict[str, Any]:
+    """The verdict of a check whose KL is above its limit: the limit first, unless there is more to act upon.
+
+    Args:
+        kl: mean KL per token that is above the limit, or the lower end of its certain interval, nats.
+        factors: whether settings were changed one at a time.
+    """
+    text = f"KL {kl:.2g} nat per token is above --max-kl {max_kl:g}."
+    if verdict["level"] in ("act", "stop"):
+        return {**verdict, "details": [text, *verdict["details"]]}
+    steps = [] if factors else ["Find the setting that moves it: --factors all, or --against a second server."]
+    details = [f"Without the limit: {verdict['text']}", *verdict["details"]]
+    return {**verdict, "level": "act", "text": text, "steps": [*steps, *verdict["steps"]], "details": details}
+
+
 def incomplete(so_far: Mapping[str, Any], done: int, factors: int) -> dict[str, Any]:
     """Verdict of a check that was interrupted after some of its factors: no level, neither passed nor failed."""
     text = f"Interrupted after {done} of {factors} factors: incomplete, neither passed nor failed."

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import ssl
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http.cookiejar import CookieJar, DefaultCookiePolicy
+from threading import Lock
 from typing import Any, Literal
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 import httpcore
 import httpx
@@ -94,16 +98,17 @@ class Server:
         # A name such as `localhost` is what a resolver makes of it: where the address that answers is another
         # machine's after all, nothing is sent.
         only_here = parts.scheme == "http" and not insecure
+        self._networks = [_Network(float(timeout), only_here) for _ in range(2)]
         self._pooled, self._fresh = (
             httpx.Client(
                 timeout=timeout,
-                transport=_Transport(tls, idle, _Network(float(timeout), only_here)),
+                transport=_Transport(tls, idle, network),
                 trust_env=False,
                 follow_redirects=False,
                 headers={"Accept-Encoding": "identity", "Content-Type": "application/json"},
                 cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             )
-            for idle in (None, 0)
+            for idle, network in zip((None, 0), self._networks, strict=True)
         )
 
     def get(self, path: str) -> Any:
@@ -123,7 +128,9 @@ class Server:
         return self._request("POST", path, body, limit, self._retries if again else 0)
 
     def close(self) -> None:
-        """Close the connections. Idempotent."""
+        """Close the connections, also those on which another thread waits for an answer. Idempotent."""
+        for network in self._networks:
+            network.cut()
         self._pooled.close()
         self._fresh.close()
 
@@ -134,9 +141,9 @@ class Server:
     def _request(self, verb: str, path: str, body: Any, limit: int, retries: int) -> Any:
         sent = None if body is None else json.dumps(body, allow_nan=False).encode()
         where = f"{verb} {self.url}{path}"
-        if self._fresh.is_closed:
-            raise EngineError(f"{where}: the connections are closed; construct another engine")
         for left in range(retries, -1, -1):
+            if self._fresh.is_closed:
+                raise EngineError(f"{where}: the connections are closed; construct another engine")
             client = self._pooled if left and left == self._retries else self._fresh
             try:
                 status, content = self._send(client, verb, path, sent, limit)
@@ -155,7 +162,7 @@ class Server:
                     return _parsed(content, limit, where)
                 if status not in BUSY or not left:
                     message = f"{where} was answered with status {status}: {_excerpt(content)}"
-                    raise StatusError(message, status)
+                    raise StatusError(message + _key_advice(status), status)
             time.sleep(0.1 * 4 ** (retries - left))
         raise AssertionError("unreachable: the last try returns or raises")
 
@@ -189,6 +196,16 @@ class _Network(httpcore.NetworkBackend):
 
     def __init__(self, timeout: float, only_here: bool) -> None:
         self._network, self._timeout, self._only_here = httpcore.SyncBackend(), timeout, only_here
+        self._open: WeakSet[_Stream] = WeakSet()
+        self._lock, self._ended = Lock(), False
+
+    def cut(self) -> None:
+        """End every connection for good. A thread that waits for bytes is woken, which closing alone does not do."""
+        with self._lock:
+            self._ended = True
+            open_now = [*self._open]
+        for stream in open_now:
+            stream.cut()
 
     def connect_tcp(self, host: str, *args: Any, **options: Any) -> httpcore.NetworkStream:
         """A connection. Raises: `EngineError` where it leads to another machine and may not."""
@@ -200,7 +217,17 @@ class _Network(httpcore.NetworkBackend):
                 f"{host} is {address}, another machine, to which http:// sends prompts and keys in the clear; use "
                 "https://, or the address 127.0.0.1 or [::1]"
             )
-        return _Stream(stream, self._timeout)
+        return self._kept(stream)
+
+    def _kept(self, stream: httpcore.NetworkStream) -> _Stream:
+        kept = _Stream(stream, self._timeout, self._kept)
+        with self._lock:
+            self._open.add(kept)
+            ended = self._ended
+        if ended:
+            kept.close()
+            raise httpcore.ConnectError("the connections were closed")
+        return kept
 
     def sleep(self, seconds: float) -> None:
         """See `httpcore.NetworkBackend`."""
@@ -210,9 +237,17 @@ class _Network(httpcore.NetworkBackend):
 class _Stream(httpcore.NetworkStream):
     """A connection on which an answer, from its first byte on, takes at most so long, headers included."""
 
-    def __init__(self, stream: httpcore.NetworkStream, timeout: float) -> None:
-        self._stream, self._timeout = stream, timeout
+    def __init__(
+        self, stream: httpcore.NetworkStream, timeout: float, kept: Callable[[httpcore.NetworkStream], _Stream]
+    ) -> None:
+        self._stream, self._timeout, self._kept = stream, timeout, kept
+        self._socket = stream.get_extra_info("socket")
         self._begun: float | None = None
+
+    def cut(self) -> None:
+        """End the connection under whoever reads from it."""
+        with suppress(OSError):  # it has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         """Bytes of an answer. Raises: `httpcore.ReadTimeout` where it has taken too long as a whole."""
@@ -236,7 +271,7 @@ class _Stream(httpcore.NetworkStream):
 
     def start_tls(self, *args: Any, **options: Any) -> httpcore.NetworkStream:
         """See `httpcore.NetworkStream`."""
-        return _Stream(self._stream.start_tls(*args, **options), self._timeout)
+        return self._kept(self._stream.start_tls(*args, **options))
 
     def get_extra_info(self, info: str) -> Any:
         """See `httpcore.NetworkStream`."""
@@ -248,6 +283,15 @@ def _key() -> str:
     if not (key.isascii() and key.isprintable()):  # or httpx would quote it in its error
         raise EngineError("OFFDRIFT_API_KEY holds characters that no header can carry; set it anew")
     return key
+
+
+def _key_advice(status: int) -> str:
+    """What to do where a server wants a key, or another one; "" for other refusals."""
+    if status not in (401, 403):
+        return ""
+    if _key():
+        return "; the key in OFFDRIFT_API_KEY is not the server's"
+    return "; it wants a key: put it into the environment variable OFFDRIFT_API_KEY"
 
 
 def _parsed(content: bytes, limit: int, where: str) -> Any:
@@ -315,6 +359,10 @@ class Served:
     """What SGLang was started to record."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Settings that no request changes, by name, as far as it says them."""
+    parent: str | None = None
+    """The model that this one is an adapter of (LoRA); None: it is none."""
+    adapters: tuple[str, ...] = ()
+    """Names of the adapters that it serves."""
 
 
 def identify(server: Server, model: str | None) -> Served:
@@ -326,22 +374,44 @@ def identify(server: Server, model: str | None) -> Served:
     cards = cards.get("data") if isinstance(cards, dict) else None
     cards = cards if isinstance(cards, list) else []
     cards = [c for c in cards if isinstance(c, dict) and isinstance(c.get("id"), str) and len(c["id"]) <= LONGEST]
-    names = [c["id"] for c in cards]
-    if model is None and len(names) != 1:
-        raise EngineError(f"{server.url} serves {_listed(names)}; say which one with model = NAME")
-    if model is not None and model not in names:
-        raise EngineError(f"{server.url} serves {_listed(names)} and no model {model!r}")
-    card = cards[names.index(model) if model is not None else 0]
+    names, parents = [c["id"] for c in cards], [_parent(c) for c in cards]
+    adapters = tuple(name for name, parent in zip(names, parents, strict=True) if parent is not None)
+    card = cards[_chosen(server, names, adapters, model)]
     length = card.get("max_model_len")
     length = length if isinstance(length, int) and length > 0 else None
     roots = [str(c.get("root") or c["id"])[:LONGEST] for c in cards]
     root = roots[cards.index(card)]
     served = Served(
-        "unknown", card["id"], root, length, aliases=tuple(n for n, r in zip(names, roots, strict=True) if r == root)
+        "unknown",
+        card["id"],
+        root,
+        length,
+        aliases=tuple(n for n, r in zip(names, roots, strict=True) if r == root),
+        parent=parents[cards.index(card)],
+        adapters=adapters,
     )
     software = str(card.get("owned_by"))
     ask = {"vllm": _vllm, "sglang": _sglang}.get(software)
     return served if ask is None else replace(served, software=software, **ask(server))
+
+
+def _parent(card: dict[str, Any]) -> str | None:
+    """The model that a card's is an adapter of; None if it is none."""
+    parent = card.get("parent")
+    return parent[:LONGEST] if isinstance(parent, str) and parent not in ("", card["id"]) else None
+
+
+def _chosen(server: Server, names: list[str], adapters: tuple[str, ...], model: str | None) -> int:
+    """The place of the model that is meant. Raises: `EngineError` if it is not said, or not there."""
+    if model is None and len(names) != 1:
+        which = f" ({_listed([*adapters])}: LoRA adapter)" if adapters else ""
+        raise EngineError(
+            f"{server.url} serves {_listed(names)}{which}; say which one: openai:URL,model=NAME, or "
+            "rollout.served_model in a recipe"
+        )
+    if model is not None and model not in names:
+        raise EngineError(f"{server.url} serves {_listed(names)} and no model {model!r}")
+    return 0 if model is None else names.index(model)
 
 
 def faithful(mode: Mode, sampling: Sampling) -> bool:

@@ -196,8 +196,11 @@ class OpenAIEngine:
             check_model(answer, self.served)
             return read_forced(api, answer, sequences[i])[-len(responses[i]) :]
 
+        # vLLM with adapters mixes up requests whose prompts it scores together, and may end by it
+        # (https://github.com/vllm-project/vllm/issues/16668).
+        together = 1 if self.served.adapters else None
         self._weights.check()
-        logp = torch.cat(self._each(ask, len(sequences)))
+        logp = torch.cat(self._each(ask, len(sequences), together))
         self._weights.check()
         provenance = replace(rollouts.provenance, sampling=Sampling(rollouts.provenance.sampling.max_tokens))
         return rollouts.with_(logp_rollout=logp, evidence=None, provenance=provenance)
