@@ -275,8 +275,8 @@ ROWS: dict[str, Method] = {
         mechanism="band on the binary TV, pull on every token",
         target="asynchronous rollouts, engines that differ",
         fails=TOKEN_BIAS,
-        reference="prime-rl's IPO until August 2026, eps 0.1 and kl_tau 0.001; since September it has eps 0.3 and no KL "
-        "term, kl_tau included: row ipo",
+        reference="prime-rl's IPO until August 2026 (eps 0.1, kl_tau 0.001); since September eps is 0.3, without a KL: "
+        "row ipo",
         status="implementation",
     ),
     "ipo": row(

@@ -17,13 +17,15 @@ from tests.engines.models import CACHE_MIB, need_vllm, tiny
 
 from offdrift.engines.score import score
 from offdrift.engines.stream import DrawJob, rollouts_of
-from offdrift.errors import EngineError, RecipeError
+from offdrift.errors import EngineError, RecipeError, RewardError
 from offdrift.records import store
 from offdrift.records.provenance import Sampling
 from offdrift_lab.schedules import SCHEDULES, override, schedule
+from offdrift_lab.train.data.problems import Problem
 from offdrift_lab.train.loop.loop import train
 from offdrift_lab.train.loop.run_folder import ArmFolder
 from offdrift_lab.train.pipeline.driver import Driver, name_of
+from offdrift_lab.train.pipeline.scoring import RewardSpec, Score
 from offdrift_lab.train.pipeline.source import load_drawn, save_drawn
 from offdrift_lab.train.pipeline.worker import EngineSpec, published
 from offdrift_lab.train.pipeline.workers import Workers, start_ray
@@ -53,7 +55,8 @@ def cluster(models, tmp_path_factory):
     """Two workers that stay for all tests."""
     folder = tmp_path_factory.mktemp("engine")
     models[0].save_pretrained(folder)
-    spec = EngineSpec("transformers", str(folder), {"dtype": "float32", "batch_size": 8}, SAMPLING, "sampled")
+    options, rewards = {"dtype": "float32", "batch_size": 8}, RewardSpec("backwards", "exact", str(folder))
+    spec = EngineSpec("transformers", str(folder), options, SAMPLING, "sampled", rewards)
     start_ray(SETTINGS.model_copy(update={"workers": 8}), 1.0)  # room for the trainer's own workers, too
     workers = Workers(SETTINGS, spec, weights_mib=1.0)
     yield workers
@@ -74,16 +77,21 @@ def job(key):
     return DrawJob(name_of(key), prompt, seed=hash((key.group, key.sibling, key.attempt)) % 2**63)
 
 
+def scorer(group, attempt, tokens):
+    """Asks for the rewards of responses of which the first alone is right."""
+    texts = tuple(" ".join(map(str, row)) for row in tokens)
+    return Score(group, attempt, texts, tuple(Problem("", texts[0] if i == 0 else "no") for i in range(len(texts))))
+
+
 class Trainer:
     """Takes groups and moves on through the models; every wait of it is a chance for the workers."""
 
     def __init__(self, row, workers, models, *, settings=SETTINGS, delay=0.0, steps=1, updates=UPDATES):
         self.row, self.models, self.delay, self.steps, self.updates = row, models, delay, steps, updates
         self.workers = workers
-        self.driver = Driver(
-            row, workers, batch=BATCH, samples=SAMPLES, updates=updates, settings=settings, job=job, steps=steps
-        )
-        self.groups, self.lags, self.stored = {}, [], []
+        sizes = {"batch": BATCH, "samples": SAMPLES, "updates": updates, "steps": steps}
+        self.driver = Driver(row, workers, **sizes, settings=settings, job=job, scorer=scorer)
+        self.groups, self.lags, self.stored, self.rewarded = {}, [], [], []
         self.version = 0
 
     def start(self, snapshot=None):
@@ -109,11 +117,15 @@ class Trainer:
                 taken = taken if future is None else self.driver.snapshot(future)
         finally:
             self.driver.stop()
+        sent = [rewards.total for rewards in self.rewarded if rewards is not None]
+        assert len(self.rewarded) == len(self.groups)
+        assert set(sent) == {(1.0, *[0.0] * (SAMPLES - 1))}
         return taken
 
     def update(self):
         while True:
             ready = self.driver.take()
+            self.rewarded += self.driver.rewards(ready)
             for number, group in ready.groups:
                 assert number not in self.groups, "a group is trained on twice"
                 self.groups[number] = group
@@ -425,6 +437,57 @@ def test_first_finished_first_taken_gets_no_certificate(short, workers, tmp_path
     assert rollouts.provenance.selected
 
 
+# -- rewards by the workers
+
+
+REWARD = '''
+import os
+from pathlib import Path
+
+
+def score(completions):
+    """Says by which process it was called, and for how many."""
+    with (Path({folder!r}) / "calls").open("a") as f:
+        f.write(f"{{os.getpid()}} {{len(completions)}}\\n")
+    return [len(text) % 7 / 7 for text in completions]
+'''
+
+
+def rewarded(folder, who):
+    """Batches of a run, its metrics, and how many completions its reward was called for by trainer and workers."""
+    folder.mkdir()
+    (folder / "reward.py").write_text(REWARD.format(folder=str(folder)))
+    own = {"task": "backwards", "reward": f"{folder / 'reward.py'}:score", "batches": 4}
+    train(piped({"areal": "areal"}, pipeline={"rewards": who}, **own), folder)
+    calls = [tuple(map(int, line.split())) for line in (folder / "calls").read_text().splitlines()]
+    by_trainer = [count for pid, count in calls if pid == os.getpid()][1:]  # the first is a trial
+    by_workers = [count for pid, count in calls if pid != os.getpid()]
+    batches = [store.read(path) for path in sorted((folder / "arms/areal/rollouts").glob("batch-*.parquet"))]
+    return batches, ArmFolder(folder / "arms/areal").rows("metrics"), by_trainer, by_workers
+
+
+def test_rewards_of_workers_are_those_of_the_trainer(short, workers, tmp_path):
+    first, _, by_trainer, by_workers = rewarded(tmp_path / "trainer", "trainer")
+    assert (by_trainer, by_workers) == ([16] * 4, [])
+    second, metrics, by_trainer, by_workers = rewarded(tmp_path / "workers", "workers")
+    assert by_workers == [4] * 16
+    assert len(by_trainer) < 16  # of groups that a checkpoint was taken over
+    assert rows(tmp_path / "trainer", "areal") == rows(tmp_path / "workers", "areal")
+    assert len({row["reward/mean"] for row in metrics}) > 1
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a.tokens, b.tokens)
+        assert torch.equal(a.rewards, b.rewards)
+    assert sum(row["pipeline/reward_seconds"] for row in metrics) > 0
+
+
+def test_an_error_of_a_reward_on_a_worker_ends_the_run(short, workers, tmp_path):
+    file = tmp_path / "reward.py"
+    file.write_text(f"import os\n\n\ndef score(completion):\n    return 0 if os.getpid() == {os.getpid()} else 1 / 0\n")
+    recipe = piped({"sync": "sync"}, task="backwards", reward=f"{file}:score", pipeline={"rewards": "workers"})
+    with pytest.raises(RewardError, match="ZeroDivisionError"):
+        train(recipe, tmp_path / "run")
+
+
 def test_a_worker_without_a_model_or_without_room_is_named(workers, tmp_path):
     one = SETTINGS.model_copy(update={"workers": 1})
     without = Workers(one, replace(workers.spec, model=str(tmp_path / "gone")), weights_mib=1.0)
@@ -454,6 +517,7 @@ def test_a_worker_without_a_model_or_without_room_is_named(workers, tmp_path):
             {"pipeline": {"schedule": "verl_stale"}, "optim": {"advantage": "reinforce_plus_plus_baseline"}},
             r"takes statistics over the whole batch; set rules",
         ),
+        ({"pipeline": {"rewards": "workers"}, "reward": "judge"}, r"workers have no judge"),
         ({"rollout": {"evidence": "hidden"}}, r"mixes versions in a batch"),
         ({"pipeline": {"resources": {"GPU": 1}}}, r"resources.GPU is a name of Ray's own; use pipeline.cpus"),
         ({"pipeline": {"resources": {"rollout": 0}}}, r"pipeline.resources.rollout"),
