@@ -304,7 +304,7 @@ def rollout_worker(folder, monkeypatch):
     sampling = Sampling(max_tokens=8, stop_token_ids=())
     (folder / "reward.py").write_text(SCORE)
     rewards = RewardSpec("arithmetic", "reward.py:score", str(folder))
-    spec = EngineSpec("transformers", str(folder), {"dtype": "float32"}, sampling, "sampled", rewards)
+    spec = EngineSpec("transformers", str(folder), {"dtype": "float32"}, sampling, "sampled", rewards=rewards)
     worker = RolloutWorker(spec, threads=1)
     yield worker
     worker.start_over()

@@ -56,7 +56,7 @@ def cluster(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("engine")
     models[0].save_pretrained(folder)
     options, rewards = {"dtype": "float32", "batch_size": 8}, RewardSpec("backwards", "exact", str(folder))
-    spec = EngineSpec("transformers", str(folder), options, SAMPLING, "sampled", rewards)
+    spec = EngineSpec("transformers", str(folder), options, SAMPLING, "sampled", rewards=rewards)
     start_ray(SETTINGS.model_copy(update={"workers": 8}), 1.0)  # room for the trainer's own workers, too
     workers = Workers(SETTINGS, spec, weights_mib=1.0)
     yield workers

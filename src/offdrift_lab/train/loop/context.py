@@ -422,7 +422,7 @@ def _engine(recipe: Recipe, source: Any, options: dict[str, Any], sampling: Samp
 
     source = Path(source).absolute()
     rewards = RewardSpec(recipe.task, recipe.reward, str(Path.cwd())) if recipe.pipeline.rewards == "workers" else None
-    spec = EngineSpec(recipe.rollout.engine, str(source), options, sampling, recipe.rollout.evidence, rewards)
+    spec = EngineSpec(recipe.rollout.engine, str(source), options, sampling, recipe.rollout.evidence, rewards=rewards)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     workers = Workers(recipe.pipeline, spec, weights_mib=weights / 2**20, log=source.parent / "workers.jsonl")
     workers.start()
