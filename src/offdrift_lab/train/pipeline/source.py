@@ -153,7 +153,7 @@ class PipelineSource(Source):
         return penalized(rollouts, self.recipe.penalties, max_tokens=self.recipe.horizon)
 
     def _texts(self, tokens: Sequence[Sequence[int]]) -> tuple[str, ...]:
-        return tuple(str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in tokens)
+        return tuple(str(self.tokenizer.decode(list(row), skip_special_tokens=True)) for row in tokens)
 
     def _score(self, number: int, attempt: int, tokens: Sequence[Sequence[int]]) -> Score:
         """The order for a group's rewards."""

@@ -171,9 +171,7 @@ class RolloutWorker:
         ends = [self._end(delta) for delta in deltas]
         self._let_go()
         seconds = time.perf_counter() - begin if deltas else 0.0
-        begin = time.perf_counter()
-        rewards = tuple(self._scored(order) for order in orders if isinstance(order, Score))
-        reward_seconds = time.perf_counter() - begin if rewards else 0.0
+        rewards, reward_seconds = self._scored(orders)
         evidence = [d.evidence for d in deltas if d.evidence is not None]
         return Report(
             tuple(d.key for d in deltas),
@@ -233,9 +231,13 @@ class RolloutWorker:
         self._newest.load_weights(unpacked(arrays), version=order.version, cache=order.cache)
         return time.perf_counter() - begin
 
-    def _scored(self, order: Score) -> Scored:
-        assert self._rewards is not None
-        return Scored(order.group, order.attempt, self._rewards(order.completions, order.problems))
+    def _scored(self, orders: Sequence[Order]) -> tuple[tuple[Scored, ...], float]:
+        """Rewards that were ordered, and the seconds that they took."""
+        begin, scored = time.perf_counter(), []
+        for order in (o for o in orders if isinstance(o, Score)):
+            assert self._rewards is not None
+            scored.append(Scored(order.group, order.attempt, self._rewards(order.completions, order.problems)))
+        return tuple(scored), time.perf_counter() - begin if scored else 0.0
 
     def _forget(self, keys: Sequence[str]) -> None:
         for stream in self._streams:
