@@ -97,21 +97,34 @@ def test_the_threshold_of_nemo_rl():
     assert 20 < sum(expected) < len(expected) - 20
 
 
-def prime_rl_ipo(trainer: torch.Tensor, inference: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """Its `ipo_loss_fn` with threshold 0.3 and no KL, summed."""
-    kept = (trainer.exp() - inference.exp()).abs() <= 0.3
-    return -(kept * a * (trainer - inference).exp()).sum()
+def prime_rl(trainer: torch.Tensor, inference: torch.Tensor, a: torch.Tensor, name: str) -> torch.Tensor:
+    """Sum of its `IPOLoss` (eps 0.3, weights up to 10,000) or `IcePopLoss` (0.2 to 5) of September 2026."""
+    l = (trainer - inference).detach()  # noqa: E741
+    moved = (trainer.exp() - inference.exp()).abs().detach()
+    kept = moved <= 0.3 if name == "ipo" else (l >= math.log(0.2)) & (l <= math.log(5.0))
+    weight = l.clamp(max=math.log(1e4)).exp() if name == "ipo" else l.exp()
+    return -(kept * a * weight * (trainer - trainer.detach()).exp()).sum()
 
 
-def test_ipo_is_prime_rls():
+@pytest.mark.parametrize("name", ["ipo", "prime_rl_icepop"])
+def test_losses_of_prime_rl_of_september(name):
+    """Loss and gradient; IPO's differ where the ratio is above 10,000, by that quotient."""
     from offdrift.loss import policy_loss
 
     draw = torch.Generator().manual_seed(0)
     mu = -2 * torch.rand(60, generator=draw, dtype=torch.float64)
-    pi = (mu + 0.7 * torch.randn(60, generator=draw, dtype=torch.float64)).clamp(max=-1e-3)
+    pi = (mu + 1.2 * torch.randn(60, generator=draw, dtype=torch.float64)).clamp(max=-1e-3)
+    mu[7], pi[7] = math.log(1e-6), math.log(0.2)
     batch = packed(made("full", [0.0] * 60, torch.randn(60, generator=draw).tolist()).with_tokens(mu=mu, pi=pi))
     ours, theirs = (pi.clone().requires_grad_() for _ in range(2))
-    policy_loss(batch.lp.with_current(ours), method("ipo"), batch.advantages, normalizer=1.0).loss.backward()
-    prime_rl_ipo(theirs, mu, batch.advantages).backward()
-    torch.testing.assert_close(ours.grad, theirs.grad)
+    result = policy_loss(batch.lp.with_current(ours), method(name), batch.advantages, normalizer=1.0)
+    result.loss.backward()
+    their_loss = prime_rl(theirs, mu, batch.advantages, name)
+    their_loss.backward()
     assert 5 < int((theirs.grad == 0).sum()) < 55
+    if name == "ipo":
+        assert float(ours.grad[7] / theirs.grad[7]) == pytest.approx(20)
+        excess = (ours.grad - theirs.grad)[7].clone()
+        ours.grad[7], their_loss = theirs.grad[7], their_loss.detach() + excess
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    torch.testing.assert_close(result.loss.detach(), their_loss.detach())

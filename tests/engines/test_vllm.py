@@ -12,7 +12,7 @@ import offdrift.engines.vllm.engine as vllm_engine_module
 from offdrift.engines.generate import request_seed
 from offdrift.engines.grids import instruction_set, on_grid, warn_of_saturation
 from offdrift.engines.score import score
-from offdrift.engines.verify_sync import QUANTIZED_CAP, verify_sync
+from offdrift.engines.verify_sync import QUANTIZED_CAP, examine_sync, verify_sync
 from offdrift.engines.vllm.taps import runner_of
 from offdrift.errors import EngineError, NotOfferedError, SyncError
 from offdrift.records.provenance import Sampling
@@ -163,6 +163,19 @@ def test_a_reload_of_int8_weights_without_its_repair_is_noticed(exact_int8, monk
     finally:
         monkeypatch.undo()
         exact_int8.load_weights(model.named_parameters(), version=0)
+
+
+def test_int8_experts_take_new_weights(checkpoints):
+    """vLLM's reload packs integers itself; packed again, they are no weights of its kernel."""
+    if "amx" not in instruction_set():
+        pytest.skip("vLLM's int8 experts on a CPU were seen to start with AMX only")
+    engine = vllm_engine_module.VLLMEngine(checkpoints["moe"], dtype="bfloat16", quantization="experts_int8", **SMALL)
+    try:
+        experts = [m for m in runner_of(engine.llm).model.modules() if hasattr(m, "w13_weight")]
+        assert {m.w13_weight.dtype for m in experts} == {torch.int8}
+        assert examine_sync(engine, tiny("moe"), PROMPTS, PLAIN, seed=0, again=False).proved == 25
+    finally:
+        engine.close()
 
 
 def test_w8a8_of_a_mixture_and_of_no_folder_are_refused(checkpoints, tmp_path):

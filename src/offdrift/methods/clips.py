@@ -275,8 +275,8 @@ ROWS: dict[str, Method] = {
         mechanism="band on the binary TV, pull on every token",
         target="asynchronous rollouts, engines that differ",
         fails=TOKEN_BIAS,
-        reference="prime-rl's IPO with eps 0.1 and kl_tau 0.001; since September 2026 its default is eps 0.3, kl_tau 0 "
-        "(gate.low=-0.3, gate.high=0.3, objective.pull=0)",
+        reference="prime-rl's IPO until August 2026 (eps 0.1, kl_tau 0.001); since September eps is 0.3, without a KL: "
+        "row ipo",
         status="implementation",
     ),
     "ipo": row(
@@ -286,8 +286,8 @@ ROWS: dict[str, Method] = {
         mechanism="band on the binary TV",
         target="asynchronous rollouts, engines that differ",
         fails=TOKEN_BIAS,
-        reference="prime-rl's default since its #3526, September 2026 (eps 0.3, kl_tau 0); the formula from its code "
-            "of August",
+        reference="prime-rl's default since its #3526, September 2026 (IPOLoss, eps 0.3, without a KL term); its code "
+            "also caps the weight of a token at max_importance_ratio, 10,000, which this row does not",
         status="implementation",
     ),
     "prime_rl_icepop": row(
@@ -297,8 +297,8 @@ ROWS: dict[str, Method] = {
         mechanism="band mask",
         target="asynchronous rollouts, engines that differ",
         fails=TOKEN_BIAS,
-        reference="prime-rl's icepop loss of September 2026 (#3586, ratio_low 0.2, ratio_high 5), after a description",
-        status="secondary",
+        reference="prime-rl's icepop loss of September 2026 (#3586, IcePopLoss, ratio_low 0.2, ratio_high 5)",
+        status="implementation",
     ),
     "kpop": row(
         Clipped(), Gate(statistic="binary_kl_max", on="mismatch", unit="token", high=2.0),

@@ -372,8 +372,13 @@ def _tokens(s: Numbers) -> float:
 
 
 BESIDE: dict[str, tuple[str, Literal["worse", "better", "neither"], str]] = {
-    "worker_idle": ("1", "worse", "share of the workers' time in which they neither drew nor loaded weights"),
+    "worker_idle": (
+        "1",
+        "worse",
+        "share of the workers' time without drawing, loading weights or computing rewards",
+    ),
     "trainer_idle": ("1", "worse", "share of the time in which the trainer waited for groups"),
+    "reward_seconds": ("s", "neither", "seconds in which workers computed rewards, summed over workers"),
     "sync_seconds": ("s", "worse", "seconds in which workers loaded weights, summed over workers"),
     "sync_bytes": ("byte", "neither", "size of the weights as they were last published, one copy"),
     "stale_frac": ("1", "worse", "share of responses with a token of older weights than the update's own"),

@@ -360,8 +360,9 @@ def seconds_of(folder: Path, workers: int) -> list[Spent]:
         idle, worker_idle = (number(row.get(f"pipeline/{name}_idle")) for name in ("trainer", "worker"))
         if idle is not None and worker_idle is not None:
             loaded = number(row.get("pipeline/sync_seconds")) or 0.0
+            rewarded = number(row.get("pipeline/reward_seconds")) or 0.0
             waited, published = idle * span, 0.0
-            draw_seconds = max(0.0, (1 - worker_idle) * span * workers - loaded)
+            draw_seconds = max(0.0, (1 - worker_idle) * span * workers - loaded - rewarded)
         if waited is not None and row.get("update", 0) - 1 not in evaluated:
             spent.append(
                 Spent(

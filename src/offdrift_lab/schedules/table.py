@@ -198,7 +198,7 @@ SCHEDULES: dict[str, Schedule] = {
         consumption=Consumption(take="stream"),
         title="CompassMax",
         summary="synchronous; groups foretold to be long first; rewards of finished groups beside drawing",
-        cost="a group's length is known from its first response on; the trainer computes the rewards, not a worker",
+        cost='a group\'s length is known from its first response on; rewards on workers: pipeline.rewards = "workers"',
         source="CompassMax-V3-Thinking, arXiv:2512.07710, after a description; lengths foretold as in Seer",
     ),
     "dora": Schedule(

@@ -10,13 +10,16 @@ from ray.exceptions import ActorDiedError
 from tests.engines.models import tiny
 
 from offdrift.engines.stream import DrawJob
-from offdrift.errors import EngineError, SyncError
+from offdrift.errors import EngineError, RewardError, SyncError
 from offdrift.records.provenance import Sampling
 from offdrift_lab.schedules import Key, Schedule
 from offdrift_lab.schedules.rules import Always, InFlight, TooOld, Weights
+from offdrift_lab.train.data.problems import Problem
+from offdrift_lab.train.data.rewards import Rewards
 from offdrift_lab.train.pipeline import driver as module
 from offdrift_lab.train.pipeline import worker as worker_module
 from offdrift_lab.train.pipeline.driver import Driver, News, name_of
+from offdrift_lab.train.pipeline.scoring import RewardSpec, Score, Scored
 from offdrift_lab.train.pipeline.source import load_drawn, save_drawn
 from offdrift_lab.train.pipeline.worker import (
     Draw,
@@ -292,11 +295,16 @@ def folder(tmp_path_factory):
     return path
 
 
+SCORE = "def score(completion, answer):\n    return len(completion) / len(answer)\n"
+
+
 @pytest.fixture
 def rollout_worker(folder, monkeypatch):
     monkeypatch.setattr(worker_module.ray, "get", lambda reference: reference)
     sampling = Sampling(max_tokens=8, stop_token_ids=())
-    spec = EngineSpec("transformers", str(folder), {"dtype": "float32"}, sampling, "sampled")
+    (folder / "reward.py").write_text(SCORE)
+    rewards = RewardSpec("arithmetic", "reward.py:score", str(folder))
+    spec = EngineSpec("transformers", str(folder), {"dtype": "float32"}, sampling, "sampled", rewards=rewards)
     worker = RolloutWorker(spec, threads=1)
     yield worker
     worker.start_over()
@@ -344,6 +352,20 @@ def test_a_cancelled_response_is_not_drawn_on(rollout_worker):
     rollout_worker.advance([take(1), Draw(DrawJob("0.0.0", (1, 2), 5), 4), Draw(DrawJob("0.1.0", (1, 2), 6), 4)], 2)
     assert rollout_worker.advance([Forget(("0.0.0",))], 1).keys == ("0.1.0",)
     assert rollout_worker._left.keys() == {"0.1.0"}
+
+
+def test_a_worker_scores_what_it_is_asked_for_after_it_has_drawn(rollout_worker):
+    asked = [Score(4, 1, ("ab", "abc"), (Problem("1=", "12"),) * 2), Draw(DrawJob("0.0.0", (1, 2), seed=5))]
+    report = rollout_worker.advance([take(1), *asked], 2)
+    assert report.rewards == (Scored(4, 1, Rewards((1.0, 1.5), {})),)
+    assert report.counts == (2,)
+    assert report.reward_seconds > 0
+    assert rollout_worker.advance([], 2).rewards == ()
+
+
+def test_an_error_of_a_reward_names_the_function_and_the_text(rollout_worker):
+    with pytest.raises(RewardError, match=r"reward\.py:score(.|\n)*ZeroDivisionError"):
+        rollout_worker.advance([Score(0, 0, ("ab",), (Problem("1=", ""),))], 2)
 
 
 @pytest.mark.parametrize("damage", ["torn", "older", "missing"])

@@ -21,9 +21,11 @@ from offdrift.errors import EngineError, RecipeError
 from offdrift.records import store
 from offdrift.records.provenance import Sampling
 from offdrift_lab.schedules import SCHEDULES, override, schedule
+from offdrift_lab.train.data.problems import Problem
 from offdrift_lab.train.loop.loop import train
 from offdrift_lab.train.loop.run_folder import ArmFolder
 from offdrift_lab.train.pipeline.driver import Driver, name_of
+from offdrift_lab.train.pipeline.scoring import RewardSpec, Score
 from offdrift_lab.train.pipeline.source import load_drawn, save_drawn
 from offdrift_lab.train.pipeline.worker import EngineSpec, published
 from offdrift_lab.train.pipeline.workers import Workers, start_ray
@@ -53,7 +55,8 @@ def cluster(models, tmp_path_factory):
     """Two workers that stay for all tests."""
     folder = tmp_path_factory.mktemp("engine")
     models[0].save_pretrained(folder)
-    spec = EngineSpec("transformers", str(folder), {"dtype": "float32", "batch_size": 8}, SAMPLING, "sampled")
+    options, rewards = {"dtype": "float32", "batch_size": 8}, RewardSpec("backwards", "exact", str(folder))
+    spec = EngineSpec("transformers", str(folder), options, SAMPLING, "sampled", rewards=rewards)
     start_ray(SETTINGS.model_copy(update={"workers": 8}), 1.0)  # room for the trainer's own workers, too
     workers = Workers(SETTINGS, spec, weights_mib=1.0)
     yield workers
@@ -74,16 +77,21 @@ def job(key):
     return DrawJob(name_of(key), prompt, seed=hash((key.group, key.sibling, key.attempt)) % 2**63)
 
 
+def scorer(group, attempt, tokens):
+    """Asks for the rewards of responses of which the first alone is right."""
+    texts = tuple(" ".join(map(str, row)) for row in tokens)
+    return Score(group, attempt, texts, tuple(Problem("", texts[0] if i == 0 else "no") for i in range(len(texts))))
+
+
 class Trainer:
     """Takes groups and moves on through the models; every wait of it is a chance for the workers."""
 
-    def __init__(self, row, workers, models, *, settings=SETTINGS, delay=0.0, steps=1, updates=UPDATES):
+    def __init__(self, row, workers, models, *, settings=SETTINGS, delay=0.0, steps=1, updates=UPDATES, scorer=scorer):
         self.row, self.models, self.delay, self.steps, self.updates = row, models, delay, steps, updates
         self.workers = workers
-        self.driver = Driver(
-            row, workers, batch=BATCH, samples=SAMPLES, updates=updates, settings=settings, job=job, steps=steps
-        )
-        self.groups, self.lags, self.stored = {}, [], []
+        sizes = {"batch": BATCH, "samples": SAMPLES, "updates": updates, "steps": steps}
+        self.driver = Driver(row, workers, **sizes, settings=settings, job=job, scorer=scorer)
+        self.groups, self.lags, self.stored, self.rewarded = {}, [], [], []
         self.version = 0
 
     def start(self, snapshot=None):
@@ -109,11 +117,16 @@ class Trainer:
                 taken = taken if future is None else self.driver.snapshot(future)
         finally:
             self.driver.stop()
+        sent = [rewards.total for rewards in self.rewarded if rewards is not None]
+        if self.rewarded:
+            assert len(self.rewarded) == len(self.groups)
+            assert set(sent) == {(1.0, *[0.0] * (SAMPLES - 1))}
         return taken
 
     def update(self):
         while True:
             ready = self.driver.take()
+            self.rewarded += self.driver.rewards(ready)
             for number, group in ready.groups:
                 assert number not in self.groups, "a group is trained on twice"
                 self.groups[number] = group
@@ -188,7 +201,8 @@ def test_vllm_draws_each_token_with_the_weights_that_are_recorded(cluster, model
     models[0].save_pretrained(tmp_path)
     options = {"dtype": "float32", "max_model_len": 64, "kv_cache_mib": CACHE_MIB}
     settings = SETTINGS.model_copy(update={"workers": 1, "steps": 1, "slots": 6, "hang_seconds": 120.0})
-    spec = EngineSpec("vllm", str(tmp_path), options, replace(SAMPLING, stop_token_ids=()), "sampled")
+    sampling = replace(SAMPLING, stop_token_ids=())
+    spec = replace(cluster.spec, kind="vllm", model=str(tmp_path), options=options, sampling=sampling)
     workers = Workers(settings, spec, weights_mib=1.0)
     try:
         workers.start()
@@ -292,7 +306,7 @@ def test_on_the_virtual_clock_a_resumed_run_is_the_uninterrupted_one(name, worke
     row = schedule(name)
     whole = Trainer(row, workers, models, settings=ROUNDS, delay=0.02).start()
     snapshot = whole.run(snapshot_at=3)
-    again = Trainer(row, workers, models, settings=ROUNDS).start()
+    again = Trainer(row, workers, models, settings=ROUNDS, scorer=None).start()  # rewards change nothing else
     again.run(snapshot_at=3)
     save_drawn(tmp_path, snapshot.groups)
     restored = snapshot._replace(groups=load_drawn(tmp_path, job))
@@ -421,6 +435,27 @@ def test_first_finished_first_taken_gets_no_certificate(short, workers, tmp_path
     assert rollouts.provenance.selected
 
 
+# -- rewards by the workers
+
+
+def test_rewards_of_workers_are_those_of_the_trainer(short, workers, tmp_path):
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "import os\n\n\ndef score(completion):\n    return {'reward': len(completion) / 7, 'by': os.getpid()}\n"
+    )
+    settings = {"rewards": "workers", "workers": 1}
+    train(piped({"areal": "areal"}, task="backwards", reward=f"{file}:score", batches=3, pipeline=settings), tmp_path)
+    batches = [store.read(path) for path in sorted((tmp_path / "arms/areal/rollouts").glob("batch-*.parquet"))]
+    assert [len(batch.rewards) for batch in batches] == [16] * 3
+    for batch in batches:
+        assert batch.rewards.tolist() == pytest.approx([len(text) / 7 for text in batch.completions])
+    assert len(torch.cat([batch.rewards for batch in batches]).unique()) > 1
+    by = torch.cat([batch.components["by"] for batch in batches]) != os.getpid()
+    assert by.double().mean() > 0.5  # the others finished before a checkpoint and are trained on after it
+    metrics = ArmFolder(tmp_path / "arms/areal").rows("metrics")
+    assert sum(row["pipeline/reward_seconds"] for row in metrics) > 0
+
+
 def test_a_worker_without_a_model_or_without_room_is_named(workers, tmp_path):
     one = SETTINGS.model_copy(update={"workers": 1})
     without = Workers(one, replace(workers.spec, model=str(tmp_path / "gone")), weights_mib=1.0)
@@ -450,6 +485,7 @@ def test_a_worker_without_a_model_or_without_room_is_named(workers, tmp_path):
             {"pipeline": {"schedule": "verl_stale"}, "optim": {"advantage": "reinforce_plus_plus_baseline"}},
             r"takes statistics over the whole batch; set rules",
         ),
+        ({"pipeline": {"rewards": "workers"}, "reward": "judge"}, r"workers have no judge"),
         ({"rollout": {"evidence": "hidden"}}, r"mixes versions in a batch"),
         ({"pipeline": {"resources": {"GPU": 1}}}, r"resources.GPU is a name of Ray's own; use pipeline.cpus"),
         ({"pipeline": {"resources": {"rollout": 0}}}, r"pipeline.resources.rollout"),

@@ -416,11 +416,13 @@ def _engine(recipe: Recipe, source: Any, options: dict[str, Any], sampling: Samp
     """The engine of this process, or all rollout workers as one."""
     if recipe.pipeline is None:
         return make_engine(recipe.rollout.engine, source, **options)
+    from offdrift_lab.train.pipeline.scoring import RewardSpec
     from offdrift_lab.train.pipeline.worker import EngineSpec
     from offdrift_lab.train.pipeline.workers import RemoteEngine, Workers
 
     source = Path(source).absolute()
-    spec = EngineSpec(recipe.rollout.engine, str(source), options, sampling, recipe.rollout.evidence)
+    rewards = RewardSpec(recipe.task, recipe.reward, str(Path.cwd())) if recipe.pipeline.rewards == "workers" else None
+    spec = EngineSpec(recipe.rollout.engine, str(source), options, sampling, recipe.rollout.evidence, rewards=rewards)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     workers = Workers(recipe.pipeline, spec, weights_mib=weights / 2**20, log=source.parent / "workers.jsonl")
     workers.start()

@@ -26,6 +26,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from offdrift.engines.stream import Delta, DrawJob
 from offdrift.errors import EngineError
 from offdrift_lab.schedules import Cancel, Key, Load, Schedule, Scheduler, Start
+from offdrift_lab.train.data.rewards import Rewards
+from offdrift_lab.train.pipeline.scoring import RewardLedger, Scorer
 from offdrift_lab.train.pipeline.worker import Draw, Forget, Order, Published, Report, TakeWeights
 from offdrift_lab.train.pipeline.workers import Workers, reason
 from offdrift_lab.train.settings.sections import PipelineSettings
@@ -60,6 +62,8 @@ class Ready(NamedTuple):
     """By number, the responses of each."""
     last: bool
     """Whether the update ends with them."""
+    rewards: tuple[Future[Rewards | None] | None, ...] = ()
+    """Those of each group, if workers compute them; where a worker was not asked, or is gone, it is None."""
 
 
 class News(NamedTuple):
@@ -88,6 +92,7 @@ class Driver:
         batch: groups per update.
         job: prompt and seed of a response.
         steps: optimizer steps per update of the schedule: versions of weights count them.
+        scorer: makes orders for rewards, if workers compute them.
     """
 
     def __init__(
@@ -101,9 +106,11 @@ class Driver:
         settings: PipelineSettings,
         job: Callable[[Key], DrawJob],
         steps: int = 1,
+        scorer: Scorer | None = None,
     ) -> None:
         self.schedule, self.workers, self.settings = schedule, workers, settings
-        self._job, self._steps = job, steps
+        self._job, self._steps, self._scorer = job, steps, scorer
+        self._rewards = RewardLedger()
         self._sizes = {"batch": batch, "samples": samples, "updates": updates, "store": settings.store}
         self.scheduler = Scheduler(schedule, **self._sizes)
         self.groups: dict[int, dict[int, Drawn]] = {}
@@ -111,8 +118,8 @@ class Driver:
         self._handed_over: dict[int, tuple[Drawn, ...]] = {}  # what waits in `_ready`, by number of the group
         self.lock = threading.Lock()
         """Held while events are taken in and decisions carried out."""
-        self.seconds = {"generation": 0.0, "load": 0.0, "waited": 0.0}
-        """What workers have spent drawing and loading weights, and what the trainer has waited for groups."""
+        self.seconds = {"generation": 0.0, "load": 0.0, "reward": 0.0, "waited": 0.0}
+        """What workers have spent drawing, loading weights and on rewards, and what the trainer has waited for."""
         self.lost = 0
         self._ready: queue.SimpleQueue[Ready] = queue.SimpleQueue()
         self._news: deque[News] = deque()
@@ -156,6 +163,13 @@ class Driver:
             for number, _ in ready.groups:
                 del self._handed_over[number]
         return ready
+
+    def rewards(self, ready: Ready) -> list[Rewards | None]:
+        """The rewards of groups that `take` has given, by group; waits for them. None: the trainer computes them."""
+        begin = time.monotonic()
+        result = [None if future is None else self._wait(future.result) for future in ready.rewards]
+        self.seconds["waited"] += time.monotonic() - begin
+        return result
 
     def accumulated(self) -> None:
         """Groups that did not end an update are in the gradient."""
@@ -319,6 +333,7 @@ class Driver:
         self.scheduler = Scheduler(self.schedule, **self._sizes)
         self.scheduler.load(snapshot.scheduler)
         self._orders = {}
+        self._rewards.clear()
         calls = {name: actor.start_over.remote() for name, actor in self.workers.actors.items()}
         for name, reference in calls.items():
             try:
@@ -347,6 +362,9 @@ class Driver:
         now, scheduler = time.monotonic(), self.scheduler
         self.seconds["generation"] += report.generation_seconds
         self.seconds["load"] += report.load_seconds
+        self.seconds["reward"] += report.reward_seconds
+        for scored in report.rewards:
+            self._rewards.arrived(scored)
         for version in report.loaded:
             scheduler.loaded(name, version // self._steps)
         for delta, end, count in zip(report.deltas(), report.ends, report.counts, strict=True):
@@ -365,6 +383,7 @@ class Driver:
             else:
                 drawn.generation_seconds = now - drawn.started
                 scheduler.finished(key, count, version)
+                self._want_rewards(key)
 
     def _up(self, name: str) -> None:
         """A worker can be given orders; it has the weights of a checkpoint, which nothing is drawn by."""
@@ -377,6 +396,7 @@ class Driver:
         self._fruitless += 1
         self.workers.end(name)
         self._orders.pop(name, None)
+        self._rewards.lost(name)
         if name in self.scheduler.workers:
             self.scheduler.worker_lost(name)
         if self._fruitless > TRIES * self.settings.workers:
@@ -414,10 +434,23 @@ class Driver:
             else:
                 self._due = self._round + (self.settings.update_rounds or 0)
                 groups = tuple((number, self._hand_over(number)) for number in command.groups)
-                self._ready.put(Ready(groups, command.last))
+                scored = () if self._scorer is None else tuple(map(self._rewards.take, command.groups))
+                self._ready.put(Ready(groups, command.last, scored))
         for number in (self.groups.keys() | self._submitted.keys()) - scheduler.groups.keys():
             self.groups.pop(number, None)
             self._submitted.pop(number, None)
+            self._rewards.forget(number)
+        for name, order in self._rewards.assign({name: len(scheduler.workers[name].running) for name in self._orders}):
+            self._orders[name].append(order)
+
+    def _want_rewards(self, key: Key) -> None:
+        """Order the rewards of a group, if the response of this key was the last and workers compute them."""
+        group = self.scheduler.groups.get(key.group)
+        if self._scorer is None or group is None or group.missing:
+            return
+        responses = [drawn for _, drawn in sorted(self.groups[key.group].items())]
+        tokens = [[t for delta in drawn.deltas for t in delta.tokens.tolist()] for drawn in responses]
+        self._rewards.want(self._scorer(key.group, key.attempt, tokens))
 
     def _draw(self, start: Start, now: float) -> Draw:
         key = start.key

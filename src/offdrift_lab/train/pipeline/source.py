@@ -1,14 +1,14 @@
 """`PipelineSource`: batches that rollout workers draw while the trainer trains.
 
 It stands where `Source` does. Prompts are functions of the recipe's seed and a group's number, seeds of its key: the
-same groups are drawn whatever the workers do, though not by the same weights. Rewards are taken when the trainer
-takes a group, in its own thread.
+same groups are drawn whatever the workers do, though not by the same weights. Rewards are computed when the trainer
+takes a group, in its own thread, or beside generation by the workers (see `scoring`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,9 +40,11 @@ from offdrift_lab.train.data.buffer import Picked
 from offdrift_lab.train.data.group_filter import penalized
 from offdrift_lab.train.data.problems import Problem, digest
 from offdrift_lab.train.data.prompts import prompt_ids
+from offdrift_lab.train.data.rewards import Rewards
 from offdrift_lab.train.data.source import Source, batch_seed
 from offdrift_lab.train.data.tasks import Task, rewards_of
 from offdrift_lab.train.pipeline.driver import Drawn, Driver, Ready, Snapshot, name_of
+from offdrift_lab.train.pipeline.scoring import Score, joined
 from offdrift_lab.train.pipeline.worker import Published, published
 from offdrift_lab.train.pipeline.workers import Workers
 
@@ -86,6 +88,7 @@ class PipelineSource(Source):
             settings=recipe.pipeline,
             job=self._job,
             steps=self._steps,
+            scorer=self._score if recipe.pipeline.rewards == "workers" else None,
         )
 
     @property
@@ -134,9 +137,8 @@ class PipelineSource(Source):
         responses = [response for _, group in ready.groups for response in group]
         rollouts = rollouts_of([d.job for d in responses], {d.job.key: d.deltas for d in responses}, provenance)
         problems = [self._problem(number)[0] for number, group in ready.groups for _ in group]
-        texts = (self.tokenizer.decode(d, skip_special_tokens=True) for d in rollouts_tokens(rollouts))
-        completions = tuple(map(str, texts))
-        rewards = rewards_of(self.task, completions, problems)
+        completions = self._texts(rollouts_tokens(rollouts))
+        rewards = self._rewards(ready, completions, problems)
         sizes = torch.tensor([len(group) for _, group in ready.groups])
         rollouts = rollouts.with_(
             group_ids=(first + torch.arange(len(sizes))).repeat_interleave(sizes),
@@ -149,6 +151,25 @@ class PipelineSource(Source):
             generation_seconds=torch.tensor([d.generation_seconds for d in responses]),
         )
         return penalized(rollouts, self.recipe.penalties, max_tokens=self.recipe.horizon)
+
+    def _texts(self, tokens: Sequence[Sequence[int]]) -> tuple[str, ...]:
+        return tuple(str(self.tokenizer.decode(list(row), skip_special_tokens=True)) for row in tokens)
+
+    def _score(self, number: int, attempt: int, tokens: Sequence[Sequence[int]]) -> Score:
+        """The order for a group's rewards."""
+        problem, _ = self._problem(number)
+        return Score(number, attempt, self._texts(tokens), (problem,) * len(tokens))
+
+    def _rewards(self, ready: Ready, completions: Sequence[str], problems: Sequence[Problem]) -> Rewards:
+        """Rewards of some groups: what workers have sent, and what is left to the trainer."""
+        assert isinstance(self.task, Task)
+        if not ready.rewards:
+            return rewards_of(self.task, completions, problems)
+        parts, end = [], 0
+        for (_, group), sent in zip(ready.groups, self.driver.rewards(ready), strict=True):
+            start, end = end, end + len(group)
+            parts.append(sent or rewards_of(self.task, completions[start:end], problems[start:end]))
+        return joined(parts)
 
     # -- what the loop asks
 
@@ -239,8 +260,9 @@ class PipelineSource(Source):
         newest = version - segments.max(rollouts.rollout_version.double())
         counts = torch.bincount(lag.long())
         return {
-            "pipeline/worker_idle": max(0.0, 1 - (change["generation"] + change["load"]) / workers),
+            "pipeline/worker_idle": max(0.0, 1 - (change["generation"] + change["load"] + change["reward"]) / workers),
             "pipeline/trainer_idle": min(1.0, change["waited"] / seconds),
+            "pipeline/reward_seconds": change["reward"],
             "pipeline/sync_seconds": change["load"],
             "pipeline/sync_bytes": float(self._sync_bytes),
             "pipeline/stale_frac": float((lag > 0).double().mean()),

@@ -28,6 +28,7 @@ from offdrift.engines.stream import Cache, Delta, DrawJob, Stream, open_stream
 from offdrift.errors import EngineError, SyncError
 from offdrift.records.provenance import Provenance, Sampling
 from offdrift.records.rollouts import Evidence, EvidenceKind, Rollouts, Support, evidence_at, joined_evidence
+from offdrift_lab.train.pipeline.scoring import RewardSpec, Score, Scored
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class EngineSpec:
     options: Mapping[str, Any]
     sampling: Sampling
     evidence: EvidenceKind
+    rewards: RewardSpec | None = None
+    """Those that workers compute, if they do."""
 
 
 class Draw(NamedTuple):
@@ -74,7 +77,7 @@ class TakeWeights(NamedTuple):
     cache: Cache
 
 
-Order = Draw | Forget | TakeWeights
+Order = Draw | Forget | TakeWeights | Score
 
 
 class Started(NamedTuple):
@@ -103,6 +106,9 @@ class Report(NamedTuple):
     """Versions that were loaded."""
     generation_seconds: float
     load_seconds: float
+    rewards: tuple[Scored, ...] = ()
+    """Those that were ordered with the call."""
+    reward_seconds: float = 0.0
 
     def deltas(self) -> Iterable[Delta]:
         """New tokens of each response."""
@@ -136,6 +142,7 @@ class RolloutWorker:
             )
         self.spec = spec
         self.engine: Any = self._engine()
+        self._rewards = None if spec.rewards is None else spec.rewards.find()
         self._streams: list[Stream] = []  # the one with the newest weights last
         self._left: dict[str, int] = {}  # tokens that a response may still get in its slice
 
@@ -144,7 +151,7 @@ class RolloutWorker:
         return Started(os.getpid(), self.engine.provenance(self.spec.sampling), this_node())
 
     def advance(self, orders: Sequence[Order], steps: int) -> Report:
-        """Carry out orders, then draw up to `steps` tokens of every response in progress."""
+        """Carry out orders, then draw up to `steps` tokens of every response in progress, then compute rewards."""
         loaded, load_seconds = [], 0.0
         for order in orders:
             if isinstance(order, Forget):
@@ -152,7 +159,7 @@ class RolloutWorker:
             elif isinstance(order, TakeWeights):
                 load_seconds += self._take(order)
                 loaded.append(order.version)
-            else:
+            elif isinstance(order, Draw):
                 self._newest.submit([order.job])
                 if order.limit is not None:
                     self._left[order.job.key] = order.limit
@@ -164,6 +171,7 @@ class RolloutWorker:
         ends = [self._end(delta) for delta in deltas]
         self._let_go()
         seconds = time.perf_counter() - begin if deltas else 0.0
+        rewards, reward_seconds = self._scored(orders)
         evidence = [d.evidence for d in deltas if d.evidence is not None]
         return Report(
             tuple(d.key for d in deltas),
@@ -177,6 +185,8 @@ class RolloutWorker:
             loaded=tuple(loaded),
             generation_seconds=seconds,
             load_seconds=load_seconds,
+            rewards=rewards,
+            reward_seconds=reward_seconds,
         )
 
     def start_over(self) -> None:
@@ -220,6 +230,14 @@ class RolloutWorker:
             self.engine = self._newest.engine
         self._newest.load_weights(unpacked(arrays), version=order.version, cache=order.cache)
         return time.perf_counter() - begin
+
+    def _scored(self, orders: Sequence[Order]) -> tuple[tuple[Scored, ...], float]:
+        """Rewards that were ordered, and the seconds that they took."""
+        begin, scored = time.perf_counter(), []
+        for order in (o for o in orders if isinstance(o, Score)):
+            assert self._rewards is not None
+            scored.append(Scored(order.group, order.attempt, self._rewards(order.completions, order.problems)))
+        return tuple(scored), time.perf_counter() - begin if scored else 0.0
 
     def _forget(self, keys: Sequence[str]) -> None:
         for stream in self._streams:

@@ -50,9 +50,13 @@ OVERLAP = (
         "Workers idle",
         "of their time",
         "lower is better",
-        "Share of the workers' time in which they neither drew nor loaded weights: the schedule let nothing start, or "
-        "too few responses were left to keep all of them busy.",
-        cell=lambda arm: TableCell(percent(arm.figure("worker_idle"))),
+        "Share of the workers' time in which they neither drew, loaded weights nor computed rewards: the schedule let "
+        "nothing start, or too few responses were left to keep all of them busy. Below it, where workers compute "
+        "rewards: the seconds that it took them, summed over workers, per update.",
+        cell=lambda arm: TableCell(
+            percent(arm.figure("worker_idle")),
+            f"{short(seconds)} s of rewards" if (seconds := arm.figure("reward_seconds")) else "",
+        ),
     ),
     Column(
         "trainer_idle",

@@ -122,7 +122,7 @@ def overlap_numbers(metrics: Sequence[Row]) -> dict[str, float | None]:
     """Summary of an arm's asynchronous schedule over the whole run; empty where generation and training alternated.
 
     Idle shares are of the time, lags and shares of responses of all responses, `wasted_frac` of all tokens drawn;
-    counts are sums, `sync_seconds` and `sync_bytes` means over batches.
+    counts are sums, `reward_seconds`, `sync_seconds` and `sync_bytes` means over batches.
     """
     batches = PipelineBatches.of(metrics)
     if not batches.rows:
@@ -145,6 +145,7 @@ def overlap_numbers(metrics: Sequence[Row]) -> dict[str, float | None]:
             name: sum(batches.numbers(f"pipeline/{name}"))
             for name in ("dropped_groups", "redrawn_groups", "restarted", "lost_workers")
         },
+        "reward_seconds": batches.mean("pipeline/reward_seconds"),
         "sync_seconds": batches.mean("pipeline/sync_seconds"),
         "sync_bytes": batches.mean("pipeline/sync_bytes"),
         "updates_per_minute": _share(60 * len(metrics), seconds),

@@ -365,6 +365,10 @@ class Recipe(Section):
         if unfit := [name for name, is_set in absent.items() if is_set]:
             way_out = "the schedule says how far rollouts lag; " if unfit[0] == "lag" else ""
             raise ValueError(f"{unfit[0]} has no place beside [pipeline]: {way_out}leave one of the two out")
+        if self.pipeline.rewards == "workers" and self.reward == "judge":
+            raise ValueError(
+                'pipeline.rewards = "workers" with reward = "judge": workers have no judge; leave pipeline.rewards out'
+            )
         for name in self.arms:
             method, optim = self.row(name), self.optim
             whole = {

@@ -299,6 +299,9 @@ class PipelineSettings(Section):
     update_rounds: Positive | None = None
     """Events are ordered by a virtual clock: in a round every worker draws `steps` tokens, and an update lasts so many
     rounds. The same recipe then gives the same run bit for bit. Absent: the real clock."""
+    rewards: Literal["trainer", "workers"] = "trainer"
+    """Who computes rewards: the trainer when it takes groups, or the least busy worker as soon as a group has ended. A
+    function of lists is then called with the responses of one group."""
 
     @field_validator("resources")
     @classmethod
