@@ -1,4 +1,4 @@
-"""Old import paths of modules that are elsewhere now, most in `offdrift_lab`: they work for one version, with a warning.
+"""Old import paths of modules that are elsewhere now, mostly `offdrift_lab`: they work for one version, with a warning.
 
 `offdrift.train.loop` is `offdrift_lab.train.loop.loop`: the same module object under both names, so that classes
 compare equal and settings made by one name are seen by the other.

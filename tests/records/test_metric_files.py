@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from offdrift.errors import RecordError
-from offdrift.judge import diagnose
+from offdrift.judge import diagnose, watcher
 from offdrift.judge import metric_names as table
-from offdrift.judge import watcher
 from offdrift.judge.metric_names import metric_names
 from offdrift.records.readers.metrics import find_metrics
 from offdrift.records.readers.metrics.event_files import masked_crc
