@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.out_of_sample_cases import NAMES, REGIMES
 
 from offdrift.certificate import clopper_pearson
-from offdrift.stats.paired import over_seeds
+from offdrift.stats.seeds import over_seeds
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "out_of_sample.json"

@@ -54,7 +54,7 @@ from offdrift.loss import policy_loss
 from offdrift.methods import Method, method
 from offdrift.methods.method import override
 from offdrift.segments import Segments
-from offdrift.stats.paired import compare_all, over_seeds, student_t
+from offdrift.stats.seeds import compare_all, over_seeds, student_t
 
 KL = "kl_rollout_current"
 DIGIT, SPACE, COMMA, NEWLINE, COLON, END = 32, 216, 28, 198, 42, 2

@@ -1,4 +1,4 @@
-"""Old import paths of modules that are in `offdrift_lab` now: they work for one version, with a warning.
+"""Old import paths of modules that are elsewhere now, mostly `offdrift_lab`: they work for one version, with a warning.
 
 `offdrift.train.loop` is `offdrift_lab.train.loop.loop`: the same module object under both names, so that classes
 compare equal and settings made by one name are seen by the other.
@@ -42,6 +42,7 @@ PACKAGES = {
 }
 MODULES = {
     "offdrift.train.models": "offdrift.models",
+    "offdrift.stats.paired": "offdrift.stats.seeds",
     "offdrift.prove.lengths": "offdrift_lab.exact.lengths",
     **{f"offdrift.judge.{name}": f"offdrift_lab.evidence.{name}" for name in ("predictor", "collapse", "budget")},
     **{f"offdrift.train.{old}": new for old, new in TRAIN.items()},

@@ -375,3 +375,10 @@ class _Spread(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx, grad: Tensor
     ) -> tuple[Tensor, None]:
         return ctx.segments.sum(grad.contiguous()), None  # type: ignore[attr-defined]
+
+
+def cumulative(lengths: Shaped[Tensor, " b"]) -> Int[Tensor, " cuts"]:
+    """Cuts of consecutive segments with these lengths, or running counts of truths; first 0."""
+    cuts = lengths.new_zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, dtype=torch.int64, out=cuts[1:])
+    return cuts

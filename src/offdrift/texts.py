@@ -19,6 +19,7 @@ import unicodedata
 import zipfile
 import zlib
 from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -194,3 +195,9 @@ def as_json(value: Any, indent: int | None = None) -> str:
         '{"kl": null, "of": ["µ", "π"]}'
     """
     return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def text_id(text: str | bytes) -> int:
+    """A number that equal texts share, in every process."""
+    data = text.encode("utf-8", "replace") if isinstance(text, str) else text
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)

@@ -1,6 +1,7 @@
 """What drew a response travels with the log: written, read, counted, judged and shown."""
 
 import json
+import sys
 from dataclasses import fields, replace
 
 import pytest
@@ -43,6 +44,13 @@ def test_a_text_gives_the_provenance_back(provenance):
     for f in fields(Provenance):
         assert f.name == "sampling" or getattr(EVERYTHING, f.name) != f.default
     assert Provenance.from_text(provenance.as_text()) == provenance
+
+
+def test_a_text_as_it_was_written_is_read_without_pydantic(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    assert Provenance.from_text(EVERYTHING.as_text()) == EVERYTHING
+    with pytest.raises(ImportError):
+        Provenance.from_text(json.dumps(json.loads(FULL.as_text()) | {"engine": 3}))
 
 
 def test_an_earlier_version_knew_fewer_fields():

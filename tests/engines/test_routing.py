@@ -11,7 +11,8 @@ from offdrift.engines.routing import flip_rate, flips, replayed, route_lengths, 
 from offdrift.engines.score import score
 from offdrift.errors import EngineError
 from offdrift.judge import num_experts
-from offdrift.records.rollouts import Routes, cumulative
+from offdrift.records.rollouts import Routes
+from offdrift.segments import cumulative
 from tests.engines.contract import PLAIN, PROMPTS
 from tests.engines.models import VOCAB, tiny
 

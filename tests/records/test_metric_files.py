@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from offdrift.errors import RecordError
-from offdrift.judge import diagnose
+from offdrift.judge import diagnose, watcher
+from offdrift.judge import metric_names as table
 from offdrift.judge.metric_names import metric_names
 from offdrift.records.readers.metrics import find_metrics
 from offdrift.records.readers.metrics.event_files import masked_crc
@@ -264,3 +265,8 @@ def test_a_kl_means_what_stands_beside_it():
     assert table.translate({"kl": 0.5}) == {"kl": 0.5}
     assert table.translate({"kl": 0.5, "sample/staleness_mean": 1.0})["full/k3"] == 0.5
     assert table.translate({"train/kl": 0.5, "train/sample/staleness_mean": 1.0})["full/k3"] == 0.5
+
+
+def test_rows_that_skip_the_frameworks_table_hold_no_name_of_it():
+    assert not [name for name in watcher.OURS if metric_names().find(name)]
+    assert not watcher.OURS & {*metric_names().steps, *table.STEPS} - {"step"}

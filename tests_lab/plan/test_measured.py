@@ -13,7 +13,8 @@ import torch
 from offdrift.errors import RecipeError, RecordError
 from offdrift.records import store
 from offdrift.records.provenance import Provenance, Sampling
-from offdrift.records.rollouts import Rollouts, cumulative
+from offdrift.records.rollouts import Rollouts
+from offdrift.segments import cumulative
 from offdrift_lab.plan.drift import measured_fit
 from offdrift_lab.plan.measured import LENGTHS, SKIPPED, Draws, correlation_of, fit_rates, gather, lengths_of
 from offdrift_lab.plan.phases import EXAMPLE, Lengths, Phases

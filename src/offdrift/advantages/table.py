@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from offdrift.advantages import group, optimal, token
+from offdrift.advantages import AdvantageName, group, optimal, token
 from offdrift.advantages.base import WAYS_OUT, Credit, identity
 from offdrift.errors import BadValueError, EvidenceError, MethodError, ShapeError, check_choice
 from offdrift.numerics import check_tensor
@@ -86,28 +86,6 @@ def check_position(position: Tensor | None, segments: Segments) -> None:
             f"{token_index - int(segments.cu_seqlens[sequence])}; a token's column in the response "
             "is at least 0 and grows along the sequence"
         )
-
-
-AdvantageName = Literal[
-    "grpo",
-    "grpo_vectorized",
-    "dr_grpo",
-    "batch_mean",
-    "grpo_passk",
-    "rloo",
-    "rloo_vectorized",
-    "opo",
-    "gpg",
-    "gdpo",
-    "reinforce_plus_plus_baseline",
-    "gae",
-    "reinforce_plus_plus",
-    "remax",
-    "optimal_token_baseline",
-    "tir_optimal_token_baseline",
-    "opob",
-    "rl_zvp",
-]
 
 
 @dataclass(frozen=True)

@@ -11,21 +11,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from jaxtyping import Bool, UInt64
 
 from offdrift.audit.counterfactual import mixed
-from offdrift.certificate.prompts import PromptDesign, two_readings
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import OffdriftError
 from offdrift.judge import load_rules
 from offdrift.logprobs import LogProbs
 from offdrift.records.batch import Logged
-from offdrift.records.rollouts import text_id
 from offdrift.segments import Segments
+from offdrift.texts import text_id
+
+if TYPE_CHECKING:
+    from offdrift.certificate.prompts import PromptDesign
 
 KL, TV = "kl_rollout_current", "tv_rollout_current"
 """Names of the divergences that a certificate reads."""
@@ -223,6 +225,8 @@ class Proof:
             return f"the log names clusters of prompts, each one draw; leave out --prompts {prompts}"
         distinct, draws = (len(np.unique(self.arrays[name])) for name in ("keys", "draws"))
         if draws > distinct and prompts is None:
+            from offdrift.certificate.prompts import two_readings
+
             return two_readings(draws, distinct, command="offdrift audit --prompts")
         if prompts == "drawn" and self.level:
             return (

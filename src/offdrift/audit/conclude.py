@@ -9,22 +9,20 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from offdrift.audit.certificate_evidence import Proof
 from offdrift.audit.coverage import coverage, metrics, questions
 from offdrift.audit.partial import AuditPartial, Job
-from offdrift.certificate.prompts import PromptDesign
 from offdrift.errors import RecordError
 from offdrift.judge import Context, Rules, decide, diagnose, escalate, load_rules, regime, verdict
 from offdrift.judge.kl_choice import kl_of
 from offdrift.judge.verdict import Action, Escalation, correlation_broken
-from offdrift.records.atomic import plain, write_json
-from offdrift.records.provenance import Sampling
-from offdrift.show.anchors import on_page
-from offdrift.show.json_access import mapping, number
 from offdrift.stats import Alphas
-from offdrift.texts import read_json
+from offdrift.texts import plain, read_json
+
+if TYPE_CHECKING:
+    from offdrift.certificate.prompts import PromptDesign
 
 FORMAT = 2
 """1: `coverage.sentences` was called `said`."""
@@ -124,6 +122,7 @@ def judged(audit: Mapping[str, Any], context: Context, rules: Rules) -> dict[str
         axis: [{**_numbers(row), "label": row["label"]} for row in buckets] for axis, buckets in audit["facets"].items()
     }
     from offdrift.judge.stack import by_stack  # read once, when an audit ends
+    from offdrift.show.anchors import on_page
 
     context = replace(context, overall=overall, facets=facets, shapes=audit["shapes"])
     findings = diagnose([_numbers(step) for step in audit["steps"]], context=context, rules=rules)
@@ -160,6 +159,8 @@ def informed(context: Context, drawn_by: Sequence[Mapping[str, Any]]) -> Context
     stated = [row["provenance"] for row in drawn_by if row["provenance"]]
     if not stated:
         return context
+    from offdrift.records.provenance import Sampling
+
     temperatures = {p["sampling"]["temperature"] for p in stated}
     filtered = [p for p in stated if Sampling(**p["sampling"]).filtered]
     warped = [p for p in stated if Sampling(**p["sampling"]).filtered or p["sampling"]["temperature"] != 1]
@@ -198,6 +199,8 @@ def read_audit(path: Path) -> dict[str, Any]:
 
 def write_audit(result: Mapping[str, Any], folder: Path) -> Path:
     """Store an audit in its folder, whole or not at all."""
+    from offdrift.records.atomic import write_json
+
     write_json(folder / FILE_NAME, result)
     return folder / FILE_NAME
 
@@ -399,6 +402,10 @@ def run_context(
     """
     options = {"method": method, "temperature": temperature, "mixture_of_experts": mixture_of_experts}
     run = _run(path)
+    if not run:
+        return Context(framework=framework, **options)
+    from offdrift.show.json_access import mapping, number
+
     recipe, arms = mapping(run.get("recipe")), _arms(run)
     rollout = mapping(recipe.get("rollout"))
     named = [arm for name, arm in arms.items() if name in Path(path).absolute().parts]
@@ -422,6 +429,8 @@ def run_context(
 
 def _arms(run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The settings of a run's arms, by name."""
+    from offdrift.show.json_access import mapping
+
     return {name: mapping(arm) for name, arm in mapping(mapping(run.get("recipe")).get("arms")).items()}
 
 

@@ -33,7 +33,7 @@ from offdrift.numerics import log_sums, one_thread, shared_ratios
 from offdrift.objectives import Objective
 from offdrift.objectives.base import ClipsInLog, LoggedClip
 from offdrift.records.batch import Logged
-from offdrift.records.rollouts import text_id
+from offdrift.texts import text_id
 
 STEPS = 256
 """Steps that are looked at together: every one of them is a view of its own, of some 90 KiB."""

@@ -9,25 +9,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offdrift.audit.conclude import arms_of_run, conclude, run_context
-from offdrift.audit.forecast import Forecast, forecast
-from offdrift.audit.metrics_only import conclude_metrics
 from offdrift.audit.partial import AuditPartial, Job
 from offdrift.audit.result import ArmsAudit, Audit
 from offdrift.audit.small_files import bundled
 from offdrift.audit.stream import Run, in_process, in_processes, on_ray, slice_of
 from offdrift.audit.stream import audit as read_all
-from offdrift.certificate.prompts import PromptDesign
 from offdrift.errors import BadValueError, check_count
 from offdrift.judge import Context, Rules
 from offdrift.judge.rules_record import Chosen, choose_rules, record_above
 from offdrift.records.readers import Detected, Piece, pieces
-from offdrift.records.readers.metrics import MetricLog
 from offdrift.records.readers.recognize import recognize
 from offdrift.show.numbers import counted, size_in_words
 from offdrift.show.progress import Watch, watched
+
+if TYPE_CHECKING:
+    from offdrift.audit.forecast import Forecast
+    from offdrift.certificate.prompts import PromptDesign
+    from offdrift.records.readers.metrics import MetricLog
 
 OF_METRICS = (
     "An audit reads tokens: what gradient norms and held-out rewards show is in the run's own report.html, and in "
@@ -226,7 +227,9 @@ def one_log(
     source = options.source(paths)
     context, chosen = options.context_of(paths[0], source.framework), options.judged_by(paths[0])
     words = {"judged_by": chosen.words}
-    if isinstance(source, MetricLog):
+    if not isinstance(source, Detected):
+        from offdrift.audit.metrics_only import conclude_metrics
+
         return Audit(conclude_metrics(source, context=context, rules=chosen.rules) | words)
     plan, job = options.plan(source), options.job(source)
     watch(f"reading {amount(source)}", 0, 0)
@@ -279,7 +282,7 @@ def read_slice(paths: Sequence[str], options: Options, *, part: tuple[int, int],
     if arms_at(paths) is not None:
         raise BadValueError(f"{paths[0]} is a run of several arms: slice the log of one of them")
     source = options.source(logs_of(paths))
-    if isinstance(source, MetricLog):
+    if not isinstance(source, Detected):
         raise BadValueError(f"--slice {part[0]}/{part[1]}: metrics are read at once; leave it out")
     plan = slice_of(options.plan(source), *part)
     watch(f"reading a slice of {amount(source)}", 0, 0)
@@ -305,8 +308,10 @@ class Expected:
 
 def forecast_of(paths: Sequence[str], options: Options, *, workers: int) -> Expected:
     """Estimate the cost of an audit; of a run of several arms of all of them together."""
+    from offdrift.audit.forecast import forecast
+
     source = options.source(list((arms_at(paths) or {}).values()) or logs_of(paths))
-    if isinstance(source, MetricLog):
+    if not isinstance(source, Detected):
         return Expected(source.description, None)
     return Expected(source.description, forecast(options.job(source), options.plan(source), workers=workers))
 

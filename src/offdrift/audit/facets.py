@@ -22,7 +22,6 @@ from torch import Tensor
 from offdrift.errors import BadValueError
 from offdrift.numerics import BLOCK, NEAR, at_least_float32, clamped
 from offdrift.records.batch import Logged
-from offdrift.records.provenance import Provenance
 from offdrift.stats import METRICS
 from offdrift.stats.drift import SECOND, TOKEN_LOGS
 from offdrift.stats.signature import PerSequence
@@ -407,6 +406,8 @@ def _by_name(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> dict[str
 
 def _stated(text: str) -> dict[str, Any]:
     """A short label, and provenance as plain data; None where the log has words of its own."""
+    from offdrift.records.provenance import Provenance
+
     try:
         provenance = Provenance.from_text(text)
     except BadValueError:

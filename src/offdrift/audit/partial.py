@@ -20,7 +20,6 @@ from offdrift.audit.certificate_evidence import Proof
 from offdrift.audit.counterfactual import Counterfactual, sampled
 from offdrift.audit.facets import Facets
 from offdrift.audit.shapes import Shapes, StepSeries
-from offdrift.audit.small_files import joined
 from offdrift.audit.tally import StepTally, Tally, Timeline, Worst, groups_of
 from offdrift.errors import RecordError
 from offdrift.methods import method
@@ -191,6 +190,8 @@ def work(piece: Piece, job: Job) -> AuditPartial:
     if len(files) == 1:
         tally, tried = Tally.over(batches, file=files[0]), [b for _, b in some if b.num_sequences]
     else:
+        from offdrift.audit.small_files import joined
+
         tally = replace(Tally.over(joined(filled, files), file=files), groups=groups_of(batches))
         tried = joined([(i, b) for i, b in some if b.num_sequences], files)
     return replace(

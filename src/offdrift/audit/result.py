@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from offdrift.audit.arms_page import ArmNumbers, render_arms
-from offdrift.audit.compare import common_kl
 from offdrift.audit.conclude import FILE_NAME, PAGE, read_audit, write_audit
 from offdrift.audit.page import write_audit_page
 from offdrift.errors import RecordError
@@ -131,6 +129,8 @@ class ArmsAudit:
     @cached_property
     def kl(self) -> str:
         """The best measure of the KL that all arms have; "" if they have none in common."""
+        from offdrift.audit.compare import common_kl
+
         return common_kl(*(audit.data for audit in self.arms.values()))
 
     def to_frame(self) -> Any:
@@ -215,6 +215,8 @@ class ArmsAudit:
 
     def write_page(self, folder: str | os.PathLike[str]) -> Path:
         """Write `arms.html` alone, and return it."""
+        from offdrift.audit.arms_page import ArmNumbers, render_arms
+
         cells = {arm: row[2:-2] for arm, row in zip(self.arms, self.table(), strict=True)}
         numbers = ArmNumbers(self.header()[2:-2], cells, self.kl, self.charts())
         audits = {arm: audit.data for arm, audit in self.arms.items()}

@@ -17,8 +17,8 @@ import torch
 from offdrift.audit.shapes import rank_of
 from offdrift.records.batch import ROW_BITS, Logged
 from offdrift.records.readers import Piece
-from offdrift.records.rollouts import cumulative
 from offdrift.records.schema import FIELDS
+from offdrift.segments import cumulative
 
 BUNDLE_BYTES = 16 << 20
 """Bytes of files that are read at once."""

@@ -31,8 +31,7 @@ from offdrift.logprobs import LogProbs
 from offdrift.numerics import at_least_float32, clamped, one_thread
 from offdrift.ratios import stopped_log_ratio
 from offdrift.records.batch import Files, Logged, origin
-from offdrift.records.rollouts import OLD_STATUS
-from offdrift.records.schema import HELD
+from offdrift.records.schema import HELD, OLD_STATUS
 from offdrift.stats import DriftStats, Histogram, signature, summarize
 from offdrift.stats.histogram import LENGTH, LOG_RATIO, REWARD
 from offdrift.stats.signature import PerSequence

@@ -166,7 +166,6 @@ def audit(
 
 def _show(screen: Screen, result: Audit | ArmsAudit, folder: Path, log: str) -> None:
     """Show an audit that was stored in a folder, and the next step."""
-    from offdrift.audit.arms_view import arms_view
     from offdrift.audit.result import Audit
     from offdrift.audit.view import audit_view
 
@@ -175,6 +174,8 @@ def _show(screen: Screen, result: Audit | ArmsAudit, folder: Path, log: str) -> 
     elif isinstance(result, Audit):
         screen.show(audit_view(result.data, width=screen.width, folder=str(folder)), "")
     else:
+        from offdrift.audit.arms_view import arms_view
+
         screen.show(arms_view(result, width=screen.width, folder=str(folder)), "")
     screen.wrote(report=folder / result.page, numbers=folder / result.file)
     if result.verdict.level in ("act", "stop"):

@@ -23,7 +23,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from offdrift.errors import EvidenceError, ShapeError
-from offdrift.notebook import box, brief, chart, frame, paragraph, table
 from offdrift.numerics import check_tensor, clamped, concrete
 from offdrift.texts import as_json
 
@@ -143,6 +142,8 @@ class Divergence:
 
         Raises: `OffdriftError` if neither is installed.
         """
+        from offdrift.notebook import frame
+
         tensors = {"lo": self.lo, "hi": self.hi} | ({} if self.refuted is None else {"refuted": self.refuted})
         return frame({name: concrete(x).tolist() for name, x in tensors.items()})
 
@@ -153,6 +154,8 @@ class Divergence:
 
     def __repr__(self) -> str:
         """Name, grade, tokens, mean and largest value; of an accelerator, which is not waited for, no value."""
+        from offdrift.notebook import brief
+
         first = f"Divergence {self.name}: {self.grade}, {self.lo.shape[-1]:,} tokens"
         if not concrete(self.lo).is_cpu:
             return f"{first} on {self.lo.device}"
@@ -160,6 +163,8 @@ class Divergence:
         return brief(f"{first}, {sizes}", f"  assumes {self.assumes}" if self.assumes else "")
 
     def _repr_html_(self) -> str:
+        from offdrift.notebook import box, chart, paragraph, table
+
         words = f"{self.grade}, {self.lo.shape[-1]:,} tokens" + (f"; assumes {self.assumes}" if self.assumes else "")
         ends = {"lower end": self.lo, "upper end": self.hi}
         lines = [(end, chart(concrete(x).tolist(), name=f"{end} by token")) for end, x in ends.items()]

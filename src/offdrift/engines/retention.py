@@ -20,8 +20,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import Retention, Rollouts, cumulative, place_dtype
-from offdrift.segments import Segments
+from offdrift.records.rollouts import Retention, Rollouts, place_dtype
+from offdrift.segments import Segments, cumulative
 
 MASKED = ("eager", "sdpa")
 """Implementations of attention that take a mask of their own for every sequence, head and layer."""

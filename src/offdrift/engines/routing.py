@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from offdrift.engines.score import chunks, computed_cells, left_right_padded, score
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import Rollouts, Routes, cumulative, expert_dtype
-from offdrift.segments import Segments
+from offdrift.records.rollouts import Rollouts, Routes, expert_dtype
+from offdrift.segments import Segments, cumulative
 from offdrift.stats.formulas import margin_counts
 
 ACTIVATIONS = ("softmax", "sigmoid")

@@ -28,18 +28,20 @@ import operator
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from offdrift.errors import RecipeError
 from offdrift.judge.findings import Confidence, Evidence, Relation, Severity
 from offdrift.judge.readings import READINGS, worded
 from offdrift.judge.readings.view import Reading
-from offdrift.judge.track_record import Track, tracks
 from offdrift.methods import METHODS
 from offdrift.texts import parse_toml, read_text
+
+if TYPE_CHECKING:
+    from offdrift.judge.track_record import Track
 
 HERE = Path(__file__).parent
 TABLES = ("thresholds", "rules", "fixes")
@@ -214,9 +216,15 @@ class Rules:
     """The user's file that was merged over the built-in tables; "" for these alone."""
     text: str = ""
     """Content of that file."""
-    tracks: Mapping[str, Track] = field(default_factory=dict)
-    """What became of runs in which a rule was told, by its name: of built-in rules whose condition and severity nobody
-    changed."""
+    unchanged: frozenset[str] = frozenset()
+    """Built-in rules whose condition and severity nobody changed."""
+
+    @cached_property
+    def tracks(self) -> Mapping[str, Track]:
+        """What became of runs in which an unchanged rule was told, by its name; read for the first finding."""
+        from offdrift.judge.track_record import tracks
+
+        return MappingProxyType({name: track for name, track in tracks().items() if name in self.unchanged})
 
     @property
     def limits(self) -> dict[str, float]:
@@ -295,8 +303,8 @@ def parse_rules(text: str, file: str, *, limits: Mapping[str, float] = MappingPr
     except ValueError as e:
         raise RecipeError(f"{file} cannot be read as TOML: {e}") from e
     rules, built_in = _parse(_merged(tables, changes, file), file), _built_in()
-    same = {name: track for name, track in built_in.tracks.items() if _judges_alike(name, rules, built_in)}
-    return replace(rules, file=file, text=text, tracks=MappingProxyType(same))
+    same = frozenset(name for name in built_in.rules if _judges_alike(name, rules, built_in))
+    return replace(rules, file=file, text=text, unchanged=same)
 
 
 def _judges_alike(name: str, one: Rules, other: Rules) -> bool:
@@ -314,7 +322,7 @@ def _conditions(rule: Rule, limits: Mapping[str, Threshold]) -> tuple[str, ...]:
 @cache
 def _built_in() -> Rules:
     rules = _parse(_tables(), "the built-in rules")
-    return replace(rules, tracks=MappingProxyType({n: t for n, t in tracks().items() if n in rules.rules}))
+    return replace(rules, unchanged=frozenset(rules.rules))
 
 
 def _tables() -> dict[str, Any]:

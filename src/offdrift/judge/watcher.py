@@ -8,16 +8,18 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from offdrift.judge.findings import URGENCY, Confidence, Context, Finding, Row, Severity
-from offdrift.judge.metric_names import metric_names
 from offdrift.judge.readings import READINGS
 from offdrift.judge.readings.history import at_same_weights
 from offdrift.judge.readings.view import Reading, View, Window, read
 from offdrift.judge.rules import Rule, Rules, load_rules
+from offdrift.stats import METRICS
 
 LEVELS: tuple[Confidence, ...] = get_args(Confidence)
 SHARED = ("cause", "letter", "severity", "explanation", "refuted_by", "decides", "fact", "source")
 """What a finding takes from its rule as it stands."""
 UNKNOWN = Context()
+OURS = {name for name in METRICS if not name.startswith(("critic/", "optim/"))} | {"step", "tokens", "sequences"}
+"""Names that no framework has for anything: a row of these is read without the table of frameworks' names."""
 BEFORE = "{before}"
 """Stands in an explanation for the finding that came before in time."""
 LIKELY = "If it collapses, the likely cause is what began at step {step}: {symptom}"
@@ -178,7 +180,10 @@ class Watcher:
 
     def update(self, row: Row) -> list[Finding]:
         """Take one more step, of our names or a framework's; returns the findings that fired for the first time."""
-        row = metric_names().translate(row)
+        if not row.keys() <= OURS:
+            from offdrift.judge.metric_names import metric_names
+
+            row = metric_names().translate(row)
         self._window.add(row, same_weights=at_same_weights(row, self.context))
         self.reading = read(View(self._window, self.context, self._limits), READINGS)
         if self._window.steps < self.patience:

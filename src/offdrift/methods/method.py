@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from offdrift.advantages import ADVANTAGES
+from offdrift.advantages import AdvantageName
 from offdrift.aggregate import AggregateName, NormalizerName, accepted_counts
 from offdrift.batch_info import BatchInfo, Observed, StepSums, without_unscored
 from offdrift.correction import Correction
@@ -30,7 +30,6 @@ from offdrift.logprobs import LogProbs
 from offdrift.methods.lr_scale import EssScale
 from offdrift.objectives import Objective
 from offdrift.penalty import KLPenalty
-from offdrift.setting import typed_fields
 
 AtZeroLag = Literal["current", "behaviour"]
 
@@ -237,7 +236,9 @@ class Method:
         check_choice("aggregate", self.aggregate, get_args(AggregateName))
         check_choice("normalizer", self.normalizer, get_args(NormalizerName))
         check_choice("gate_scope", self.gate_scope, ("policy", "all"))
-        if self.advantage is not None:
+        if self.advantage is not None and self.advantage not in get_args(AdvantageName):
+            from offdrift.advantages import ADVANTAGES  # which knows estimators of the user's, too
+
             check_choice("advantage", self.advantage, tuple(ADVANTAGES))
         for weight in self.correction.weights:
             if factors(weight.on) & factors(self.objective.on):
@@ -423,6 +424,8 @@ def flattened(changes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 def _changed(row: Method, part: str, values: Mapping[str, Any], several: dict[str, list[Any]]) -> Method:
     """The row with fields of one part changed; a gate or weight is changed in `several` instead."""
+    from offdrift.setting import typed_fields
+
     path = ".".join(x for x in (part, next(iter(values))) if x)
     if not part and set(values) <= set(PLAIN):
         return replace(row, **typed_fields(row, values, ""))

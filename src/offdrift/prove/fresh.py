@@ -17,9 +17,8 @@ from rich.text import Text
 from offdrift.certificate.paired import Answers, PairedCertificate
 from offdrift.errors import RecordError
 from offdrift.prove.certify import number
-from offdrift.records.rollouts import text_id
 from offdrift.records.store import read_clusters, read_drawn_by, read_prompts, read_rewards, read_rows
-from offdrift.texts import LARGEST_DATA, parse_json, read_bytes
+from offdrift.texts import LARGEST_DATA, parse_json, read_bytes, text_id
 
 ENDINGS = (".parquet", ".jsonl")
 

@@ -16,11 +16,11 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from offdrift import records
 from offdrift.errors import BadValueError, EvidenceError, ShapeError
 from offdrift.logprobs import LogProbs
-from offdrift.records.rollouts import Rollouts, cumulative
 from offdrift.records.schema import ARGUMENTS, FIELDS, MASK, LogValues
-from offdrift.segments import Segments
+from offdrift.segments import Segments, cumulative
 
 Files = str | tuple[str, ...]
 """The file of a batch, or those of which it was put together."""
@@ -59,7 +59,7 @@ class Logged(LogValues):
 
     @staticmethod
     def of(
-        rollouts: Rollouts,
+        rollouts: records.Rollouts,
         *,
         step: Int[Tensor, " b"],
         recorded: Sequence[str] | None = None,

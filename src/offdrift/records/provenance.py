@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from offdrift.errors import BadValueError
 
@@ -141,7 +143,12 @@ class Provenance:
 
         Raises: `BadValueError` naming the field, if the text is no JSON object of these fields and types.
         """
-        from pydantic import TypeAdapter, ValidationError
+        try:
+            if "\\ud" not in text.lower():  # half of a surrogate pair, which pydantic refuses
+                return as_written(Provenance, json.loads(text))
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            pass  # which field it is, and what is wrong with it, is said below
+        from pydantic import TypeAdapter, ValidationError  # takes as long to import as a small log to read
 
         try:
             return TypeAdapter(Provenance).validate_json(text, strict=True)
@@ -154,3 +161,38 @@ class Provenance:
 REPLAYABLE = ("support", "routes", "retention")
 """What a trainer can do again as the engine did it: filters (`Rollouts.support`), the choice of experts, and which keys
 its cache kept."""
+
+
+def as_written(kind: Any, value: Any) -> Any:
+    """Make a value of a record's type of plain JSON, of exactly that type: the strict mode of pydantic, without it.
+
+    Raises: `TypeError`, `ValueError` or `OverflowError` if it is of another.
+    """
+    if is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise TypeError(f"{value!r:.80} is not an object")
+        types = _types(kind)
+        values = {name: as_written(types[name], x) for name, x in value.items() if _one_of(name, types)}
+        return kind(**values)  # type: ignore[operator]
+    options = get_args(kind)
+    if get_origin(kind) is Literal:
+        return next(x for x in options if _one_of(value, options) and x == value)
+    if get_origin(kind) in (Union, UnionType):
+        return None if value is None else as_written(next(x for x in options if x is not NoneType), value)
+    if get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(as_written(options[0], x) for x in value)
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is not of type {kind}")
+    return value
+
+
+_types = cache(get_type_hints)
+
+
+def _one_of(value: Any, options: Any) -> bool:
+    """Whether it is one of the options. Raises: `ValueError` if not."""
+    if value not in options:
+        raise ValueError(f"{value!r} is not one of {list(options)}")
+    return True

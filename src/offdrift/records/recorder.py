@@ -38,7 +38,6 @@ from offdrift.numerics import tensor_of
 from offdrift.records.atomic import write_atomically
 from offdrift.records.batch import Logged, Unpacked
 from offdrift.records.outbox import LOG, OnError, Outbox, WhenFull
-from offdrift.records.rollouts import cumulative, text_id
 from offdrift.records.schema import (
     ARGUMENTS,
     BY_SEQUENCE,
@@ -49,7 +48,8 @@ from offdrift.records.schema import (
     LogField,
     describe_arguments,
 )
-from offdrift.segments import Segments
+from offdrift.segments import Segments, cumulative
+from offdrift.texts import text_id
 
 FORMAT = 1
 GROUP_BYTES = 48 << 20

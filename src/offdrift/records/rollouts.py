@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int, Integer, Shaped
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from offdrift.divergence.head import Head
 from offdrift.errors import EvidenceError, ShapeError
 from offdrift.records.provenance import REPLAYABLE, Provenance
-from offdrift.segments import Segments
+from offdrift.segments import Segments, cumulative
+from offdrift.texts import text_id
 
 REDRAWN, ACCEPTED, FREE = 0, 1, 2
 """How speculative decoding came by a token: drawn anew where a proposal was rejected; the proposal itself; or drawn by
@@ -30,15 +30,6 @@ the target alone, behind the last proposal of a pass."""
 EvidenceKind = Literal["full", "hidden", "sampled"] | int
 """What an engine is asked to record per token: "full" vocabulary, the "hidden" state that its output head turned into
 logits, an integer k for the top k log-probs, or "sampled" for the sampled token's log-prob alone."""
-
-
-OLD_STATUS = ("exact", "stale", "approximated", "missing")
-"""How old log-probs were come by, best first: the training engine's at the weights that drew the token; at other
-weights, so that `mismatch` contains staleness; by averaged or interpolated policies; or not at all, with the rollout
-policy in their place.
-
-Reference: "Missing Old Logits", arXiv:2605.12070.
-"""
 
 
 @dataclass(frozen=True)
@@ -533,13 +524,6 @@ def _same_head(a: Evidence, b: Evidence) -> bool:
     return all(same(getattr(a.head, f.name), getattr(b.head, f.name)) for f in fields(Head))
 
 
-def cumulative(lengths: Shaped[Tensor, " b"]) -> Int[Tensor, " cuts"]:
-    """Cuts of consecutive segments with these lengths, or running counts of truths; first 0."""
-    cuts = lengths.new_zeros(len(lengths) + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, dtype=torch.int64, out=cuts[1:])
-    return cuts
-
-
 def joined_cuts(parts: Sequence[Int[Tensor, " _"]]) -> Int[Tensor, " cuts"]:
     """Cuts of the segments of all parts, one part behind the other."""
     return cumulative(torch.cat([cuts.diff() for cuts in parts]))
@@ -549,9 +533,3 @@ def keys_of(tokens: Int[Tensor, " m"], cu_seqlens: Int[Tensor, " cuts"]) -> Int[
     """Return a hash of each prompt's tokens, as `Rollouts.prompt_keys`."""
     ids, cuts = tokens.long().numpy(), cu_seqlens.tolist()
     return torch.tensor([text_id(ids[a:b].tobytes()) for a, b in pairwise(cuts)], dtype=torch.int64)
-
-
-def text_id(text: str | bytes) -> int:
-    """A number that equal texts share, in every process."""
-    data = text.encode("utf-8", "replace") if isinstance(text, str) else text
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)

@@ -15,10 +15,16 @@ from typing import Any, Literal
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from offdrift.records.rollouts import OLD_STATUS
-
 LOG_KEY, ROLLOUTS_KEY = b"offdrift.log", b"offdrift"
 """Keys of the headers of Parquet files: logs in the plain schema, and rollout records."""
+
+OLD_STATUS = ("exact", "stale", "approximated", "missing")
+"""How old log-probs were come by, best first: the training engine's at the weights that drew the token; at other
+weights, so that `mismatch` contains staleness; by averaged or interpolated policies; or not at all, with the rollout
+policy in their place.
+
+Reference: "Missing Old Logits", arXiv:2605.12070.
+"""
 
 Per = Literal["token", "sequence", "token or sequence"]
 """What there is one value for. "token or sequence": a log may have either; in a batch, always per token."""

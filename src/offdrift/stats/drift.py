@@ -23,7 +23,6 @@ from offdrift.correction import Corrected
 from offdrift.divergence.evidence import Divergence, Grade
 from offdrift.errors import BadValueError
 from offdrift.logprobs import LogProbs
-from offdrift.notebook import box, brief, chart, columns_of, frame, paragraph, table
 from offdrift.numerics import (
     LOG_RATIO_LIMIT,
     NEAR,
@@ -269,6 +268,8 @@ class DriftStats:
 
         Raises: `OffdriftError` if neither is installed.
         """
+        from offdrift.notebook import columns_of, frame
+
         return frame(columns_of(metric_rows(self.metrics)))
 
     def to_json(self, indent: int | None = None) -> str:
@@ -277,6 +278,8 @@ class DriftStats:
 
     def __repr__(self) -> str:
         """Tokens, sequences, and the KL of the first two ratios; of an accelerator, which is not waited for, names."""
+        from offdrift.notebook import brief
+
         if not concrete(self.sums).is_cpu:
             return f"DriftStats: {len(self.sum_names)} sums on {self.sums.device}, {self.grade} evidence"
         sums = dict(zip(self.sum_names, concrete(self.sums).tolist(), strict=True))
@@ -287,6 +290,8 @@ class DriftStats:
         return brief(f"DriftStats: {counts}, {self.grade} evidence", *drifts)
 
     def _repr_html_(self) -> str:
+        from offdrift.notebook import box, chart, paragraph, table
+
         charts = []
         for name in sorted(self.by_position.keys() - {"n"}):
             title, means = f"mean {name} by position", self.by_position[name] / self.by_position["n"].clamp(min=1)

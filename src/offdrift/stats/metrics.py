@@ -15,7 +15,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.errors import ShapeError
-from offdrift.notebook import table
 from offdrift.segments import Segments
 from offdrift.stats.alphas import ROWS as ALPHAS
 from offdrift.stats.formulas import (
@@ -335,6 +334,8 @@ TELLING = tuple(
 
 def metrics_html(metrics: Mapping[str, float]) -> str:
     """The telling metrics as a table of HTML, with all others folded away below it."""
+    from offdrift.notebook import table
+
     rows = [row for row in metric_rows(metrics) if math.isfinite(row["value"])]
     lines = {row["metric"]: (row["metric"], f"{row['value']:.4g}", row["unit"], row["direction"]) for row in rows}
     first = [lines[name] for name in TELLING if name in lines]

@@ -20,7 +20,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from offdrift.errors import BadValueError
-from offdrift.stats.paired import over_seeds, student_t
+from offdrift.stats.seeds import over_seeds, student_t
 
 Row = Mapping[str, Any]
 VERDICTS = ("reproduced", "falsified here", "other regime", "undecided", "untestable here")

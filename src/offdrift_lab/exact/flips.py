@@ -31,7 +31,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.errors import BadValueError
-from offdrift.stats.paired import over_seeds
+from offdrift.stats.seeds import over_seeds
 from offdrift_lab.exact.markov import Automaton, MarkovPolicy, markov_divergences, markov_returns, return_gradient, walk
 from offdrift_lab.exact.routing import Mixture
 

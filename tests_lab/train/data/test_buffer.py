@@ -14,8 +14,8 @@ from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import method
 from offdrift.records.provenance import Provenance, Sampling
-from offdrift.records.rollouts import Rollouts, cumulative
-from offdrift.segments import Segments
+from offdrift.records.rollouts import Rollouts
+from offdrift.segments import Segments, cumulative
 from offdrift_lab.train.data.buffer import Buffer
 from offdrift_lab.train.loop.loop import train
 from offdrift_lab.train.settings import recipe

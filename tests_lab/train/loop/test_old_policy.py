@@ -26,7 +26,7 @@ from offdrift.models import load_model
 from offdrift.objectives.ewma import ewma_update
 from offdrift.records.provenance import Sampling
 from offdrift.records.readers import detect, pieces
-from offdrift.records.rollouts import OLD_STATUS
+from offdrift.records.schema import OLD_STATUS
 from offdrift.records.store import read
 from offdrift_lab.train.loop import batch as batch_module
 from offdrift_lab.train.loop import old_policy

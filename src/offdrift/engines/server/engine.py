@@ -53,7 +53,8 @@ from offdrift.engines.server.recorded import read_experts
 from offdrift.engines.server.sglang_record import Recording
 from offdrift.errors import EngineError
 from offdrift.records.provenance import Provenance, Sampling
-from offdrift.records.rollouts import EvidenceKind, Rollouts, Routes, cumulative
+from offdrift.records.rollouts import EvidenceKind, Rollouts, Routes
+from offdrift.segments import cumulative
 
 MOST_LAYERS = 256
 """Layers whose experts an answer may list, at most."""

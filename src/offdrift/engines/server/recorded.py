@@ -19,7 +19,8 @@ from jaxtyping import Integer
 from torch import Tensor
 
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import Support, cumulative
+from offdrift.records.rollouts import Support
+from offdrift.segments import cumulative
 
 
 def read_mask(listed: Any, tokens: Sequence[int], vocab_size: int) -> Support | None:

@@ -616,8 +616,9 @@ def repack(runner: Any) -> None:
             if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
             kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            weight = getattr(module, "w13_weight", None)
             # Integers were packed by the reload, which rounds them anew.
-            if kernel is not None and hasattr(module, "w13_weight") and module.w13_weight.is_floating_point():
+            if kernel is not None and isinstance(weight, Tensor) and weight.is_floating_point():
                 kernel.fused_experts.process_weights_after_loading(module)
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from offdrift.divergence.head import Head
 from offdrift.engines.output_head import kept
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import Support, cumulative, expert_dtype
+from offdrift.records.rollouts import Support, expert_dtype
+from offdrift.segments import cumulative
 
 IMPOSED = "offdrift_imposed"
 """Key of a request's `extra_args` under which the tokens stand that it has to follow."""

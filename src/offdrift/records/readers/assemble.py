@@ -33,8 +33,9 @@ from offdrift.logprobs import POSITIVE_SLACK, UNSCORED_BELOW
 from offdrift.records.batch import Logged
 from offdrift.records.readers.columns import Columns, Lists, Numbers
 from offdrift.records.readers.files import BadRow
-from offdrift.records.rollouts import cumulative, text_id
 from offdrift.records.schema import BY_SEQUENCE, BY_TOKEN, COLUMNS, DIVERGENCES, EITHER, LOGPS, POLICIES
+from offdrift.segments import cumulative
+from offdrift.texts import text_id
 
 LOWEST = -9999.0
 """What is written for minus infinity; a policy that did not draw the token may find it unlikely."""

@@ -13,8 +13,8 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from offdrift.records.readers.files import BadRow
-from offdrift.records.rollouts import cumulative
 from offdrift.records.schema import COLUMNS, LISTS, LOGPS, LogField
+from offdrift.segments import cumulative
 
 
 @dataclass(frozen=True)

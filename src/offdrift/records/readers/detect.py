@@ -7,12 +7,10 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offdrift.errors import OffdriftError, RecordError
-from offdrift.records.readers import files, jsonl, parquet
+from offdrift.records.readers import files
 from offdrift.records.readers.assemble import assemble
 from offdrift.records.readers.columns import Columns, Row, joined, pack
 from offdrift.records.readers.files import (
@@ -41,9 +39,10 @@ from offdrift.records.readers.formats.table import (
     source,
     source_of,
 )
-from offdrift.records.readers.jsonl import LINES, decode, read_lines
-from offdrift.records.readers.parquet import is_list, is_number, present, type_of
 from offdrift.records.schema import COLUMNS, LISTS, LOG_KEY, ROLLOUTS_KEY
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 PIECE_BYTES = 64 << 20
 
@@ -59,15 +58,19 @@ def pieces(detected: Detected, *, piece_bytes: int = PIECE_BYTES) -> list[Piece]
 
     Raises: `RecordError` naming the file that is gone.
     """
-    most = max(1, min(piece_bytes, detected.limit // jsonl.LINES))
+    most = max(1, min(piece_bytes, detected.limit // files.LINES))
     listed: list[Piece] = []
     for file in detected.files:
         if file.endswith(".parquet"):
+            from offdrift.records.readers import parquet  # with pyarrow: JSON lines need neither
+
             ranges = parquet.cuts(file, detected.columns or source(detected.format).columns, most)
             listed += [Piece(file, start, stop, detected.format, start + 1) for start, stop in ranges]
         elif os.path.splitext(file)[1] in PAYLOADS:
             listed.append(Piece(file, 0, size(file), detected.format))
         else:
+            from offdrift.records.readers import jsonl
+
             cuts = jsonl.cuts(file, most, detected.limit)
             listed += [Piece(file, start, stop, detected.format, first) for start, stop, first in cuts]
     return listed
@@ -96,6 +99,7 @@ def _decoded(piece: Piece, kind: Source, detected: Detected) -> tuple[Columns | 
     file, start, stop, limit = piece.file, piece.start, piece.stop, detected.limit
     mapped = {**detected.columns, **dict.fromkeys(detected.without, "")}
     if file.endswith(".parquet") and not kind.adapt:
+        from offdrift.records.readers import parquet
 
         def wanted(schema: pa.Schema) -> dict[str, str]:
             return parquet.present(schema, kind.resolve(schema.names, mapped))
@@ -110,10 +114,14 @@ def _decoded(piece: Piece, kind: Source, detected: Detected) -> tuple[Columns | 
                 return None, [BadRow(file, 0, str(e).removeprefix(f"{file}: "), rows=0)]
         return pack([_wanted(row, detected) for row in samples], range(1, len(samples) + 1), file)
     if file.endswith(".parquet"):
+        from offdrift.records.readers import parquet
+
         tables, bad = parquet.read_objects(file, start, stop, limit)
         rows = [row for _, part in tables for row in part]
         numbers = [first + i for first, part in tables for i in range(len(part))]
     else:
+        from offdrift.records.readers import jsonl
+
         data, long, stopped = jsonl.read_lines(file, start, stop, limit)
         rows, numbers, bad = jsonl.decode(data, piece.first_row, file, limit)
         bad += [BadRow(file, piece.first_row + i, why) for i, why in long.items()]
@@ -166,7 +174,7 @@ def payload(file: Bytes, name: str, limit: int, *, rows: bool = True) -> tuple[S
     try:
         kind, samples = load(file, limit)
         for row in samples if rows else ():
-            budget.spend(parquet.PLANNED * sum(len(x) for x in row.values() if hasattr(x, "__len__")))
+            budget.spend(files.PLANNED * sum(len(x) for x in row.values() if hasattr(x, "__len__")))
             kept.append(row)
     except RecordError as e:
         raise type(e)(f"{name}: {e}") from e
@@ -279,6 +287,10 @@ def look(file: str, limit: int = LIMIT) -> Look:
 
 
 def _look_at_parquet(file: str) -> Look:
+    import pyarrow as pa
+
+    from offdrift.records.readers import parquet
+
     schema = parquet.schema(file)
     names = tuple(schema.names)
     inner = tuple(
@@ -289,10 +301,10 @@ def _look_at_parquet(file: str) -> Look:
     )
 
     def of_numbers(name: str) -> bool:
-        kind = type_of(schema, name)
+        kind = parquet.type_of(schema, name)
         if kind is None or pa.types.is_null(kind):
             return False
-        return is_number(kind.value_type if is_list(kind) else kind)
+        return parquet.is_number(kind.value_type if parquet.is_list(kind) else kind)
 
     numeric = tuple(filter(of_numbers, (*names, *inner)))
     metadata = schema.metadata or {}
@@ -313,12 +325,14 @@ def rows_of_head(file: str, limit: int) -> list[Row]:
 
     Raises: `RecordError` where there are lines, and none of them is a row.
     """
+    from offdrift.records.readers import jsonl
+
     size = HEAD
     while True:
-        data, long, stopped = read_lines(file, 0, size, limit)
+        data, long, stopped = jsonl.read_lines(file, 0, size, limit)
         end = len(data) if len(data) < size else data.rfind(b"\n") + 1
-        rows, _, bad = decode(data[:end], 1, file, limit)
-        if rows or (len(data) < size and not long) or size > 8 * limit // LINES:
+        rows, _, bad = jsonl.decode(data[:end], 1, file, limit)
+        if rows or (len(data) < size and not long) or size > 8 * limit // files.LINES:
             break
         size *= 8
     stopped = stopped or next(iter(long.values()), None)
@@ -491,9 +505,11 @@ def _resolved(best: _Matches, mapped: Mapping[str, str]) -> dict[str, str]:
         raise RecordError(_not_there(best.files[0], first, absent))
     if first.schema is None:
         return {name: c for name, c in columns.items() if not (name in LISTS and c in first.single)}
-    readable = present(first.schema, columns)
+    from offdrift.records.readers import parquet
+
+    readable = parquet.present(first.schema, columns)
     for name in mapped.keys() - readable.keys():
-        kind = type_of(first.schema, mapped[name])
+        kind = parquet.type_of(first.schema, mapped[name])
         raise RecordError(f"columns: {name}={mapped[name]}, but that column is {kind}")
     return with_reward(readable, first.schema) if best.source is TRL else readable
 
@@ -505,6 +521,8 @@ def with_reward(columns: dict[str, str], schema: pa.Schema) -> dict[str, str]:
     """
     if "reward" in columns:
         return columns
+    from offdrift.records.readers.parquet import is_number
+
     rewards = [f.name for f in schema if is_number(f.type) and f.name not in columns.values()]
     return {**columns, "reward": rewards[0]} if len(rewards) == 1 else columns
 

@@ -111,6 +111,13 @@ class NotRead(RecordError):
     """A file whose format is known and whose content is not to be read."""
 
 
+LINES = 64
+"""One line, and one piece, may have this part of the bytes that a file may take: decoded, JSON takes up to 25 times
+its bytes."""
+PLANNED = 8
+"""Bytes that a value takes at least once it is decoded, to plan pieces by."""
+
+
 class Budget:
     """The bytes that one file may still take."""
 

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-import pyarrow as pa
-
 from offdrift.errors import RecordError
-from offdrift.records.readers.files import LIMIT, BadRow, Resume, fingerprint, opened, too_large
+from offdrift.records.readers.files import LIMIT, LINES, BadRow, Resume, fingerprint, opened, too_large
 
 try:
     import orjson
@@ -20,9 +18,6 @@ except ImportError:
 BLOCK = 8 << 20
 INFLATED = 64 << 10
 """Bytes that are decompressed at once: of a damaged stream, this much before the damage is lost."""
-LINES = 64
-"""One line, and one piece, may have this part of the bytes that a file may take: decoded, JSON takes up to 25 times
-its bytes."""
 
 Stopped = (OSError, ValueError, MemoryError)
 """What ends a file early: a disk that fails, a compressed stream that is damaged."""
@@ -81,6 +76,8 @@ def _blocks(file: str, start: int) -> Iterator[bytes]:
             while block := f.read(BLOCK):
                 yield block
             return
+        import pyarrow as pa
+
         with pa.input_stream(f, compression=kind) as stream:
             at = 0
             while block := stream.read(INFLATED):

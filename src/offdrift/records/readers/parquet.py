@@ -21,10 +21,10 @@ from torch import Tensor
 from offdrift.errors import RecordError
 from offdrift.records.pages import ColumnChunk, RowGroup, decoded, row_groups
 from offdrift.records.readers.columns import LARGE, Columns, Lists, Numbers, text_of
-from offdrift.records.readers.files import LIMIT, BadRow, Bytes, Resume, fingerprint, is_url, opened, too_large
+from offdrift.records.readers.files import LIMIT, PLANNED, BadRow, Bytes, Resume, fingerprint, is_url, opened, too_large
 from offdrift.records.readers.files import size as size_of
-from offdrift.records.rollouts import cumulative
 from offdrift.records.schema import COLUMNS, ROLLOUTS_KEY, LogField
+from offdrift.segments import cumulative
 
 pc: Any = pyarrow.compute
 """Its functions are made at import, where no type checker sees them."""
@@ -35,8 +35,6 @@ Broken = (pa.ArrowException, OSError, ValueError, TypeError, MemoryError)
 RATIO = 128
 """How many times its compressed size a file, or a row group that is read in parts, may decode to, once that is more
 than a file may take. The lists of a real log are never all runs of equal values."""
-PLANNED = 8
-"""Bytes that a value takes at least once it is decoded, to plan pieces by."""
 
 BUFFER, WHOLE = 1 << 20, 32 << 20
 """Bytes of a column that are read at once, so that a large row group is never held whole; and the compressed bytes of a

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from offdrift.errors import RecordError
 from offdrift.records.readers.detect import NOTHING, detect
 from offdrift.records.readers.files import LIMIT, Detected
-from offdrift.records.readers.metrics import MetricLog, find_metrics
+
+if TYPE_CHECKING:
+    from offdrift.records.readers.metrics import MetricLog
 
 
 def recognize(
@@ -25,6 +28,8 @@ def recognize(
     except RecordError:
         if columns:
             raise
+        from offdrift.records.readers.metrics import find_metrics
+
         metrics = find_metrics(paths)
         if metrics is None:
             raise

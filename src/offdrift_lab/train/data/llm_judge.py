@@ -25,7 +25,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from offdrift.engines.score import chunks, score
 from offdrift.errors import RecipeError, RewardError
 from offdrift.records.provenance import Provenance, Sampling
-from offdrift.records.rollouts import Rollouts, cumulative
+from offdrift.records.rollouts import Rollouts
+from offdrift.segments import cumulative
 from offdrift_lab.train.data.problems import Problem
 from offdrift_lab.train.data.prompts import prompt_ids
 from offdrift_lab.train.data.rewards import Rewards

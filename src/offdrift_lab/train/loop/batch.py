@@ -21,7 +21,8 @@ from offdrift.methods import Method
 from offdrift.methods.method import Interpolated, RolloutAsOld
 from offdrift.models import resident
 from offdrift.penalty import penalized_rewards
-from offdrift.records.rollouts import OLD_STATUS, Rollouts, concatenate
+from offdrift.records.rollouts import Rollouts, concatenate
+from offdrift.records.schema import OLD_STATUS
 from offdrift_lab.train.data.buffer import Picked
 from offdrift_lab.train.data.source import Source
 from offdrift_lab.train.features.lora_adapters import adapters_off

@@ -39,7 +39,8 @@ from offdrift.engines.score import chunks, divergences, score
 from offdrift.errors import CheckpointError, EvidenceError, RecordError
 from offdrift.objectives.ewma import ewma_update
 from offdrift.records.atomic import write_atomically
-from offdrift.records.rollouts import OLD_STATUS, Rollouts, Routes
+from offdrift.records.rollouts import Rollouts, Routes
+from offdrift.records.schema import OLD_STATUS
 from offdrift.segments import Segments
 from offdrift.texts import check_file
 from offdrift_lab.train.loop.sharded import anywhere, in_step, is_sharded, local_weights

@@ -21,7 +21,8 @@ from offdrift.methods.load import displayed
 from offdrift.objectives.turns import TurnNormalized
 from offdrift.records.batch import Logged
 from offdrift.records.recorder import write_log
-from offdrift.records.rollouts import OLD_STATUS, Rollouts
+from offdrift.records.rollouts import Rollouts
+from offdrift.records.schema import OLD_STATUS
 from offdrift.show.anchors import anchor
 from offdrift.stats import Alphas
 from offdrift.stats.metrics import summarize

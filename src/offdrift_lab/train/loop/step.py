@@ -36,7 +36,7 @@ from offdrift.errors import EngineError
 from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss, policy_loss
 from offdrift.methods import Method
-from offdrift.records.rollouts import OLD_STATUS
+from offdrift.records.schema import OLD_STATUS
 from offdrift.stats.drift import DriftStats, Tails
 from offdrift.stats.metrics import gradient_power
 from offdrift.stats.signature import signature

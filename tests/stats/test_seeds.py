@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from offdrift.errors import BadValueError
-from offdrift.stats.paired import compare_all, over_seeds, paired, student_p, student_t
+from offdrift.stats.seeds import compare_all, over_seeds, paired, student_p, student_t
 
 
 @pytest.mark.parametrize("dof", [1, 2, 3, 4, 5, 8, 29])
