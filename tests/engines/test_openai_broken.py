@@ -743,7 +743,11 @@ def test_a_server_that_says_little_is_used_as_it_is(played):
 
 @pytest.mark.parametrize(
     ("models", "words"),
-    [([], "say which one: openai:URL,model=NAME"), ([{"id": "a"}, {"id": "b"}], "say which one"), (5, "serves no model")],
+    [
+        ([], "say which one: openai:URL,model=NAME"),
+        ([{"id": "a"}, {"id": "b"}], "say which one"),
+        (5, "serves no model"),
+    ],
 )
 def test_which_model_must_be_clear(played, models, words):
     played.fault = at("/v1/models", {"data": models})
