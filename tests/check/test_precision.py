@@ -26,12 +26,16 @@ def draws() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def layer_moved(model: nn.Module) -> None:
+def layer_moved(model: nn.Module, by: float = 0.03) -> None:
     """One layer by 3 % of each tensor's size."""
     g = draws()
     for name, weight in model.named_parameters():
         if "layers.1." in name:
-            weight.add_(0.03 * weight.std() * torch.randn(weight.shape, generator=g).to(weight))
+            weight.add_(by * weight.std() * torch.randn(weight.shape, generator=g).to(weight))
+
+
+def layer_moved_little(model: nn.Module) -> None:
+    layer_moved(model, by=0.003)
 
 
 def tied_head_stale(model: nn.Module) -> None:
@@ -113,6 +117,22 @@ def test_a_trainer_in_bfloat16_rounds_too():
     assert not found.exceeded
     assert 0.3 < found.ratio < 2
     assert found.multiple == 3
+
+
+@pytest.mark.parametrize(("really", "fault"), [(FLOAT32, None), (FLOAT32, layer_moved_little), (BFLOAT16, None)])
+def test_an_engine_that_states_no_dtype_is_held_to_the_one_that_its_numbers_allow(really, fault):
+    """A fault of .3 % in a float32 engine is far below what bfloat16 explains."""
+    made = type("Faulty", (Planted,), {"fault": staticmethod(fault or (lambda model: None))})
+    with bench_of(count=16, made=made, sampling=SAMPLING) as bench:
+        drawn = bench.rollouts(really)
+        drawn = drawn.with_(provenance=replace(drawn.provenance, dtype="bfloat16"))  # what a silent server is taken for
+        baseline = measure(bench, drawn, FLOAT32)
+        found = explained(bench, drawn, baseline, FLOAT32, stated=False)
+        taken_at_its_word = explained(bench, drawn, baseline, FLOAT32)
+    assert found.dtype == really.dtype
+    assert found.stated is False
+    assert found.exceeded == (fault is not None)
+    assert not taken_at_its_word.exceeded
 
 
 def test_what_transformers_cannot_repeat_is_said_and_judged_by_nothing():

@@ -730,12 +730,15 @@ def test_the_record_says_what_the_server_says(played):
     said = engine(played).generate([[1]], PLAIN, seed=0).provenance
     assert (said.engine, said.engine_version, said.model) == ("openai", "vllm 0.32.0", "/models/m")
     assert (said.dtype, said.quantization) == ("float32", "fp8+kv_fp8")
+    assert engine(played).states_dtype
 
 
 def test_a_server_that_says_little_is_used_as_it_is(played):
     played.dev = False
     made = engine(played)
     assert (made.dtype, made.served.mode, made._weights.label) == ("bfloat16", None, None)
+    assert not made.states_dtype
+    assert engine(played, dtype="float16").states_dtype
     assert made.generate([[1]] * 2, PLAIN, seed=0).num_sequences == 2
     with pytest.raises(EngineError, match="no /collective_rpc; start vLLM with VLLM_SERVER_DEV_MODE=1"):
         engine(played, sync=True).load_weights([("w", torch.ones(2))], version=1)

@@ -225,6 +225,10 @@ class Bench(AbstractContextManager):
         self._engines[spec.kind] = (spec, engine)
         return engine
 
+    def states_dtype(self, spec: EngineSpec) -> bool:
+        """Whether the engine says in which dtype it computes, or the user does."""
+        return spec.dtype != "auto" or getattr(self.engine(spec), "states_dtype", True)
+
     def close_engine(self, kind: str) -> None:
         """Free the engine of this kind, if there is one."""
         if kind in self._engines:

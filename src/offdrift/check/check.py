@@ -189,7 +189,8 @@ class _Stages:
         """Yield the name of each stage before it is measured."""
         bench, (rollout, train) = self.bench, self.pair
         yield "what precision explains"
-        self.precision = explained(bench, self.rollouts, self.baseline, train, self.rules.limits)
+        stated = bench.states_dtype(rollout)
+        self.precision = explained(bench, self.rollouts, self.baseline, train, stated=stated, limits=self.rules.limits)
         if noise:
             yield "drawing again"
             self.noises["repeat"] = repeated(self.rollouts, bench.rollouts(rollout, repeat=1))
@@ -305,7 +306,7 @@ def _judged(
         overall=baseline.metrics,
     )
     diagnosed = diagnose([{"step": 0.0, **baseline.metrics}], context=context, rules=rules)
-    diagnosed = without_precision(diagnosed, precision, rollouts.provenance.dtype, pair.train.dtype)
+    diagnosed = without_precision(diagnosed, precision, precision.dtype, pair.train.dtype)
     own = broken_record(rows, sampling)
     other = [] if own else unexplained(precision)  # a wrong record explains any difference
     findings = [*(f for f in own if f.cause not in {d.cause for d in diagnosed}), *other, *served, *diagnosed]

@@ -274,8 +274,11 @@ def precision_words(check: Fields) -> str:
     if ratio is None or multiple is None:
         return ""
     explained, measured = short(number(row.get("explained"))), short(number(row.get("measured")))
+    dtype = safe(text(row.get("dtype")))
+    if row.get("stated") is False:  # a check of before has no such entry
+        dtype += " (taken for the engine's, which names none: openai:URL,dtype=float32 does)"
     return (
-        f"{safe(text(row.get('dtype')))} explains {explained} nat (transformers, the same tokens), measured "
+        f"{dtype} explains {explained} nat (transformers, the same tokens), measured "
         f"{measured}: {ratio:.3g} times; more than {multiple:g} times is other weights or another configuration"
     )
 

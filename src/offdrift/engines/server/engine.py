@@ -134,6 +134,7 @@ class OpenAIEngine:
                 f"{self.url} computes in {self.served.dtype}, not in {dtype}; a running server keeps "
                 f'its dtype: say dtype = "{self.served.dtype}", or start it with --dtype {dtype}'
             )
+        self.states_dtype = dtype != "auto" or self.served.dtype is not None
         # Half precision is what servers use that say nothing.
         self.dtype = self.served.dtype or ("bfloat16" if dtype == "auto" else dtype)
         usual = "sglang" if self.served.software == "sglang" else "completions"
