@@ -211,6 +211,7 @@ FIRES: dict[str, Example] = {
     "weights_off_mean": Example(altered(lambda i, row: {"weight/mean": 0.3 + 0.02 * math.sin(i)}), Context(method="token_tis")),
     "weights_spread": Example(altered({"weight/mean": 1.6, "weight/std": 1.4})),
     "sequence_products": Example(altered(both(chi2_seq=1e5))),
+    "advantages_opposed": Example(altered({"advantage/reward_corr": -0.9, "advantage/reward_z": -20.0})),
     "critic_blind": Example(altered(lambda i, row: {"critic/vf_explained_var": 0.01 * math.sin(i)})),
     "ess_collapse": Example(altered(lambda i, row: both(ess_seq_frac=0.8 if i < 50 else 0.1))),
     "stale_engine": Example(

@@ -259,6 +259,8 @@ def test_every_reading_can_be_made_and_is_documented():
         "batch/updates_before",
         "old/version_lag",
         "old/stale_frac",
+        "advantage/reward_corr",
+        "advantage/reward_z",
         "pipeline/lost_workers",
         "pipeline/worker_idle",
     )

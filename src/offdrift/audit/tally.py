@@ -267,7 +267,18 @@ def _facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor |
     if not n:
         return sums, maxima
     token_sums, token_maxima = _token_facts(batch)
-    return sums | token_sums, maxima | token_maxima
+    return sums | token_sums | _advantages(batch), maxima | token_maxima
+
+
+def _advantages(batch: Logged) -> dict[str, Tensor | float]:
+    """Rewards beside mean advantages of responses, where a log has both."""
+    if batch.rewards is None or batch.advantages is None:
+        return {}
+    rewards, advantages = batch.rewards.double(), batch.segments.mean(batch.advantages.double())
+    both = rewards.isfinite() & advantages.isfinite() & (batch.segments.lengths > 0)
+    r, a = rewards.where(both, 0.0), advantages.where(both, 0.0)
+    sums = {"n": both.sum(), "reward": r.sum(), "reward2": r.square().sum(), "mean": a.sum(), "mean2": a.square().sum()}
+    return {f"advantage/{name}": value for name, value in (sums | {"product": (r * a).sum()}).items()}
 
 
 def _token_facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor | float]]:

@@ -84,6 +84,7 @@ CAUSES = {
     "systematic_gap": "a systematic gap between the engines' log-probs",
     "weight_bias": "importance weights whose mean is not 1",
     "critic": "a critic that explains nothing",
+    "advantages": "advantages that contradict the rewards",
     "token_drift": "moderate token drift",
     "weight_variance": "variance of the importance weights",
     "clip_saturation": "clipping is saturated",

@@ -32,6 +32,18 @@ from offdrift.stats.formulas import (
 )
 
 
+def _advantage_corr(s: Numbers) -> float:
+    """Correlation of rewards and mean advantages of responses; NaN where either does not vary."""
+    n = s["advantage/n"]
+    if not n:
+        return math.nan
+    r, a = s["advantage/reward"] / n, s["advantage/mean"] / n
+    var_r, var_a = s["advantage/reward2"] / n - r * r, s["advantage/mean2"] / n - a * a
+    if var_r <= NO_VARIANCE * s["advantage/reward2"] / n or var_a <= NO_VARIANCE * s["advantage/mean2"] / n:
+        return math.nan
+    return max(-1.0, min(1.0, (s["advantage/product"] / n - r * a) / math.sqrt(var_r * var_a)))
+
+
 def _explained_variance(s: Numbers) -> float:
     """Explained variance of the critic; NaN where returns do not vary."""
     variance = std("critic/return", "critic/return_squared", "n", ddof=0)(s) ** 2
@@ -450,6 +462,12 @@ _ROWS = [
     Metric("gate/drop_frac_token", "1", "share of tokens rejected", "worse",
            lambda s: 1 - s["gate/kept_tokens"] / s["n"]),
     Metric("reward/mean", "task", "mean reward of the batch's sequences", "better", mean("reward", "b")),
+    Metric("advantage/reward_corr", "1",
+           "correlation, over responses, of the reward and the mean advantage of the tokens: above 0 for a baseline "
+           "that knows the prompt alone", "better", _advantage_corr),
+    Metric("advantage/reward_z", "1",
+           "advantage/reward_corr times sqrt(responses): in standard errors of a sample without correlation", "better",
+           lambda s: _advantage_corr(s) * math.sqrt(s["advantage/n"])),
     Metric("preference/pair_frac", "1", "share of prompts whose answers do not all earn alike: those with a pair",
            "better", mean("preference/pairs", "preference/prompts")),
     Metric("preference/accuracy", "1", "share of pairs of which the policy prefers the better answer, as compared with "

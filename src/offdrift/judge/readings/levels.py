@@ -119,6 +119,11 @@ LEVELS.rows({
     ),
     "probabilities": ("data/probability", "1 if a column of log-probs holds probabilities: `data/probability`"),
     "negated": ("data/negated", "1 if a column of log-probs holds their negatives: `data/negated`"),
+    "advantage_corr": (
+        "advantage/reward_corr",
+        "Correlation, over responses, of rewards and advantages: `advantage/reward_corr`",
+    ),
+    "advantage_z": ("advantage/reward_z", "The same in standard errors: `advantage/reward_z`"),
     "old_stale": (
         "old/stale_frac",
         "Share of tokens whose old log-prob was taken at other weights than those that drew them: `old/stale_frac`",
