@@ -61,7 +61,7 @@ def test_nothing_is_read_before_the_statistics(name, monkeypatch):
     recorded, tolist, lists = on_record(batch), torch.Tensor.tolist, []
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: lists.append(x) or tolist(x))
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # on a host, where it costs nothing, numbers are read
-    monkeypatch.setattr(Weighted, "guarded", lambda weighted: weighted.exact is not None)  # the same
+    monkeypatch.setattr(Weighted, "guarded", lambda weighted, *extremes: weighted.exact is not None)  # the same
     sizes_are_on_the_host(recorded)
     with Reads() as reads:
         lp = recorded.with_current(batch.leaf)

@@ -68,6 +68,11 @@ def _noise(view: View) -> float:
     return 3 * math.sqrt(2 * max(k3, 0.0) / max(tokens, 1.0)) if tokens is not None and k3 is not None else 0.0
 
 
+def _within(ratio: float, noise: float) -> bool:
+    """Whether the log of a ratio is as small as noise; no log of 0 or less, which a log may say, is."""
+    return ratio > 0 and abs(math.log(ratio)) <= noise
+
+
 def _lacking(view: View) -> ReadNumber | None:
     return view.largest(*(name for name in view.newest if name.startswith("data/lacking_frac/")))
 
@@ -76,7 +81,7 @@ LEVELS.rows({
     "pearson": ("{on}/pearson", "Correlation of the two policies' probabilities: `{on}/pearson`"),
     "ppl_ratio": ("{on}/ppl_ratio", "`{on}/ppl_ratio`"),
     "ppl_off": (
-        lambda v: v.mapped("{on}/ppl_ratio", lambda x: abs(x - 1) if abs(math.log(x)) > _noise(v) else 0.0),
+        lambda v: v.mapped("{on}/ppl_ratio", lambda x: 0.0 if _within(x, _noise(v)) else abs(x - 1)),
         "Distance of `{on}/ppl_ratio` from 1; 0 within three standard errors of so many tokens",
     ),
     "chi2_token": (
@@ -396,8 +401,9 @@ def ratio_tokens_z(view: View) -> float | None:
     mean, chi2, tokens = view.level("{on}/ratio_mean"), view.level("{on}/chi2_token"), _tokens(view)
     if mean is None or chi2 is None or tokens is None:
         return None
-    square = chi2 - 2 * (mean - 1)  # the mean of (e^l - 1)^2
-    return (mean - 1) * math.sqrt(tokens / max(square, (mean - 1) ** 2, 1e-300))
+    excess = mean - 1
+    spread = math.sqrt(max(chi2 - 2 * excess, 0.0))  # the root of the mean of (e^l - 1)^2
+    return excess / max(spread, abs(excess), 1e-150) * math.sqrt(max(tokens, 0.0))
 
 
 @LEVELS.reading()
