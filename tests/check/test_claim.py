@@ -86,6 +86,7 @@ def test_one_flipped_bit_is_found_where_it_is(made, request_, token, drawn):
     assert found["passed"] is False
     assert found["verdict"]["level"] == "act"
     assert f"first difference at request {request_}, token {token}" in found["verdict"]["text"]
+    assert "--bisect" in found["verdict"]["steps"][0]
 
 
 def test_one_bit_of_a_weight_is_traced_to_its_module():
@@ -95,6 +96,7 @@ def test_one_bit_of_a_weight_is_traced_to_its_module():
     assert first["module"] == first["within"] == "model.layers.1.mlp.up_proj"
     assert found["verdict"]["text"].endswith(", in module model.layers.1.mlp.up_proj.")
     assert "first in module model.layers.1.mlp.up_proj" in found["verdict"]["details"][0]
+    assert "model.layers.1.mlp.up_proj" in found["verdict"]["steps"][0]
 
 
 def test_engines_that_round_differently_have_an_interval_and_a_module():

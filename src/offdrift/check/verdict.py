@@ -91,24 +91,27 @@ def with_claim(claim: Mapping[str, Any], verdict: Mapping[str, Any]) -> dict[str
         claim: entry of `check.json`.
         verdict: of the check without the claim.
     """
-    same = claim.get("same_digest", True)
+    same, steps = claim.get("same_digest", True), []
     if not claim["equal"]:
         first = claim["first"]
         text = f"Not equal: first difference at request {first['request']}, token {first['token']}"
+        steps = ["Give both sides one dtype and one set of options; then --bisect names the first module that differs."]
         if module := first.get("module"):
             text += f", in module {module}" if first["within"] == module else f", before module {module}"
+            steps = [f"Compare {module} on both sides: its weights, dtype and kernel."]
     elif same:
         text = f"Equal: {claim['equal_tokens']:,} of {claim['tokens']:,} tokens, KL = 0, digest "
         text += claim["digest_rollout"]
     else:
         where = (claim.get("first_of_machines") or {}).get("text", "")
         text = "Equal here, but not the other machine's digest" + f": {where.partition(':')[0]}" * bool(where)
+        steps = ["Compare both check.json (engines, versions, dtypes, options), then the processors."]
     level = verdict["level"] if claim["equal"] and same else worst([verdict["level"], "act"])
     behind = claim["text"]
     if claim["equal"] and same:  # its beginning is the verdict
         behind = behind.partition(" (")[2].replace(")", "", 1)
     details = [f"{_capital(behind)}.", verdict["text"], *verdict["details"]]
-    return {**verdict, "level": level, "text": f"{text}.", "details": details}
+    return {**verdict, "level": level, "text": f"{text}.", "steps": [*steps, *verdict["steps"]], "details": details}
 
 
 def above_limit(verdict: Mapping[str, Any], kl: float, max_kl: float, *, factors: bool) -> dict[str, Any]:
