@@ -579,7 +579,7 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "clean, record in bfloat16": (coarse_record, OK),
     "most likely token recorded": (most_likely, ("record_or_support",)),
     "most likely token recorded, 3 in 10": (lambda p: most_likely(p, 0.3), ("record_or_support",)),
-    "base two": (base_two, ("record_not_drawn", "record_or_support", "raw_logprobs")),
+    "base two": (base_two, ("other_base",)),
     "records shuffled": (shuffled_records, ("misaligned",)),
     "five places off": (off_by, ("misaligned",)),
     "one place off": (neighbor, ("misaligned",)),

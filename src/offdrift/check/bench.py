@@ -226,7 +226,7 @@ class Bench(AbstractContextManager):
         return engine
 
     def states_dtype(self, spec: EngineSpec) -> bool:
-        """Whether the engine says in which dtype it computes, or the user does."""
+        """True if the engine says in which dtype it computes, or the user does."""
         return spec.dtype != "auto" or getattr(self.engine(spec), "states_dtype", True)
 
     def close_engine(self, kind: str) -> None:

@@ -36,8 +36,8 @@ FLOOR = 2.6e-13
 SEQUENCES = 16
 """Sequences that are decoded again, at most."""
 TOO_NEAR = 0.2
-"""Measured over explained, below which an engine that states no dtype does not compute in bfloat16: beside a trainer in
-float32, engines that do stood at 1.0."""
+"""Measured over explained, below which an engine that states no dtype does not compute in bfloat16: engines that do
+stand at 0.3 to 1.1 (docs/check.md)."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,14 @@ def explained(
     if why := not_compared(rollouts, dtype):
         return Explained(provenance.dtype, why)
     assert dtype is not None
-    found = _decoded_at(dtype, bench, rollouts, baseline, train, limits)
+    found = _decoded_at(dtype, bench, rollouts, baseline, train=train, limits=limits)
     if not stated and found.ratio < TOO_NEAR:
-        found = _decoded_at("float32", bench, rollouts, baseline, train, limits)
+        found = _decoded_at("float32", bench, rollouts, baseline, train=train, limits=limits)
     return replace(found, stated=stated)
 
 
 def _decoded_at(
-    dtype: str, bench: Bench, rollouts: Rollouts, baseline: Measured, train: EngineSpec, limits: Mapping[str, float]
+    dtype: str, bench: Bench, rollouts: Rollouts, baseline: Measured, *, train: EngineSpec, limits: Mapping[str, float]
 ) -> Explained:
     """The baseline beside transformers at one dtype."""
     log = baseline.logged

@@ -81,7 +81,7 @@ def cache_folder() -> Path:
 
 
 def processor() -> str:
-    """What `-march=native` depends on."""
+    """The facts of the processor that `-march=native` depends on."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     facts = sorted({line for line in lines if line.startswith(("flags", "Features", "model name", "model\t"))})

@@ -221,7 +221,7 @@ class Rules:
 
     @cached_property
     def tracks(self) -> Mapping[str, Track]:
-        """What became of runs in which an unchanged rule was told, by its name; read for the first finding."""
+        """Outcomes of runs in which an unchanged rule was told, by its name; read for the first finding."""
         from offdrift.judge.track_record import tracks
 
         return MappingProxyType({name: track for name, track in tracks().items() if name in self.unchanged})

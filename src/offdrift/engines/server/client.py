@@ -286,7 +286,7 @@ def _key() -> str:
 
 
 def _key_advice(status: int) -> str:
-    """What to do where a server wants a key, or another one; "" for other refusals."""
+    """Advice where a server wants a key, or another one; "" for other refusals."""
     if status not in (401, 403):
         return ""
     if _key():

@@ -69,7 +69,7 @@ def _noise(view: View) -> float:
 
 
 def _within(ratio: float, noise: float) -> bool:
-    """Whether the log of a ratio is as small as noise; no log of 0 or less, which a log may say, is."""
+    """True if the log of a ratio is as small as noise; that of 0 or less, which a log may say, is not."""
     return ratio > 0 and abs(math.log(ratio)) <= noise
 
 

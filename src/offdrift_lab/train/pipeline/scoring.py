@@ -30,7 +30,7 @@ class RewardSpec:
     """The trainer's working folder, where a function is looked for."""
 
     def find(self) -> RewardFunction:
-        """What scores completions, in this process. Raises: `RecipeError` if there is no such task or function here."""
+        """Find the function that scores completions, in this process. Raises: `RecipeError` if there is none here."""
         if self.reward is not None:
             return find_reward(self.reward, folder=Path(self.folder))
         return partial(rewards_of, find_task(self.task))
@@ -67,7 +67,7 @@ class _Asked:
 
 
 class RewardLedger:
-    """Which groups' rewards are wanted, who computes them, and what has come. Knows no process and no clock."""
+    """Groups' rewards that are wanted, who computes them, and what has come. Knows no process and no clock."""
 
     def __init__(self) -> None:
         self._asked: dict[int, _Asked] = {}  # by number of the group, until the trainer takes it or it is dropped
