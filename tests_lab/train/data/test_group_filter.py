@@ -18,7 +18,7 @@ from tests.forked import pair
 from offdrift.advantages import advantages
 from offdrift.audit.certificate_evidence import SELECTED, Proof
 from offdrift.certificate import TrustRegion
-from offdrift.errors import RecipeError, RecordError, RewardError
+from offdrift.errors import BadValueError, RecipeError, RecordError, RewardError
 from offdrift.prove.certify import judge
 from offdrift.records.store import read
 from offdrift.stats import METRICS
@@ -279,6 +279,18 @@ def test_penalties_are_components_of_what_is_trained_on_and_not_of_evaluations(t
     assert row["component/overlong"] == pytest.approx(float(parts["overlong"].mean()))
     assert row["reward/mean"] == pytest.approx(float(batch.rewards.mean()))
     assert rewards[-1] == 1.0
+
+
+@pytest.mark.parametrize(("reward", "changes"), [(1.5, {}), (0.0, {"pipeline": {"schedule": "sync", "workers": 1}})])
+def test_a_reward_outside_the_stated_range_is_refused_before_its_batch_is_stored(
+    tmp_path, short, monkeypatch, reward, changes
+):
+    """Certificates and pages rescale by the range; one process draws, or a worker does."""
+    monkeypatch.setattr(Early, "reward", lambda *_: reward)
+    recipe = recipe_with(batches=1, reward_range=[0.5, 1], **changes)
+    with pytest.raises(BadValueError, match=rf"reward of sequence 0 is {reward}, outside \[0.5, 1\]"):
+        train(recipe, tmp_path)
+    assert not list(tmp_path.rglob("batch-*.parquet"))
 
 
 def test_a_spread_is_judged_before_penalties_and_by_components_for_gdpo(tmp_path, short, monkeypatch):

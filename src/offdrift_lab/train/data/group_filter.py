@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from offdrift.certificate.samples import unit_rewards
 from offdrift.records.rollouts import Rollouts, concatenate
 from offdrift_lab.train.data.problems import Problem, digest
 from offdrift_lab.train.settings import sections as parts
@@ -107,10 +108,14 @@ def ngrams(
     return sequence, code, place + ngram <= lengths.cumsum(0)[sequence]
 
 
-def penalized(rollouts: Rollouts, settings: parts.PenaltiesSettings, *, max_tokens: int) -> Rollouts:
+def penalized(
+    rollouts: Rollouts, settings: parts.PenaltiesSettings, *, max_tokens: int, reward_range: tuple[float, float]
+) -> Rollouts:
     """The rollouts with penalties in their rewards, each a component of its own beside the task's.
 
     R = R_task + overlong * punishment - repetition * repeated share
+
+    Raises: `BadValueError` if a reward is outside `reward_range`, which certificates and reports rest on.
     """
     assert rollouts.rewards is not None
     added: dict[str, Tensor] = {}
@@ -121,10 +126,12 @@ def penalized(rollouts: Rollouts, settings: parts.PenaltiesSettings, *, max_toke
     if settings.repetition:
         share = repeated_share(rollouts.tokens, rollouts.lengths, ngram=settings.ngram)
         added["repetition"] = -settings.repetition * share
-    if not added:
-        return rollouts
-    task = dict(rollouts.components) if rollouts.components else {"task": rollouts.rewards}
-    return rollouts.with_(rewards=rollouts.rewards + sum(added.values()), components=task | added)
+    if added:
+        task = dict(rollouts.components) if rollouts.components else {"task": rollouts.rewards}
+        rollouts = rollouts.with_(rewards=rollouts.rewards + sum(added.values()), components=task | added)
+    assert rollouts.rewards is not None
+    unit_rewards(rollouts.rewards.double().numpy(), reward_range)
+    return rollouts
 
 
 def of_groups(rollouts: Rollouts, groups: Int[Tensor, " g"]) -> Rollouts:

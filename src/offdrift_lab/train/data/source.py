@@ -349,10 +349,11 @@ class Source:
             drawn = drawn.select(drawn.group_ids.argsort(stable=True))
             spread = spread_of(drawn)
         self.history.visit(problems, drawn)
-        drawn = penalized(drawn, recipe.penalties, max_tokens=recipe.horizon)
+        limits: dict[str, Any] = {"max_tokens": recipe.horizon, "reward_range": recipe.reward_range}
+        drawn = penalized(drawn, recipe.penalties, **limits)
         if self.greedy:
             best = ask(problems, 1, 0, replace(self.sampling, top_k=1), alphas)
-            best = penalized(best, recipe.penalties, max_tokens=recipe.horizon)
+            best = penalized(best, recipe.penalties, **limits)
             assert best.rewards is not None
             drawn = drawn.with_(greedy_rewards=best.rewards[drawn.group_ids])
         return drawn, spread

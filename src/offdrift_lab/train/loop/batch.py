@@ -13,7 +13,6 @@ from torch import Tensor
 from offdrift.advantages import ADVANTAGES, advantages
 from offdrift.advantages.optimal import norm_agreement
 from offdrift.batch_info import BatchInfo
-from offdrift.certificate.samples import unit_rewards
 from offdrift.engines.retention import retention_sums
 from offdrift.errors import EngineError
 from offdrift.logprobs import LogProbs
@@ -172,8 +171,6 @@ def make_batch(arm: Arm, picked: Picked, *, part: bool = False) -> Batch:
 
     Args:
         part: whether the batch of the step has other parts, which all have to be scored alike.
-
-    Raises: `BadValueError` if a reward is outside the recipe's `reward_range`.
     """
     recipe, method, replay = arm.run.recipe, arm.method, arm.replay
     rollouts, sums = replayed_rollouts(arm, picked.rollouts)
@@ -299,7 +296,6 @@ def token_advantages(
     """Advantage of every token, by the arm's estimator, from the scores of `make_batch`; and the critic's targets."""
     method, rewards, segments = arm.method, rollouts.rewards, rollouts.segments
     assert rewards is not None
-    unit_rewards(rewards.double().numpy(), arm.run.recipe.reward_range)
     options: dict[str, Any] = {
         "how": arm.estimator,
         "baseline_over": arm.run.recipe.optim.baseline_over,

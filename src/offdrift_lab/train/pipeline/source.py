@@ -150,7 +150,8 @@ class PipelineSource(Source):
             queue_seconds=torch.tensor([d.queue_seconds for d in responses]),
             generation_seconds=torch.tensor([d.generation_seconds for d in responses]),
         )
-        return penalized(rollouts, self.recipe.penalties, max_tokens=self.recipe.horizon)
+        recipe = self.recipe
+        return penalized(rollouts, recipe.penalties, max_tokens=recipe.horizon, reward_range=recipe.reward_range)
 
     def _texts(self, tokens: Sequence[Sequence[int]]) -> tuple[str, ...]:
         return tuple(str(self.tokenizer.decode(list(row), skip_special_tokens=True)) for row in tokens)
