@@ -2,8 +2,8 @@
 #
 # make train        sets everything up and trains a tiny model four times: about two minutes
 # make test-quick   the laws, the core and one engine: about a minute
-# make test         every test but the slow ones: what to run before a commit. Here and below, tests that take above a
-#                   second take turns, of eight commits at most (tests/sampling.py); SAMPLE= takes all
+# make test         every test but the slow ones: what to run before a commit. Here and below, tests that take three quarters of a
+#                   second take turns, of ten commits at most (tests/sampling.py); SAMPLE= takes all
 # make test-all     that with shapes checked (of a function's first calls in every test and for every case), the slow ones,
 #                   test-narrow, test-foreign and test-build: what continuous integration runs
 # make costs        measures again what each test takes, which decides whose turn it is

@@ -1,8 +1,8 @@
 """Costly claims take turns: where SAMPLE is a number, a test that takes long is run in some commits, and so all in few.
 
-`costs.txt` says how many seconds a test took, all its cases together (`make costs` measures). One of c seconds, c above
-1, is spread over ceil(c) consecutive values of SAMPLE, at most `MOST`: each value takes some of its cases, or its one
-case in its turn, and every case comes once. What is not in that file always runs: a new test, or one that was renamed.
+`costs.txt` says how many seconds a test took, all its cases together (`make costs` measures). One of c seconds is spread
+over ceil(c / SHARE) consecutive values of SAMPLE, at most `MOST`: each value takes some of its cases, or its one case in
+its turn, and every case comes once. What is not in that file always runs: a new test, or one that was renamed.
 `make test-all` gives the number of commits; without SAMPLE every case is run.
 """
 
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     import pytest
 
 COSTS = Path(__file__).with_name("costs.txt")
-MOST = 8
+MOST = 10
 """Commits in which every case has been run."""
+SHARE = 0.75
+"""Seconds that one commit gives to a test, unless `MOST` of them are too few for all its cases."""
 
 
 def function_of(nodeid: str) -> str:
@@ -50,7 +52,7 @@ def taking_turns(
     cases = Counter[str]()
     for item in items:
         name = function_of(item.nodeid)
-        turns = min(MOST, max(1, math.ceil(costs.get(name, 0))))
+        turns = min(MOST, max(1, math.ceil(costs.get(name, 0) / SHARE)))
         first = zlib.crc32(name.encode()) + int(turn)  # tests of one case are not all run in the same commit
         (left_out if (first + cases[name]) % turns else run).append(item)
         cases[name] += 1

@@ -39,7 +39,7 @@ def names(items) -> list[str]:
     return [item.name for item in items]
 
 
-@pytest.mark.parametrize(("seconds", "turns"), [(0.3, 1), (1, 1), (1.1, 2), (2.5, 3), (5, 5), (400, MOST)])
+@pytest.mark.parametrize(("seconds", "turns"), [(0.3, 1), (0.75, 1), (1, 2), (2, 3), (3, 4), (5, 7), (400, MOST)])
 @pytest.mark.parametrize("costly", ["many", "few", "single"])
 def test_consecutive_runs_take_every_case_once_and_the_rest_always_runs(items, costly, seconds, turns):
     of = costs(items, few=0.5) | costs(items, **{costly: seconds})
@@ -67,7 +67,7 @@ def test_tests_of_one_case_share_the_commits_evenly(pytester):
     of = dict.fromkeys((item.nodeid for item in items), 60.0)
     sizes = [len(taking_turns(items, str(turn), of)[0]) for turn in range(MOST)]
     assert sum(sizes) == 300
-    assert min(sizes) > 30
+    assert min(sizes) > 20
 
 
 def test_seconds_are_measured_and_read_again(tmp_path):
