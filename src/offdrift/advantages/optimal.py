@@ -91,30 +91,6 @@ def opob(credit: Credit) -> Float[Tensor, " n"]:
     return credit.segments.spread(credit.scores - groups.spread(baseline))
 
 
-def norm_agreement(
-    exact: Float[Tensor, " b"], stand_in: Float[Tensor, " b"], groups: Groups
-) -> dict[str, Float[Tensor, ""]]:
-    """Compare the orders in which two measures of the sequences' gradients put the answers to a prompt.
-
-        concordant = sum over pairs of one prompt of sign(x_i - x_j) sign(y_i - y_j),   tau = concordant / pairs
-
-    tau is Kendall's rank correlation within prompts: 1 for the same order, 0 for none, -1 for the opposite one. Pairs
-    that are equal in `exact` do not count.
-
-    Returns: `concordant` and `pairs`; both add over pieces that hold whole groups. Gradient: none.
-
-    Example:
-        >>> import torch
-        >>> groups = Groups.from_ids(torch.tensor([7, 7, 7, 8]))
-        >>> x, y = torch.tensor([1.0, 2.0, 3.0, 9.0]), torch.tensor([1.0, 5.0, 4.0, 0.0])
-        >>> [x.item() for x in norm_agreement(x, y, groups).values()]
-        [1.0, 3.0]
-    """
-    alike = groups.index[:, None] == groups.index
-    x, y = ((z[:, None] - z).sign() for z in (exact.double(), stand_in.double()))
-    return {"concordant": (alike * x * y).sum() / 2, "pairs": (alike * x.abs()).sum() / 2}
-
-
 def _apart_from_column(credit: Credit, column: Int[Tensor, " n"], estimator: str) -> Float[Tensor, " n"]:
     segments = credit.segments
     norm = _score_norm(credit, estimator)

@@ -11,7 +11,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from offdrift.advantages import ADVANTAGES, advantages
-from offdrift.advantages.optimal import norm_agreement
 from offdrift.batch_info import BatchInfo
 from offdrift.engines.retention import retention_sums
 from offdrift.errors import EngineError
@@ -22,6 +21,7 @@ from offdrift.models import resident
 from offdrift.penalty import penalized_rewards
 from offdrift.records.rollouts import Rollouts, concatenate
 from offdrift.records.schema import OLD_STATUS
+from offdrift.segments import Groups
 from offdrift_lab.train.data.buffer import Picked
 from offdrift_lab.train.data.source import Source
 from offdrift_lab.train.features.lora_adapters import adapters_off
@@ -276,6 +276,30 @@ def norm_sums(arm: Arm, rollouts: Rollouts, scores: Scores, advantages: Tensor) 
     by_stand_in, _ = token_advantages(arm, rollouts, replace(scores, norms=None))
     shift = rollouts.segments.mean((by_stand_in - advantages).abs()).sum()
     return sums | {"opob/shift": shift, "opob/responses": torch.tensor(float(len(norms)))}
+
+
+def norm_agreement(
+    exact: Float[Tensor, " b"], stand_in: Float[Tensor, " b"], groups: Groups
+) -> dict[str, Float[Tensor, ""]]:
+    """Compare the orders in which two measures of the sequences' gradients put the answers to a prompt.
+
+        concordant = sum over pairs of one prompt of sign(x_i - x_j) sign(y_i - y_j),   tau = concordant / pairs
+
+    tau is Kendall's rank correlation within prompts: 1 for the same order, 0 for none, -1 for the opposite one. Pairs
+    that are equal in `exact` do not count.
+
+    Returns: `concordant` and `pairs`; both add over pieces that hold whole groups. Gradient: none.
+
+    Example:
+        >>> import torch
+        >>> groups = Groups.from_ids(torch.tensor([7, 7, 7, 8]))
+        >>> x, y = torch.tensor([1.0, 2.0, 3.0, 9.0]), torch.tensor([1.0, 5.0, 4.0, 0.0])
+        >>> [x.item() for x in norm_agreement(x, y, groups).values()]
+        [1.0, 3.0]
+    """
+    alike = groups.index[:, None] == groups.index
+    x, y = ((z[:, None] - z).sign() for z in (exact.double(), stand_in.double()))
+    return {"concordant": (alike * x * y).sum() / 2, "pairs": (alike * x.abs()).sum() / 2}
 
 
 def status_of_old(
