@@ -10,6 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.sync_units import Units, weight_groups
 from offdrift.engines.verify_sync import (
+    CONTEXT,
     FLOAT32_CAP,
     HALF_CAP,
     LOADS,
@@ -225,6 +226,30 @@ def test_flips_of_a_few_tokens_are_no_stale_weights_and_shifts_of_most_are(share
             verify_sync(engine, model, PROMPTS, PLAIN, seed=0)
     else:
         assert verify_sync(engine, model, PROMPTS, PLAIN, seed=0).loads <= LOADS
+
+
+@pytest.mark.parametrize("stale", [[], ["model.layers.1.mlp.gate_proj.weight"]])
+def test_long_prompts_are_compared_whole_once_and_perturbed_loads_read_their_last_tokens(stale):
+    """Every pass of a perturbed load is paid for each token of the prompts."""
+    asked = []
+
+    class Noting(Deaf):
+        def generate(self, prompts, *args, **kwargs):
+            asked.append({tuple(p) for p in prompts})
+            return self._engine.generate(prompts, *args, **kwargs)
+
+        def load_weights(self, weights, *, version):
+            self._engine.load_weights(((n, old.get(n, w)) for n, w in weights), version=version)
+
+    model = tiny("dense")
+    old = {name: model.get_parameter(name).detach().clone() for name in stale}
+    prompts = [[*range(3 + i, 3 + i + 2 * CONTEXT)] for i in range(3)]
+    report = examine_sync(Noting(TransformersEngine(model, dtype="bfloat16")), model, prompts, PLAIN, seed=0)
+    whole, *rest = asked
+    assert whole == {tuple(p) for p in prompts}
+    assert len(rest) > report.loads > 0
+    assert set().union(*rest) == {tuple(p[-CONTEXT:]) for p in prompts}
+    assert [unit.name for unit in report.stale] == stale
 
 
 @pytest.mark.parametrize("sharpness", [1, 4, 10])

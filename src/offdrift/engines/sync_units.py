@@ -219,8 +219,8 @@ def gradient_sums(
 
     def take(i: int, weight: Tensor) -> None:
         assert weight.grad is not None
-        product = (weight.grad.float() * factor(i)).reshape(units.counts[i], -1).double()
-        sums[i] = (product.sum(1).cpu(), product.square().sum(1).cpu())
+        product = (weight.grad.float() * factor(i)).reshape(units.counts[i], -1)
+        sums[i] = (product.sum(1).double().cpu(), product.square().sum(1).double().cpu())
         weight.grad = None
 
     before = [w.grad for w in units.weights]

@@ -86,6 +86,9 @@ CLIP = 4.0
 """Differences count up to this many times the typical one: another expert moves a token by nats."""
 PROBE_TOKENS = 16
 """Tokens sampled per probe prompt at most."""
+CONTEXT = 16
+"""Last tokens of a prompt that perturbed loads are probed with: every pass is paid for each token, and a weight moves
+log-probs whatever stands before."""
 TOKENS = 128
 """Tokens sampled per load, at least."""
 
@@ -100,6 +103,9 @@ CLEARLY = 0.5
 TRIED_EXACT, TRIED = 12, 4
 """Unions that are tried as an explanation, each a forward pass: without noise and with it, where most loads of a large
 model look suspicious. What stayed behind had the fourth largest z at least, in 28 layers in bfloat16."""
+GLANCE, PROMISING = 4, 0.9
+"""With noise, a union is tried on every fourth sequence first, and on all only if it leaves less than this share of the
+difference there. What stayed behind has to leave `EXPLAINED` of it at most."""
 
 ONE_TOKEN = 1.0
 """Nats that a single token may contribute to the cheap check: a router that flips on one token in a
@@ -278,9 +284,9 @@ def examine_sync(
         try:
             told("loading the weights as they are")
             rollouts, before = probe.synchronized()
-            differences = (rollouts.logp_rollout - before).abs()
-            noise, cap = float(differences.mean()), precision_cap(rollouts.provenance, model)
-            if not noise <= cap:  # NaN is refused, too
+            cap = precision_cap(rollouts.provenance, model)
+            zero_update = ZeroUpdate.of(rollouts.logp_rollout, before, cap)
+            if not zero_update.mean <= cap:  # NaN is refused, too
                 groups = weight_groups(model)
                 suspects = " or ".join(name for name in ("attention", "mlp") if probe.agrees_without(groups, name, cap))
                 where = (
@@ -289,26 +295,17 @@ def examine_sync(
                     else "no single group explains it: another model, missing weights, or raw log-probs"
                 )
                 raise SyncError(
-                    f"engine {engine.name!r} and trainer differ by {noise:.3g} nats per token right after "
+                    f"engine {engine.name!r} and trainer differ by {zero_update.mean:.3g} nats per token right after "
                     f"load_weights, the cap at this precision is {cap:.3g}; {where}. Do not train on "
                     "these rollouts: use another engine version, or construct the engine anew from a "
                     "checkpoint"
                 )
-            typical = max(float(differences.median()), noise * MEDIAN_TO_MEAN, LEAST_NOISE)
-            empty = SyncReport(
-                engine.name,
-                len(rollouts.tokens),
-                noise,
-                cap=cap,
-                loads=0,
-                gap=0.0,
-                limit=0.0,
-                parts=0,
-                zero_update=ZeroUpdate.of(rollouts.logp_rollout, before, cap),
-            )
             # With noise, the few tokens that choose one expert prove nothing of it.
             units = Units.of(model, experts=cap == FLOAT32_CAP)
-            return _Proof(probe, units, empty, typical).run(rollouts, again=again)
+            if any(len(prompt) > CONTEXT for prompt in prompts):
+                probe = replace(probe, prompts=[prompt[-CONTEXT:] for prompt in prompts])
+                rollouts, before = probe.compared()
+            return _Proof(probe, units, zero_update).run(rollouts, before, again=again)
         finally:
             engine.load_weights(model.named_parameters(), version=version)
 
@@ -400,19 +397,36 @@ class _Probe:
 class _Proof:
     """The perturbed loads, and what they prove."""
 
-    def __init__(self, probe: _Probe, units: Units, empty: SyncReport, typical: float) -> None:
+    def __init__(self, probe: _Probe, units: Units, zero_update: ZeroUpdate) -> None:
         self.probe, self.units = probe, units
-        self.report = replace(empty, parts=len(units.parts), limit=LIMIT_TO_NOISE * typical)
-        self.typical = typical
-        self.exact = empty.cap == FLOAT32_CAP
+        self.report = SyncReport(
+            probe.engine.name,
+            tokens=zero_update.tokens,
+            noise=zero_update.mean,
+            cap=zero_update.cap,
+            loads=0,
+            gap=0.0,
+            limit=0.0,
+            parts=len(units.parts),
+            zero_update=zero_update,
+        )
+        self.typical = LEAST_NOISE
+        self.exact = zero_update.cap == FLOAT32_CAP
         self.least_z = least_z(units, ALPHA / LOADS)
         self.tensor = units.tensor_of_part()
         self.proved = torch.zeros(len(units.unions), dtype=torch.bool)
         self.noise = LEAST_NOISE
         self.originals: list[Tensor] = []
 
-    def run(self, rollouts: Rollouts, *, again: bool) -> SyncReport:
-        """Load perturbed weights until every part is proved, something is stale, or `LOADS` are spent; or once each."""
+    def run(self, rollouts: Rollouts, logp: Float[Tensor, " n"], *, again: bool) -> SyncReport:
+        """Load perturbed weights until every part is proved, something is stale, or `LOADS` are spent; or once each.
+
+        Args:
+            rollouts: of the probe, with equal weights; the trainer's `logp` of them beside.
+        """
+        d = (rollouts.logp_rollout - logp).abs()
+        self.typical = max(float(d.median()), float(d.mean()) * MEDIAN_TO_MEAN, LEAST_NOISE)
+        self.report = replace(self.report, limit=LIMIT_TO_NOISE * self.typical)
         with with_gradients(self.probe.model), restored(self.units.weights) as self.originals:
             nothing = torch.zeros(len(self.originals), dtype=torch.float64)
             plan, faint, effects = self.planned(rollouts), nothing, nothing
@@ -483,7 +497,7 @@ class _Proof:
             if stale := self.explained(rollouts, d, z):
                 return stale, effect, effect
             share = EXPLAINED_EXACT if self.exact else EXPLAINED if gap > limit else CLEARLY
-            if (end := self.tied_apart(rollouts, gap, share)) is not None:
+            if (end := self.tied_apart(rollouts, d, gap, share)) is not None:
                 return (end,), effect, effect
             if not gap <= limit:
                 unknown = Stale("something that no tensor, layer or group explains", gap, gap, float(z.max()))
@@ -508,7 +522,7 @@ class _Proof:
         clear = d.abs() > (CLEAR * self.typical if self.exact else 0.0)
         before, stale = float(d.abs()[clear].median()), []
         for _ in range(NAMED):
-            best, left = self.best_explanation(rollouts, z, clear, before)
+            best, left = self.best_explanation(rollouts, d, z, clear)
             largest = float(z.max())
             if not largest > self.least_z:
                 enough = left <= (EXPLAINED_EXACT if self.exact else EXPLAINED) * before
@@ -517,37 +531,51 @@ class _Proof:
             stale.append(Stale(self.units.unions[best], before, left, float(z[best])))
             put_back(self.units, self.originals, best)
             logp, spread = self.graph(rollouts)
-            now = logp.detach().cpu() - rollouts.logp_rollout
-            z = evidence_of(self.units, self.originals, logp, clipped(now / spread), spread)
+            d = logp.detach().cpu() - rollouts.logp_rollout
+            z = evidence_of(self.units, self.originals, logp, clipped(d / spread), spread)
             before = left
         return tuple(stale)
 
     def best_explanation(
-        self, rollouts: Rollouts, z: Float[Tensor, " unions"], clear: Bool[Tensor, " n"], before: float
+        self, rollouts: Rollouts, d: Float[Tensor, " n"], z: Float[Tensor, " unions"], clear: Bool[Tensor, " n"]
     ) -> tuple[int, float]:
         """Find the group of tensors whose old weights leave the smallest difference. Tries the groups with the largest
         z. Returns its index and that difference.
         """
+        before = float(d.abs()[clear].median())
         best = (math.inf, int(z.argmax()))
         for union in z.argsort(descending=True)[: TRIED_EXACT if self.exact else TRIED].tolist():
             if not z[union] > 0:
                 break
             moved = put_back(self.units, self.originals, union)
-            left = float((self.probe.scored(rollouts) - rollouts.logp_rollout).abs()[clear].median())
+            left = self.left(rollouts, d, clear)
             best = min(best, (left, union))
             put(self.units, moved)
             if self.exact and left <= EXPLAINED_EXACT * before:
                 break
         return best[1], best[0]
 
-    def tied_apart(self, rollouts: Rollouts, gap: float, share: float) -> Stale | None:
+    def left(self, rollouts: Rollouts, d: Float[Tensor, " n"], clear: Bool[Tensor, " n"]) -> float:
+        """Median of what the trainer's weights as they are now leave of the `clear` tokens' difference `d`, nats.
+
+        With noise, all of it where that is no explanation in every `GLANCE`-th sequence.
+        """
+        if not self.exact:
+            some = torch.arange(0, rollouts.num_sequences, GLANCE)
+            rows, part = rollouts.segments.rows(some), rollouts.select(some)
+            left = (self.probe.scored(part) - part.logp_rollout).abs()[clear[rows]].median()
+            if not left < PROMISING * d[rows][clear[rows]].abs().median():
+                return float(d[clear].abs().median())
+        return float((self.probe.scored(rollouts) - rollouts.logp_rollout).abs()[clear].median())
+
+    def tied_apart(self, rollouts: Rollouts, d: Float[Tensor, " n"], gap: float, share: float) -> Stale | None:
         """A tensor that is embedding and head at once, of which the engine's head, or its embedding, stayed behind:
         with its old weights at that end the trainer leaves no more than this share of the difference."""
         model = self.probe.model
         at, ends = tied_ends(model, self.units)
         for end in ends:
             with untied(end, self.originals[at]):
-                left = float((self.probe.scored(rollouts) - rollouts.logp_rollout).abs().median())
+                left = self.left(rollouts, d, torch.ones_like(d, dtype=torch.bool))
             if left <= share * gap:
                 name = next(name for name, weight in model.named_parameters() if weight is self.units.weights[at])
                 return Stale(name, gap, left, math.nan)
