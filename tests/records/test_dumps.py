@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import uuid
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,11 @@ def user_metadata() -> dict[Any, Any]:
         "pattern": re.compile("a+"),
         "range": range(3),
         "kind": int,
+        "ran": subprocess.CompletedProcess(["python", "answer.py"], 1, b"", b"no"),
+        "failed": [subprocess.TimeoutExpired("python", 5), OSError("no")],
+        "records": np.rec.array([(1, 2.0)], dtype=[("a", int), ("b", float)]),
+        "experts": torch.zeros(2, dtype=torch.uint16),
+        "images": [torch.zeros(2).to(torch.float8_e4m3fn), torch.zeros(2, dtype=torch.complex64)],
     }
 
 
