@@ -231,6 +231,22 @@ def test_a_trl_that_scores_elsewhere_is_refused(tmp_path, monkeypatch):
         run.train()
 
 
+@pytest.mark.parametrize("where", ["_compute_loss", "compute_loss"])
+@pytest.mark.parametrize("options", [{"method": "decoupled_token_is"}, {"method": "disabled", "record": True}])
+def test_a_subclass_with_a_loss_of_its_own_ends_the_run_before_its_first_step(tmp_path, where, options):
+    from offdrift.adapters.trl import OffdriftGRPOTrainer
+
+    def own(self, model, inputs, **_):
+        return model(inputs["completion_ids"]).logits.sum()
+
+    base = type("Mine", (OffdriftGRPOTrainer,), {where: own})
+    run = trainer(tmp_path, base=base, rollout_func=Sampler(), on_idle="warn", **options)
+    before = weights(run)
+    with pytest.raises(FrameworkError, match=rf"Mine\.{where} computes a loss that this adapter does not know"):
+        run.train()
+    assert torch.equal(before, weights(run))
+
+
 def test_without_trl_the_module_loads_and_the_trainer_says_what_to_install():
     program = (
         "import sys\nsys.modules['trl'] = None\nimport offdrift.adapters.trl as t\n"

@@ -129,9 +129,10 @@ def test_recipe_takes_it(fix, where, text, request):
 # What each framework reads, from its own sources at the commits that fixes.toml names.
 PRIME_RL = {
     "inference.vllm.logprobs_mode", "inference.vllm.dtype", "orchestrator.train.sampling.temperature",
-    "orchestrator.max_off_policy_steps", "trainer.enable_router_replay", "trainer.enable_token_export",
+    "orchestrator.max_off_policy_steps", "trainer.enable_router_replay",
     "trainer.model.optimization_dtype", "trainer.optim.lr", "trainer.optim.max_norm",
-    "trainer.loss.type", *(f"trainer.loss.{key}" for key in ("eps", "ratio_low", "ratio_high")),
+    "trainer.loss.type", *(f"trainer.loss.{key}" for key in ("eps", "ratio_low", "ratio_high", "import_path")),
+    *(f"trainer.loss.kwargs.{key}" for key in ("method", "record")),
 }  # fmt: skip
 PRIME_RL_LOSSES = {
     "ipo": {"eps", "adv_tau", "max_importance_ratio", "score_centering"},
@@ -189,14 +190,35 @@ def test_keys_are_those_that_the_framework_reads(fix, where, text):
 @of("prime-rl")
 def test_losses_of_prime_rl_are_those_that_it_has_with_their_own_numbers(fix, where, text):
     loss = tomllib.loads(text).get("trainer", {}).get("loss")
-    if loss is not None:
-        assert set(loss) - {"type"} <= PRIME_RL_LOSSES[loss["type"]]
-        assert len(loss) > 1
+    if loss is None:
+        return
+    assert set(loss) - {"type"} <= PRIME_RL_LOSSES[loss["type"]]
+    assert len(loss) > 1
+    if loss["type"] == "custom":
+        from offdrift.adapters.contrib import prime_rl
+        from offdrift.adapters.hooks import HookConfig, check_served
+
+        assert loss["import_path"] == f"{prime_rl.__name__}.{prime_rl.loss.__name__}"
+        assert set(loss["kwargs"]) <= set(inspect.signature(prime_rl.loss).parameters)
+        check_served(HookConfig.of("prime-rl", **loss["kwargs"]), has={"logp_ref"})
 
 
 def test_corrections_that_change_prime_rls_loss_are_few_and_all_seen():
     losses = [tomllib.loads(text).get("trainer", {}).get("loss") for _, where, text in SNIPPETS if where == "prime-rl"]
-    assert sum(loss is not None for loss in losses) == 4
+    kinds = [loss["type"] for loss in losses if loss is not None]
+    assert sorted(kinds) == ["custom"] * 2 + ["icepop"] + ["ipo"] * 3
+
+
+def test_settings_that_prime_rl_has_no_longer_are_in_no_snippet():
+    """Its default of before September 2026, and its token exports (pull requests #3418 and #3444)."""
+    gone = ("dppo_mask", "ipo_threshold", "kl_tau", "enable_token_export")
+    for fix, where, text in SNIPPETS:
+        asked = set(leaves_of(text)) if where == "prime-rl" else set()
+        assert not [key for key in asked if key.rpartition(".")[2].startswith(gone)], fix
+
+
+def leaves_of(text):
+    return dict(leaves(tomllib.loads(text)))
 
 
 @of("python")

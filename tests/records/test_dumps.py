@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import uuid
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,11 @@ def user_metadata() -> dict[Any, Any]:
         "pattern": re.compile("a+"),
         "range": range(3),
         "kind": int,
+        "ran": subprocess.CompletedProcess(["python", "answer.py"], 1, b"", b"no"),
+        "failed": [subprocess.TimeoutExpired("python", 5), OSError("no")],
+        "records": np.rec.array([(1, 2.0)], dtype=[("a", int), ("b", float)]),
+        "experts": torch.zeros(2, dtype=torch.uint16),
+        "images": [torch.zeros(2).to(torch.float8_e4m3fn), torch.zeros(2, dtype=torch.complex64)],
     }
 
 
@@ -399,6 +405,28 @@ def test_episodes_of_prime_rl(tmp_path: Path) -> None:
     assert batch.rollout_version.tolist() == [4] * 5
     assert len(batch.group_ids.unique()) == 1
     assert "token_export" in found.description
+
+
+def test_one_stream_of_episodes_has_their_steps_and_no_evaluation(tmp_path: Path) -> None:
+    """prime-rl since September 2026; the trainer's streams are annotations, which its own function folds into nodes."""
+    first, second, evaluation, folded = (episode(FORK) for _ in range(4))
+    second["run"]["work"]["step"] = 7
+    evaluation["run"] |= {"type": "eval", "work": {"type": "eval", "step": 7}}
+    streams = {"trainer_logprobs": [-1.0, -2.0], "entropies": [0.5, 0.25]}
+    folded["traces"][0]["nodes"] = [FORK[0], {**FORK[1], **streams}]
+    folded["run"]["work"]["step"] = 7
+    path = tmp_path / "traces" / "00000.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps(r) + "\n" for r in (first, second, evaluation, folded)))
+    update = {"version": 1, "trace_id": "t", "info": {}, "branches": [{"index": 0, "trainer_logprobs": [None, -1.0]}]}
+    annotations = tmp_path / "traces" / "annotations" / "trainer" / "00000.jsonl"
+    annotations.parent.mkdir(parents=True)
+    annotations.write_text(json.dumps(update) + "\n")
+    found, (batch,), bad = read_all(tmp_path)
+    assert (found.format, len(found.files), bad) == ("prime-rl-traces", 1, [])
+    assert batch.step.tolist() == [2, 2, 7, 7, 7]
+    assert batch.logp.tolist() == [-1.0, -2.0]  # of what was folded alone: the other rows do not say
+    assert batch.logp_rollout.tolist() == [-2.0, -2.5]
 
 
 def test_episodes_lie_beside_token_exports(tmp_path: Path) -> None:

@@ -6,14 +6,18 @@ import struct
 from pathlib import Path
 
 import pytest
+import torch
 
 from offdrift.errors import RecordError
 from offdrift.judge import diagnose, watcher
 from offdrift.judge import metric_names as table
 from offdrift.judge.metric_names import metric_names
+from offdrift.logprobs import LogProbs
 from offdrift.records.readers.metrics import find_metrics
 from offdrift.records.readers.metrics.event_files import masked_crc
 from offdrift.records.readers.recognize import recognize
+from offdrift.segments import Segments
+from offdrift.stats import DriftStats, summarize
 from offdrift.stats.metrics import METRICS
 from tests.records.metric_files import STEPS, VERL, WRITERS, wandb_file, wandb_record, write_events, write_lines
 
@@ -258,6 +262,21 @@ def test_diagnose_takes_the_names_of_frameworks():
     # What has our name already keeps its value.
     both = [{**a, "mismatch_kl/all/mean": 0.0} for a in ours]
     assert diagnose(both) == diagnose(ours)
+
+
+def test_names_of_ms_swift_and_of_tinkers_cookbook_say_the_formulas_that_they_are():
+    """On the log-ratios of three tokens, by the lines that write them."""
+    log_ratio = torch.tensor([0.1, -0.4, 0.2], dtype=torch.float64)  # trainer less engine
+    k1, k2, k3 = -log_ratio.mean(), (log_ratio**2).mean() / 2, (log_ratio.exp() - 1 - log_ratio).mean()
+    swift = {"rollout_correction/kl": k1, "train/rollout_correction/k3_kl": k3}
+    cookbook = {"optim/kl_sample_train_v1": (-log_ratio).mean(), "optim/kl_sample_train_v2": k2}
+    lp = LogProbs.pack(torch.full((3,), -1.0), -1.0 + log_ratio, segments=Segments.from_lengths([3]))
+    ours = summarize(DriftStats.of(lp))
+    read = metric_names().translate({**swift, **cookbook, "async/staleness_max": 3})
+    assert read["mismatch/k1"] == read["full/k1"] == pytest.approx(ours["full/k1"])
+    assert read["full/k2"] == pytest.approx(ours["full/k2"])
+    assert read["mismatch/k3"] == pytest.approx(ours["full/k3"])
+    assert read["version_lag/max"] == 3
 
 
 def test_a_kl_means_what_stands_beside_it():

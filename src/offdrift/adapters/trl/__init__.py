@@ -199,8 +199,13 @@ class OffdriftMixin(Base):
         return loss if own is None else loss + own
 
     def training_step(self, *arguments: Any, **named: Any) -> Tensor:
-        """As TRL's; metrics and findings are logged at the end of the optimizer's step."""
+        """As TRL's; metrics and findings are logged at the end of the optimizer's step.
+
+        Raises: `FrameworkError` if a class before the mixin has a loss that never comes to it.
+        """
         loss = super().training_step(*arguments, **named)
+        if not self._open:
+            raise proof.bypassed(type(self), OffdriftMixin)
         self._loss = self._loss + loss.detach().to(self._loss.device)
         if not self.accelerator.sync_gradients:
             return loss

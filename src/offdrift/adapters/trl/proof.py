@@ -33,6 +33,8 @@ REPLACED = (
     "_calculate_rewards",
 )
 """Methods of a `GRPOTrainer` that the mixin overrides."""
+LOSSES = ("_compute_loss", "compute_loss")
+"""Where a trainer has its loss: TRL's, which transformers' calls."""
 
 Loss = Callable[[dict[str, Any], Tensor], Tensor]
 """The trainer's own loss of a micro-batch, given its inputs and the log-probs of its forward pass."""
@@ -44,7 +46,7 @@ def refuse_class(trainer: type, mixin: type) -> None:
     Raises: `FrameworkError` naming the class and what to do.
     """
     behind = trainer.__mro__[trainer.__mro__.index(mixin) + 1 :]
-    owners = {name: next((c for c in behind if name in vars(c)), None) for name in (*REPLACED, "compute_loss")}
+    owners = {name: next((c for c in behind if name in vars(c)), None) for name in (*REPLACED, *LOSSES)}
     absent = [name for name in REPLACED if owners[name] is None]
     if absent:
         theirs = next((c for c in behind if c is not object), object)
@@ -53,7 +55,7 @@ def refuse_class(trainer: type, mixin: type) -> None:
             "nothing would be corrected. Train with TRL's GRPOTrainer (num_iterations and steps_per_generation make "
             "it off-policy), or keep this trainer and write its tokens with offdrift.record for `offdrift audit`"
         )
-    for name in ("_compute_loss", "compute_loss"):
+    for name in LOSSES:
         owner = owners[name]
         home = getattr(vars(owner)[name], "__module__", "") if owner is not None else ""
         if owner is not None and home != HOME:
@@ -64,6 +66,18 @@ def refuse_class(trainer: type, mixin: type) -> None:
                 f'calls super() goes before the mixin: class Mine(Yours, {mixin.__name__}, GRPOTrainer), or mode="loss"'
                 " with a method that has it"
             )
+
+
+def bypassed(trainer: type, mixin: type) -> FrameworkError:
+    """The error of a trainer whose loss was computed without a call of the mixin's, naming whose it is."""
+    before = trainer.__mro__[: trainer.__mro__.index(mixin)]
+    named = (f"{c.__module__}.{c.__qualname__}.{name}" for c in before for name in LOSSES if name in vars(c))
+    theirs = next(named, f"{trainer.__module__}.{trainer.__qualname__}")
+    return FrameworkError(
+        f"{theirs} computes a loss that this adapter does not know and never calls super(): nothing would be "
+        f"corrected, measured or recorded. Call super()._compute_loss and add to it, or leave {mixin.__name__} out and "
+        "write the tokens with offdrift.record for `offdrift audit`"
+    )
 
 
 def problem_of(

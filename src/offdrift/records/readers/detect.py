@@ -149,6 +149,8 @@ def adapted(
     kind = source(detected.format)
     adapt, translated, origins, bad = function(kind.adapt), [], [], []
     mapped = {n: c for n, c in detected.columns.items() if n in PER_ROW and kind.columns.get(n) != c}
+    if kind.step_in_row and kind.step(file) is None:
+        mapped = {"step": kind.step_in_row, **mapped}
     for row, number in zip(rows, numbers, strict=True):
         try:
             per_row = {name: look_up(row, column) for name, column in mapped.items()}

@@ -53,22 +53,23 @@ class TensorBatch:
 class Dtype:
     """A number type of NumPy."""
 
-    code: str
+    code: str | Inert
+    """Inert for a type that is made of classes, such as those of record arrays."""
 
     def build(self, state: Any) -> None:
         """The byte order, which a pickle states apart."""
-        if state[1] in ("<", ">"):
+        if isinstance(self.code, str) and state[1] in ("<", ">"):
             self.code = state[1] + self.code
 
     @property
     def numeric(self) -> bool:
         """Whether these are numbers, not texts, dates or objects."""
-        return re.fullmatch(r"[<>]?(?:[fiu][1248]|b1)", self.code) is not None
+        return re.fullmatch(r"[<>]?(?:[fiu][1248]|b1)", str(self.code)) is not None
 
     def of(self) -> np.dtype:
         if not self.numeric:
-            raise RecordError(f"the file holds an array of NumPy type {self.code[:20]!r}, no numbers")
-        return np.dtype(self.code)
+            raise RecordError(f"the file holds an array of NumPy type {str(self.code)[:20]!r}, no numbers")
+        return np.dtype(str(self.code))
 
 
 @dataclass
@@ -81,7 +82,7 @@ class Array:
         """Shape, type and bytes, as `ndarray.__reduce__` states them."""
         _, shape, dtype, fortran, raw = state
         if not dtype.numeric:
-            self.value = Inert(f"a NumPy array of type {dtype.code[:20]!r}")
+            self.value = Inert(f"a NumPy array of type {str(dtype.code)[:20]!r}")
             return
         flat = np.frombuffer(raw, dtype.of())
         self.value = flat.reshape(shape, order="F" if fortran else "C")
@@ -344,7 +345,9 @@ COMMANDS |= frozenset(["help", "print", "reload", "setattr", "vars"])
 """Builtins, and names of `io`, that act. `getattr` is how protocol 2 names a class within a class, such as the
 enumeration of a sample's states."""
 VALUES = frozenset(["PathLike", "stat_result", "statvfs_result", "terminal_size", "times_result", "uname_result"])
-"""What `os` has beside what acts."""
+VALUES |= frozenset(["CompletedProcess", "SubprocessError", "CalledProcessError", "TimeoutExpired"])
+VALUES |= frozenset(["AddressFamily", "SocketKind", "gaierror", "herror", "SameFileError", "UnpicklingError"])
+"""What these modules have beside what acts: results and errors, such as those of a reward that ran code."""
 
 
 def acting(module: str, name: str) -> bool:
@@ -352,7 +355,7 @@ def acting(module: str, name: str) -> bool:
     home = module.partition(".")[0]
     if home in ("builtins", "__builtin__", "io", "_io"):
         return name in COMMANDS
-    return home in ACTING and not (home in ("os", "posix", "nt") and name in VALUES)
+    return home in ACTING and name not in VALUES
 
 
 BATCHES = "training_batch"
@@ -457,8 +460,10 @@ def load_torch(file: Bytes, limit: int = LIMIT) -> Any:
 
     opened: dict[object, Storage] = {}
 
-    def storage(about: Any) -> Storage:
+    def storage(about: Any) -> Storage | Inert:
         kind, dtype, key, _, elements = about
+        if kind == "storage" and isinstance(dtype, Inert):  # of numbers that no log has: float8, complex, quantized
+            return dtype
         if kind != "storage" or not isinstance(dtype, torch.dtype):
             raise RecordError("the file refers to something that is no storage of a tensor")
         record = records[f"{stem}data/{key}"]
@@ -509,11 +514,13 @@ class Storage:
         return Stored(read, size)
 
 
+def _rebuilt(storage: Storage | Inert, offset: int, size: Any, stride: Any, *_: object) -> Stored | Inert:
+    return storage if isinstance(storage, Inert) else storage.tensor(offset, tuple(size), tuple(stride))
+
+
 _TORCH: Mapping[tuple[str, str], object] = MappingProxyType({
     **_BUILTIN,
-    ("torch._utils", "_rebuild_tensor_v2"): lambda storage, offset, size, stride, *_: storage.tensor(
-        offset, tuple(size), tuple(stride)
-    ),
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
     **{("torch", f"{name}Storage"): dtype for name, dtype in DTYPES.items()},
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES.values()},
 })  # fmt: skip

@@ -46,6 +46,8 @@ class Source:
     """Function of files and the bytes that each may take: the files that hold every sequence once."""
     step_in_name: str = r"(?:^|[/_.-])step[_-]?(\d+)"
     """Where a file's path tells the step of rows that do not."""
+    step_in_row: str = ""
+    """Where a row tells a step that counts only if the path tells none."""
     note: str = ""
     """What to know about it, in a sentence."""
 
@@ -156,10 +158,11 @@ VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
         because="the keys env, task and traces", keys=frozenset({"env", "task", "ok", "traces"}),
         columns={
             "logp_rollout": "logprobs", "advantages": "advantages", "logp_ref": "reference_logprobs",
-            "tokens": "token_ids", "mask": "mask",
+            "logp": "trainer_logprobs", "entropy": "entropies", "tokens": "token_ids", "mask": "mask",
         },
-        adapt="prime_rl_episode", step_in_name=r"(?:^|/)step_(\d+)/",
-        note=f"{ENGINE_ALONE}; trainer.enable_token_export writes both",
+        adapt="prime_rl_episode", step_in_name=r"(?:^|/)step_(\d+)/", step_in_row="run.work.step",
+        note=f"{ENGINE_ALONE}, unless the annotations that it writes since September 2026 were folded in; "
+        "trainer.enable_token_export wrote both until then, and record= of offdrift's loss does",
     ),
     Source(
         format="open-instruct", framework="open-instruct", what="open-instruct's rollout traces",

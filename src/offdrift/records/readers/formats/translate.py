@@ -138,7 +138,7 @@ def open_instruct(row: Mapping[str, Any], translated: Row) -> Row:
 
 
 def prime_rl(row: Mapping[str, Any]) -> Row:
-    """The response of one of prime-rl's token exports (`trainer.enable_token_export = true`).
+    """The response of one of prime-rl's token exports (`trainer.enable_token_export = true`, until August 2026).
 
     Prompt and response together; `trainer_logprobs[i]` and `inference_logprobs[i]` are both the log-prob of token i.
     Non-finite numbers were written as null.
@@ -152,14 +152,20 @@ def prime_rl_episode(record: Mapping[str, Any]) -> list[Row]:
     """A row for each training sample of one of prime-rl's episodes (`rollouts/step_N/train/effective/traces.jsonl`).
 
     A trace, one per agent, is a tree of messages, each with the tokens that it adds. Every path from the root to a leaf
-    is one training sample, in which a message that an earlier path has trained on is context. Log-probs (the engine's
-    alone) and advantages cover the sampled tokens of a message.
+    is one training sample, in which a message that an earlier path has trained on is context. Log-probs (the engine's;
+    the trainer's where its annotations were folded in) and advantages cover the sampled tokens of a message.
 
-    Source: prime-rl 559b447, src/prime_rl/monitors/file.py and src/prime_rl/orchestrator/trajectories.py; verifiers
-    a60a606, verifiers/v1/episode.py, trace.py and graph.py.
+    Since September 2026 one stream holds the episodes of all steps, evaluations among them, which are no rows.
+
+    Source: prime-rl 559b447, src/prime_rl/monitors/file.py and src/prime_rl/orchestrator/trajectories.py; of September
+    2026, src/prime_rl/monitors/file/; verifiers a60a606, verifiers/v1/episode.py, trace.py and graph.py.
     """
     about: dict[str, Any] = {}
-    policy = ((record.get("run") or {}).get("work") or {}).get("policy")
+    run = record.get("run") or {}
+    work = run.get("work") or {}
+    if "eval" in (run.get("type"), work.get("type")):
+        return []
+    policy = work.get("policy")
     if policy:
         about |= drawn_by_versions([policy["start"], policy["end"]])
     group = (record.get("group") or {}).get("id")
