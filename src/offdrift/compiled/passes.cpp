@@ -33,6 +33,23 @@ template <class T> inline V load(const T* x) {
     return __builtin_convertvector(w, V);
 }
 
+// Numbers of the tokens' dtype, rounded to it.
+template <class T> inline void store(V x, T* out) {
+    typedef T W __attribute__((vector_size(LANES * sizeof(T))));
+    W w = __builtin_convertvector(x, W);
+    std::memcpy(out, &w, sizeof w);
+}
+
+// A difference as the tokens' dtype rounds it, which is written too.
+template <class T> inline V difference(const T* a, const T* b, T* out) {
+    typedef T W __attribute__((vector_size(LANES * sizeof(T))));
+    W x, y;
+    std::memcpy(&x, a, sizeof x), std::memcpy(&y, b, sizeof y);
+    x -= y;
+    std::memcpy(out, &x, sizeof x);
+    return __builtin_convertvector(x, V);
+}
+
 // The last tokens, filled up with a number that adds nothing.
 template <class T> inline V load_some(const T* x, int64_t n, T filler) {
     T some[LANES];
@@ -86,12 +103,11 @@ template <class T> inline V expm1(V x) {
     exponential<T>(x, scale, rest);
     return scale * rest + (scale - 1.0);
 }
-// e^x; 0 below -700, where float64 ends.
+// e^x; 1e-304 from -700 on, where float64 ends.
 template <class T> inline V exp(V x) {
     V scale, rest;
     exponential<T>(largest(x, all(-700.0)), scale, rest);
-    V e = scale * rest + scale;
-    return x < -700.0 ? V{} : e;
+    return scale * rest + scale;
 }
 
 // Calls f(begin, end) for shares of 0 .. n, on so many threads.
@@ -104,88 +120,148 @@ template <class F> void shared(int64_t n, int64_t threads, F f) {
     for (auto& t : running) t.join();
 }
 
-// Order of drift.TOKEN_SUMS, then TOKEN_MAXIMA, then TOKEN_LOGS.
-enum { L, L_LIMITED, L2, ABS, K3, EXCESS_ABS, W, W2, P, P2, D, D2, PD, D_ABS, L_MAX, L_MIN, D_MAX, LOG_W, LOG_W2, ROW };
+// Whether such cuts make segments of n tokens.
+inline bool proper(const int64_t* cuts, int64_t segments, int64_t n) {
+    return segments >= 0 && cuts[0] >= 0 && cuts[segments] <= n && std::is_sorted(cuts, cuts + segments + 1);
+}
+
+// Calls f(segment) for each, on so many threads, which have about as many tokens each.
+template <class F> void shared_segments(const int64_t* cuts, int64_t segments, int64_t threads, F f) {
+    int64_t start = cuts[0], tokens = cuts[segments] - start;
+    shared(tokens, threads, [&](int64_t begin, int64_t end) {
+        const int64_t* from = std::lower_bound(cuts, cuts + segments, start + begin);
+        const int64_t* to = end == tokens ? cuts + segments : std::lower_bound(cuts, cuts + segments, start + end);
+        for (; from < to; from++) f(int64_t(from - cuts));
+    });
+}
+
+// Columns of a row: what is known of the log-ratios l of some tokens. The order of passes.COLUMNS.
+enum {
+    L, L_LIMITED, L2, ABS, K3, EXCESS_ABS, W, W2, P, P2, D, D2, PD, D_ABS,  // drift.TOKEN_SUMS
+    ABS_LIMITED, FIRST, L_MAX, L_MIN, D_MAX, TOP, SCALED, SCALED2, ROW  // sums of e^(l - TOP) and of its square
+};
 
 inline double bigger(double a, double b) { return a != a || a > b ? a : b; }  // NaN wins
 
-// A block with a log-ratio beyond the limit, or NaN: token by token, as the definitions are.
-template <class T> void careful_block(const T* first, const T* raw, int64_t n, double* row) {
-    double top = -INF;
-    for (int i = 0; i < ROW; i++) row[i] = 0.0;
-    row[L_MAX] = row[L_MIN] = row[D_MAX] = -INF;
+inline void no_tokens(double* row) {
+    for (int i = 0; i < ROW; i++) row[i] = L_MAX <= i && i <= D_MAX ? -INF : 0.0;
+}
+
+// Row a becomes that of both.
+inline void join(double* a, const double* b) {
+    for (int i = 0; i < L_MAX; i++) a[i] += b[i];
+    for (int i = L_MAX; i <= D_MAX; i++) a[i] = bigger(a[i], b[i]);
+    double top = a[SCALED] == 0 ? b[TOP] : b[SCALED] == 0 ? a[TOP] : bigger(a[TOP], b[TOP]), sums[2] = {};
+    for (const double* x : {(const double*)a, b})
+        if (x[SCALED] != 0) {
+            double e = x[TOP] == top ? 1.0 : std::exp(x[TOP] - top);
+            sums[0] += x[SCALED] * e, sums[1] += x[SCALED2] * e * e;
+        }
+    a[TOP] = top, a[SCALED] = sums[0], a[SCALED2] = sums[1];
+}
+
+// Tokens with a log-ratio beyond the limit, or NaN: one by one, as the definitions are.
+template <class T> void careful_row(const T* first, const T* ratio, int64_t n, T* weight, double* row) {
+    no_tokens(row);
     for (int64_t t = 0; t < n; t++) {
-        double l = raw[t], limited = clamped(l), excess = std::expm1(limited), p = std::exp(double(first[t]));
-        double d = l <= LIMIT ? p * excess : std::exp(double(first[t]) + l) - p;
+        double f = first[t], l = ratio[t], limited = clamped(l), excess = std::expm1(limited), p = std::exp(f);
+        double d = l <= LIMIT ? p * excess : std::exp(f + l) - p;
+        weight[t] = T(1 + excess);
         row[L] += l, row[L_LIMITED] += limited, row[L2] += limited * limited, row[ABS] += std::fabs(l);
         row[K3] += excess - limited, row[EXCESS_ABS] += std::fabs(excess);
         row[W] += 1 + excess, row[W2] += (1 + excess) * (1 + excess);
         row[P] += p, row[P2] += p * p, row[D] += d, row[D2] += d * d, row[PD] += p * d, row[D_ABS] += std::fabs(d);
+        row[ABS_LIMITED] += std::fabs(limited), row[FIRST] += f;
         row[L_MAX] = bigger(l, row[L_MAX]), row[L_MIN] = bigger(-l, row[L_MIN]);
         row[D_MAX] = bigger(std::fabs(d), row[D_MAX]);
     }
-    top = std::max(row[L_MAX], -1.7976931348623157e308);  // of -inf alone: no -inf - -inf below
-    double w = 0.0, w2 = 0.0;
+    row[TOP] = std::max(row[L_MAX], -1.7976931348623157e308);  // of -inf alone: no -inf - -inf below
     for (int64_t t = 0; t < n; t++) {
-        double e = std::exp(double(raw[t]) - top);
-        w += e, w2 += e * e;
+        double e = std::exp(double(ratio[t]) - row[TOP]);
+        row[SCALED] += e, row[SCALED2] += e * e;
     }
-    row[LOG_W] = std::log(w) + top, row[LOG_W2] = std::log(w2) + 2 * top;
 }
 
-template <class T> void token_block(const T* first, const T* raw, int64_t n, double* row) {
-    V l_sum{}, l2{}, abs{}, k3{}, excess_abs{}, more{}, more2{}, p_sum{}, p2{}, d_sum{}, d2{}, pd{}, d_abs{};
+// Log-ratios l = second - first and weights e^l of n tokens, and their row.
+template <class T>
+void row_of(const T* first, const T* second, int64_t n, T* ratio, T* weight, double* row) {
+    V l_sum{}, l2{}, abs{}, k3{}, excess_abs{}, more{}, more2{}, p_sum{}, p2{}, d_sum{}, d2{}, pd{}, d_abs{}, f_sum{};
     V high = all(-INF), low = all(INF), d_max{};
     auto step = [&](V f, V l) {
-        V excess = expm1<T>(clamped(l)), p = exp<T>(f), d = p * excess, size = magnitude(d);
+        V excess = expm1<T>(l), p = exp<T>(f), d = p * excess, size = magnitude(d);
         l_sum += l, l2 += l * l, abs += magnitude(l), k3 += excess - l, excess_abs += magnitude(excess);
         more += excess, more2 += excess * excess, p_sum += p, p2 += p * p;
         d_sum += d, d2 += d * d, pd += p * d, d_abs += size;
         d_max = largest(d_max, size);
+        return excess + 1.0;
     };
     int64_t t = 0;
     for (; t + LANES <= n; t += LANES) {
-        V l = load(raw + t);
-        high = largest(high, l), low = least(low, l);
-        step(load(first + t), l);
+        V f = load(first + t), l = difference(second + t, first + t, ratio + t);
+        high = largest(high, l), low = least(low, l), f_sum += f;
+        store(step(f, l), weight + t);
     }
     if (t < n) {
-        V l = load_some(raw + t, n - t, raw[t]);
-        high = largest(high, l), low = least(low, l);
-        step(load_some(first + t, n - t, T(-INF)), load_some(raw + t, n - t, T(0)));
+        T w[LANES];
+        for (int64_t i = t; i < n; i++) ratio[i] = second[i] - first[i];
+        V l = load_some(ratio + t, n - t, ratio[t]);
+        high = largest(high, l), low = least(low, l), f_sum += load_some(first + t, n - t, T(0));
+        store(step(load_some(first + t, n - t, T(-INF)), load_some(ratio + t, n - t, T(0))), w);
+        std::copy(w, w + (n - t), weight + t);
     }
     double top = greatest(high), bottom = -greatest(-low), sum = added(l_sum);
-    if (!(top <= LIMIT && bottom >= -LIMIT && sum == sum)) return careful_block(first, raw, n, row);
-    row[L] = row[L_LIMITED] = sum, row[L2] = added(l2), row[ABS] = added(abs), row[K3] = added(k3);
-    row[EXCESS_ABS] = added(excess_abs);
+    if (!(top <= LIMIT && bottom >= -LIMIT && sum == sum)) return careful_row(first, ratio, n, weight, row);
     double e = added(more), e2 = added(more2);
-    row[W] = n + e, row[W2] = n + 2 * e + e2;
+    row[L] = row[L_LIMITED] = sum, row[L2] = added(l2), row[ABS] = row[ABS_LIMITED] = added(abs);
+    row[K3] = added(k3), row[EXCESS_ABS] = added(excess_abs);
+    row[W] = row[SCALED] = n + e, row[W2] = row[SCALED2] = n + 2 * e + e2, row[TOP] = 0;
     row[P] = added(p_sum), row[P2] = added(p2), row[D] = added(d_sum), row[D2] = added(d2), row[PD] = added(pd);
-    row[D_ABS] = added(d_abs), row[L_MAX] = top, row[L_MIN] = -bottom, row[D_MAX] = greatest(d_max);
-    row[LOG_W] = std::log(row[W]), row[LOG_W2] = std::log(row[W2]);
+    row[D_ABS] = added(d_abs), row[FIRST] = added(f_sum);
+    row[L_MAX] = top, row[L_MIN] = -bottom, row[D_MAX] = greatest(d_max);
 }
 
-// log(e^a + e^b)
-double log_plus(double a, double b) {
-    if (a == -INF) return b;
-    if (b == -INF) return a;
-    double top = bigger(a, b);
-    return top + std::log1p(std::exp(std::min(a, b) - top));
+// Of sequences, by their rows: sums of m = mean l, |m|, e^-m, and of the negative log-likelihood and the perplexity
+// under the first policy and under the second; maxima of m and -m; logs of the sums of e^(sum l) and of its square.
+void of_sequences(const double* table, const int64_t* cuts, int64_t segments, double* out) {
+    double top = -INF, product = 0.0, product2 = 0.0;
+    for (int i = 0; i < 11; i++) out[i] = i < 7 ? 0.0 : -INF;
+    for (int64_t s = 0; s < segments; s++) {
+        const double* row = table + s * ROW;
+        if (cuts[s] == cuts[s + 1]) continue;
+        double m = row[L] / (cuts[s + 1] - cuts[s]), nll = -row[FIRST] / (cuts[s + 1] - cuts[s]);
+        out[0] += m, out[1] += std::fabs(m), out[2] += std::exp(clamped(-m));
+        out[3] += nll, out[4] += std::exp(std::min(nll, LIMIT));
+        out[5] += nll - m, out[6] += std::exp(std::min(nll - m, LIMIT));
+        out[7] = bigger(m, out[7]), out[8] = bigger(-m, out[8]), top = bigger(row[L], top);
+    }
+    for (int64_t s = 0; s < segments; s++) {
+        if (cuts[s] == cuts[s + 1]) continue;
+        double e = std::exp(table[s * ROW + L] - top);
+        product += e, product2 += e * e;
+    }
+    if (top > -INF || top != top) out[9] = std::log(product) + top, out[10] = std::log(product2) + 2 * top;
 }
 
-template <class T> void token_sums(const T* first, const T* raw, int64_t n, int64_t threads, double* out) {
-    int64_t blocks = (n + BLOCK - 1) / BLOCK;
-    std::vector<double> table(blocks * ROW);
-    shared(blocks, threads, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i++)
-            token_block(first + i * BLOCK, raw + i * BLOCK, std::min(BLOCK, n - i * BLOCK), &table[i * ROW]);
-    });
-    for (int i = 0; i < ROW; i++) out[i] = i < L_MAX ? 0.0 : -INF;
-    for (int64_t b = 0; b < blocks; b++)
-        for (int i = 0; i < ROW; i++) {
-            double x = table[b * ROW + i];
-            out[i] = i < L_MAX ? out[i] + x : i < LOG_W ? bigger(x, out[i]) : log_plus(out[i], x);
+// One ratio of a batch. `table` gets a row for each segment, `out` the row of them all with the logs of its scaled
+// sums, and what `of_sequences` gives.
+template <class T>
+int sweep(
+    const T* first, const T* second, int64_t n, const int64_t* cuts, int64_t segments, int64_t threads, T* ratio,
+    T* weight, double* table, double* out) {
+    if (!proper(cuts, segments, n) || cuts[0] != 0 || cuts[segments] != n) return 0;
+    shared_segments(cuts, segments, threads, [&](int64_t s) {
+        double *row = table + s * ROW, next[ROW];
+        no_tokens(row);
+        for (int64_t t = cuts[s]; t < cuts[s + 1]; t += BLOCK) {
+            row_of(first + t, second + t, std::min(BLOCK, cuts[s + 1] - t), ratio + t, weight + t, next);
+            join(row, next);
         }
+    });
+    no_tokens(out);
+    for (int64_t s = 0; s < segments; s++) join(out, table + s * ROW);
+    out[ROW] = std::log(out[SCALED]) + out[TOP], out[ROW + 1] = std::log(out[SCALED2]) + 2 * out[TOP];
+    of_sequences(table, cuts, segments, out + ROW + 2);
+    return 1;
 }
 
 // Statistics of a log-ratio, in the order of passes.Statistic.
@@ -196,32 +272,17 @@ struct Bregman { template <class T> static V of(V l) { l = clamped(l); return ex
 struct Magnitude { template <class T> static V of(V l) { return magnitude(clamped(l)); } };
 struct RatioError { template <class T> static V of(V l) { return magnitude(expm1<T>(clamped(l))); } };
 
-template <class F, class T>
-void segment_sums(const T* x, const int64_t* cuts, int64_t segments, int64_t threads, double* out) {
-    shared(segments, threads, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i++) {
-            V a{}, b{};
-            int64_t t = cuts[i], stop = cuts[i + 1];
-            for (; t + 2 * LANES <= stop; t += 2 * LANES) {
-                a += F::template of<T>(load(x + t));
-                b += F::template of<T>(load(x + t + LANES));
-            }
-            for (; t < stop; t += LANES)  // 0 adds 0 to each of them
-                a += F::template of<T>(load_some(x + t, stop - t, T(0)));
-            out[i] = added(a + b);
-        }
-    });
-}
-
 // Whether the segments are parts of n tokens; nothing is read or written if they are not.
 template <class T>
-int segment_sums_of(
-    int64_t what, const T* x, int64_t n, const int64_t* cuts, int64_t segments, int64_t threads, double* out) {
-    if (segments < 0 || cuts[0] < 0 || cuts[segments] > n || !std::is_sorted(cuts, cuts + segments + 1)) return 0;
-    void (*const passes[])(const T*, const int64_t*, int64_t, int64_t, double*) = {
-        segment_sums<Itself, T>, segment_sums<Clamped, T>, segment_sums<HalfSquare, T>,
-        segment_sums<Bregman, T>, segment_sums<Magnitude, T>, segment_sums<RatioError, T>};
-    passes[what](x, cuts, segments, threads, out);
+int segment_sums(const T* x, int64_t n, const int64_t* cuts, int64_t segments, int64_t threads, double* out) {
+    if (!proper(cuts, segments, n)) return 0;
+    shared_segments(cuts, segments, threads, [&](int64_t s) {
+        V a{}, b{};
+        int64_t t = cuts[s], stop = cuts[s + 1];
+        for (; t + 2 * LANES <= stop; t += 2 * LANES) a += load(x + t), b += load(x + t + LANES);
+        for (; t < stop; t += LANES) a += load_some(x + t, stop - t, T(0));
+        out[s] = added(a + b);
+    });
     return 1;
 }
 
@@ -246,24 +307,31 @@ void inside_of(int64_t what, const T* x, int64_t n, int64_t threads, const doubl
     passes[what](x, n, threads, bounds, marks);
 }
 
-// W = e^x within +-LIMIT; beyond a limit, in logs, it becomes `above` or `below` and is marked.
-template <class T>
-void limited_weights(const T* x, int64_t n, int64_t threads, const double* limits, T* weight, uint8_t* limited) {
-    T log_cap = T(limits[0]), log_floor = T(limits[1]);  // compared in the tokens' own dtype
-    double above = T(limits[2]), below = T(limits[3]);
-    typedef T W __attribute__((vector_size(LANES * sizeof(T))));
+// Weights e^x, x within +-LIMIT, in the tokens' dtype.
+template <class T> void exponentials(const T* x, int64_t n, int64_t threads, T* weight) {
     shared((n + BLOCK - 1) / BLOCK, threads, [&](int64_t begin, int64_t end) {
-        int64_t stop = std::min(n, end * BLOCK);
-        for (int64_t t = begin * BLOCK; t < stop; t += LANES) {
-            int64_t some = std::min<int64_t>(LANES, stop - t);
-            V l = clamped(some == LANES ? load(x + t) : load_some(x + t, some, T(0)));
-            V e = expm1<T>(l) + 1.0;
-            I high = l > double(log_cap), low = l < double(log_floor);
-            e = high ? all(above) : e;
-            e = low ? all(below) : e;
-            W w = __builtin_convertvector(e, W);
-            std::memcpy(weight + t, &w, some * sizeof(T));
-            write_marks(high | low, limited + t, some);
+        int64_t t = begin * BLOCK, stop = std::min(n, end * BLOCK);
+        for (; t + LANES <= stop; t += LANES) store(expm1<T>(clamped(load(x + t))) + 1.0, weight + t);
+        if (t == stop) return;
+        T w[LANES];
+        store(expm1<T>(clamped(load_some(x + t, stop - t, T(0)))) + 1.0, w);
+        std::copy(w, w + (stop - t), weight + t);
+    });
+}
+
+// A weight whose log x is beyond a limit becomes `above` or `below` and is marked; compared in the tokens' own dtype.
+template <class T>
+void limited_weights(
+    const T* x, const T* weight, int64_t n, int64_t threads, const double* limits, T* out, uint8_t* limited) {
+    const T log_cap = T(limits[0]), log_floor = T(limits[1]), above = T(limits[2]), below = T(limits[3]);
+    const T most = T(LIMIT);
+    shared((n + BLOCK - 1) / BLOCK, threads, [=](int64_t begin, int64_t end) {
+        const int64_t stop = std::min(n, end * BLOCK);
+        for (int64_t t = begin * BLOCK; t < stop; t++) {
+            T l = x[t] > most ? most : x[t] < -most ? -most : x[t], w = weight[t];
+            w = l > log_cap ? above : w;
+            out[t] = l < log_floor ? below : w;
+            limited[t] = (l > log_cap) | (l < log_floor);
         }
     });
 }
@@ -322,20 +390,25 @@ void histogram(const T* x, int64_t n, int64_t low, int64_t side, int64_t* counts
 }  // namespace
 
 #define FOR_DTYPE(T, NAME)                                                                                             \
-    extern "C" void token_sums_##NAME(const T* first, const T* raw, int64_t n, int64_t threads, double* out) {         \
-        token_sums(first, raw, n, threads, out);                                                                       \
+    extern "C" int sweep_##NAME(                                                                                       \
+        const T* first, const T* second, int64_t n, const int64_t* cuts, int64_t segments, int64_t threads, T* ratio,  \
+        T* weight, double* table, double* out) {                                                                       \
+        return sweep(first, second, n, cuts, segments, threads, ratio, weight, table, out);                            \
     }                                                                                                                  \
     extern "C" int segment_sums_##NAME(                                                                                \
-        int64_t what, const T* x, int64_t n, const int64_t* cuts, int64_t segments, int64_t threads, double* out) {    \
-        return segment_sums_of(what, x, n, cuts, segments, threads, out);                                              \
+        const T* x, int64_t n, const int64_t* cuts, int64_t segments, int64_t threads, double* out) {                  \
+        return segment_sums(x, n, cuts, segments, threads, out);                                                       \
     }                                                                                                                  \
     extern "C" void inside_##NAME(                                                                                     \
         int64_t what, const T* x, int64_t n, int64_t threads, const double* bounds, uint8_t* marks) {                  \
         inside_of(what, x, n, threads, bounds, marks);                                                                 \
     }                                                                                                                  \
+    extern "C" void exponentials_##NAME(const T* x, int64_t n, int64_t threads, T* weight) {                           \
+        exponentials(x, n, threads, weight);                                                                           \
+    }                                                                                                                  \
     extern "C" void limited_weights_##NAME(                                                                            \
-        const T* x, int64_t n, int64_t threads, const double* limits, T* weight, uint8_t* limited) {                   \
-        limited_weights(x, n, threads, limits, weight, limited);                                                       \
+        const T* x, const T* weight, int64_t n, int64_t threads, const double* limits, T* out, uint8_t* limited) {     \
+        limited_weights(x, weight, n, threads, limits, out, limited);                                                  \
     }                                                                                                                  \
     extern "C" void weight_sums_##NAME(const T* weight, int64_t n, int64_t threads, double* out) {                     \
         weight_sums(weight, n, threads, out);                                                                          \

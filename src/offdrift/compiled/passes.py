@@ -15,7 +15,7 @@ import ctypes
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -28,8 +28,11 @@ from offdrift.numerics import asked, transformed
 Statistic = Literal["itself", "ratio", "k2", "k3", "abs_log_ratio", "ratio_error"]
 """Of a log-ratio: names of `correction.statistics`, or the number itself."""
 
-SUMS, MAXIMA, LOGS = 14, 3, 2
-"""Columns of `token_sums`: `drift.TOKEN_SUMS`, `TOKEN_MAXIMA` and `TOKEN_LOGS`."""
+COLUMNS = {"ratio": 1, "k2": 2, "k3": 4, "ratio_error": 5, "abs_log_ratio": 14}
+"""Where a row of `sweep` has the sum of each statistic; of `k2` twice that."""
+
+SUMS, FIRST, MAXIMA, ROW = 14, 15, 16, 22
+"""Columns of a row: `drift.TOKEN_SUMS`, the sum of the first policy's log-probs, `drift.TOKEN_MAXIMA`, all of them."""
 
 THREADS_FROM = 2**18
 """Tokens from which threads are worth starting."""
@@ -62,31 +65,59 @@ def _threads(n: int) -> int:
     return torch.get_num_threads() if n >= THREADS_FROM else 1
 
 
-def token_sums(first: Float[Tensor, " n"], raw: Float[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Sums, maxima and logs of sums over the tokens of a log-ratio, as `drift` names them; float64.
+class Sweep(NamedTuple):
+    """What one pass finds about a ratio of a batch; every sum, maximum and log is float64."""
+
+    log_ratio: Float[Tensor, " n"]
+    table: Float[Tensor, "b columns"]
+    """A row of sums for each segment."""
+    added: Float[Tensor, " sums"]
+    largest: Float[Tensor, " maxima"]
+    in_logs: Float[Tensor, " logs"]
+    """Of all tokens, as `drift.TOKEN_SUMS`, `TOKEN_MAXIMA` and `TOKEN_LOGS` name them."""
+    sequences: Float[Tensor, " numbers"]
+    """Of all sequences, as `drift.SEQUENCE_SUMS`, `SEQUENCE_MAXIMA` and `SEQUENCE_LOGS` name them."""
+
+    def segment_sums(self, of: Statistic) -> Float[Tensor, " b"]:
+        """Sum over each segment of a statistic of its tokens; 0 where it is empty."""
+        total = self.table[:, COLUMNS[of]]
+        return total / 2 if of == "k2" else total
+
+
+def sweep(first: Float[Tensor, " n"], second: Float[Tensor, " n"], cuts: Int[Tensor, " cuts"]) -> Sweep | None:
+    """Everything about the ratio of two policies that depends on nothing but their log-probs, in one pass.
+
+    The log-ratio carries its exponential, which `limited_weights` takes from there.
 
     Args:
-        first: log-prob under the first policy of the ratio, nats.
-        raw: the log-ratio, nats.
+        first, second: log-probs of the tokens, nats; l = second - first.
+        cuts: where the segments begin and end.
     """
-    if (run := _pass("token_sums", first, raw)) is None:
+    if (run := _pass("sweep", first, second)) is None or not (len(cuts) and cuts.is_cpu):
         return None
-    out = torch.empty(SUMS + MAXIMA + LOGS, dtype=torch.float64)
-    first, raw = first.detach().contiguous(), raw.detach().contiguous()
-    run((first, raw, len(raw), _threads(len(raw)), out))
-    added, largest, in_logs = out.split([SUMS, MAXIMA, LOGS])
-    return added, largest, in_logs
+    first, second, cuts = first.detach().contiguous(), second.detach().contiguous(), cuts.long().contiguous()
+    log_ratio, weight = torch.empty_like(first), torch.empty_like(first)
+    table = torch.empty(len(cuts) - 1, ROW, dtype=torch.float64)
+    out = torch.empty(ROW + 2 + 11, dtype=torch.float64)
+    n = len(first)
+    if not run((first, second, n, cuts, len(table), _threads(n), log_ratio, weight, table, out)):
+        return None  # the plain way says what is wrong with such cuts
+    setattr(log_ratio, WEIGHT, weight)
+    added, largest, in_logs = out[:SUMS], out[MAXIMA : MAXIMA + 3], out[ROW : ROW + 2]
+    return Sweep(log_ratio, table, added, largest, in_logs, out[ROW + 2 :])
 
 
-def segment_sums(x: Float[Tensor, " n"], cuts: Int[Tensor, " cuts"], of: Statistic) -> Float[Tensor, " b"] | None:
-    """Sum over each segment of a number of its tokens, float64; 0 where a segment is empty."""
-    if (run := _pass("segment_sums", x)) is None:
-        return None
-    if not (len(cuts) and cuts.is_cpu):
+WEIGHT = "_offdrift_weight"
+"""Attribute of a log-ratio from `sweep`: e^l, which lives as long as it."""
+
+
+def segment_sums(x: Float[Tensor, " n"], cuts: Int[Tensor, " cuts"]) -> Float[Tensor, " b"] | None:
+    """Sum over each segment, float64; 0 where it is empty."""
+    if (run := _pass("segment_sums", x)) is None or not (len(cuts) and cuts.is_cpu):
         return None
     out = torch.empty(len(cuts) - 1, dtype=torch.float64)
     x, cuts = x.detach().contiguous(), cuts.long().contiguous()
-    done = run((get_args(Statistic).index(of), x, len(x), cuts, len(out), _threads(len(x)), out))
+    done = run((x, len(x), cuts, len(out), _threads(len(x)), out))
     return out if done else None  # the plain way says what is wrong with such cuts
 
 
@@ -117,9 +148,11 @@ def limited_weights(
     log_cap, log_floor = (math.log(cap) if cap else math.inf), (math.log(floor) if floor else -math.inf)
     edges = (0.0, 0.0) if mask else (cap or 0.0, floor or 0.0)
     limits = torch.tensor([log_cap, log_floor, *edges], dtype=torch.float64)
-    x = log_ratio.detach().contiguous()
+    x, known = log_ratio.detach().contiguous(), getattr(log_ratio, WEIGHT, None)
     weight, limited = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
-    run((x, len(x), _threads(len(x)), limits, weight, limited))
+    if known is None and (exponentials := _pass("exponentials", x)) is not None:
+        exponentials((x, len(x), _threads(len(x)), weight))
+    run((x, weight if known is None else known, len(x), _threads(len(x)), limits, weight, limited))
     return weight, limited
 
 

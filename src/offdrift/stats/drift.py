@@ -12,7 +12,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,11 +36,14 @@ from offdrift.numerics import (
     transformed,
     vector_of,
 )
-from offdrift.ratios import stopped_log_ratio
+from offdrift.ratios import stopped_log_ratio, swept
 from offdrift.segments import Segments
 from offdrift.stats.alphas import PAIRS, reweighted_tv, tv_bins
 from offdrift.stats.metrics import metric_rows, metrics_html, summarize
 from offdrift.texts import as_json
+
+if TYPE_CHECKING:
+    from offdrift.compiled.passes import Sweep
 
 SHARE = 100
 """One in so many tokens is in the tail, and at least one."""
@@ -166,13 +169,9 @@ class DriftStats:
             logs: Named = {}
             segments = logprobs.segments
             sums["n"], sums["b"] = segments.cu_seqlens[-1], (segments.lengths > 0).sum()
-            nll = {"rollout": -(segments.total(logprobs.logp_rollout) / segments.lengths.clamp(min=1))}
             has_current, has_old = logprobs.logp is not None, logprobs.logp_old is not None
             available = {"mismatch": has_old, "staleness": has_current and has_old, "full": has_current}
-            means = _ratios([on for on in available if available[on]], logprobs, sums, maxima, logs)
-            # mean log second = mean log rollout + mean log-ratio
-            nll |= {SECOND[on]: nll["rollout"] - means[on] for on in SECOND if on in means}
-            sums.update(_perplexities(nll, segments))
+            _ratios([on for on in available if available[on]], logprobs, sums, maxima, logs)
             if available["staleness"]:
                 ratios = (stopped_log_ratio(logprobs, on=on) for on in ("mismatch", "staleness"))
                 sums["staleness/tv_reweighted"] = reweighted_tv(*ratios)
@@ -336,7 +335,46 @@ TOKEN_MAXIMA = ("l_max", "-l_min", "d_abs_max")
 TOKEN_LOGS = ("log_w", "log_w2")
 
 
-def _ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Named, logs: Named) -> dict[str, Tensor]:
+SEQUENCE_SUMS = ("mean", "mean_abs", "ppl_ratio")
+SEQUENCE_MAXIMA = ("mean_max", "-mean_min")
+SEQUENCE_LOGS = ("log_product", "log_product2")
+
+
+def _ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Named, logs: Named) -> None:
+    """Statistics of the ratios, by token and by sequence, and perplexities of the policies."""
+    sweeps = {on: swept(logprobs, on=on) for on in names}  # type: ignore[arg-type]
+    found = {on: sweep for on, sweep in sweeps.items() if sweep is not None}
+    if names and len(found) == len(names):
+        _swept_ratios(found, logprobs.segments, sums, maxima, logs)
+        return
+    segments = logprobs.segments
+    nll = {"rollout": -(segments.total(logprobs.logp_rollout) / segments.lengths.clamp(min=1))}
+    means = _plain_ratios(names, logprobs, sums, maxima, logs)
+    # mean log second = mean log rollout + mean log-ratio
+    nll |= {SECOND[on]: nll["rollout"] - means[on] for on in SECOND if on in means}
+    sums.update(_perplexities(nll, segments))
+
+
+def _swept_ratios(
+    sweeps: Mapping[str, Sweep], segments: Segments, sums: Named, maxima: Named, logs: Named
+) -> None:
+    n, b = segments.cu_seqlens[-1], (segments.lengths > 0).sum()
+    for on, sweep in sweeps.items():
+        sums[f"{on}/n"], sums[f"{on}/b"] = n, b
+        of_sequences, policies, ends, products = sweep.sequences.split([3, 4, 2, 2])
+        _name(on, (sums, TOKEN_SUMS, sweep.added), (maxima, TOKEN_MAXIMA, sweep.largest), (logs, TOKEN_LOGS, sweep.in_logs))
+        _name(on, (sums, SEQUENCE_SUMS, of_sequences), (maxima, SEQUENCE_MAXIMA, ends), (logs, SEQUENCE_LOGS, products))
+        if on in SECOND:
+            columns = (f"{name}/{kind}" for name in ("rollout", SECOND[on]) for kind in ("nll", "ppl"))
+            sums.update(zip(columns, policies.unbind(), strict=True))
+
+
+def _name(on: str, *columns: tuple[Named, tuple[str, ...], Tensor]) -> None:
+    for kind, names, row in columns:
+        kind.update({f"{on}/{name}": x for name, x in zip(names, row.unbind(), strict=True)})
+
+
+def _plain_ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Named, logs: Named) -> dict[str, Tensor]:
     """Statistics of the ratios, by token and by sequence; returns each sequence's mean log-ratio.
 
     An accelerator takes all ratios at once, since it waits for launches more than for data; a CPU one after the other,
@@ -348,7 +386,7 @@ def _ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Named, lo
     if not names:
         return {}
     if raw[0].is_cpu:
-        tables = [_joined_passes(*pair) for pair in zip(first, raw, strict=True)]
+        tables = [_joined_blocks(*pair) for pair in zip(first, raw, strict=True)]
         added, largest, in_logs = (torch.stack(x) for x in zip(*tables, strict=True))
     else:
         added, largest, in_logs = _token_pass(torch.stack(first), torch.stack(raw))
@@ -361,25 +399,14 @@ def _ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Named, lo
     n, b = segments.cu_seqlens[-1], filled.sum()
     for i, on in enumerate(names):
         sums[f"{on}/n"], sums[f"{on}/b"] = n, b
-        for kind, columns, row in (
-            (sums, TOKEN_SUMS, added[i]),
-            (maxima, TOKEN_MAXIMA, largest[i]),
-            (logs, TOKEN_LOGS, in_logs[i]),
-            (sums, ("mean", "mean_abs", "ppl_ratio"), of_sequences[:, i]),
-            (logs, ("log_product", "log_product2"), products[i]),
-            (maxima, ("mean_max", "-mean_min"), ends[:, i]),
-        ):
-            kind.update({f"{on}/{name}": x for name, x in zip(columns, row.unbind(), strict=True)})
+        _name(on, (sums, TOKEN_SUMS, added[i]), (maxima, TOKEN_MAXIMA, largest[i]), (logs, TOKEN_LOGS, in_logs[i]))
+        _name(
+            on,
+            (sums, SEQUENCE_SUMS, of_sequences[:, i]),
+            (maxima, SEQUENCE_MAXIMA, ends[:, i]),
+            (logs, SEQUENCE_LOGS, products[i]),
+        )
     return dict(zip(names, mean.unbind(), strict=True))
-
-
-def _joined_passes(first: Float[Tensor, " n"], raw: Float[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor]:
-    if asked():
-        from offdrift.compiled.passes import token_sums
-
-        if (found := token_sums(first, raw)) is not None:
-            return found
-    return _joined_blocks(first, raw)
 
 
 def _joined_blocks(first: Float[Tensor, " n"], raw: Float[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor]:
