@@ -220,30 +220,76 @@ void row_of(const T* first, const T* second, int64_t n, T* ratio, T* weight, dou
     row[L_MAX] = top, row[L_MIN] = -bottom, row[D_MAX] = greatest(d_max);
 }
 
-// Of sequences, by their rows: sums of m = mean l, |m|, e^-m, and of the negative log-likelihood and the perplexity
-// under the first policy and under the second; maxima of m and -m; logs of the sums of e^(sum l) and of its square.
-void of_sequences(const double* table, const int64_t* cuts, int64_t segments, double* out) {
-    double top = -INF, product = 0.0, product2 = 0.0;
-    for (int i = 0; i < 11; i++) out[i] = i < 7 ? 0.0 : -INF;
+// A sum that no order changes: the largest place and the digits from there on, as stats/digits.py has them.
+struct Digits {
+    static constexpr int WIDTH = 26, PLACES = 4;
+    double place = -1e9, digit[PLACES] = {};
+
+    // Adds x 2^(WIDTH above).
+    void add(double x, int64_t above = 0) {
+        int64_t bits;
+        std::memcpy(&bits, &x, sizeof bits);
+        int64_t exponent = ((bits >> 52) & 0x7ff) - 1023;
+        if (exponent < -900) return;  // next to nothing
+        if (exponent == 1024) return raise(1e9), void(digit[0] += x);  // infinite, or no number
+        int64_t down = (exponent + 40 * WIDTH) / WIDTH - 40;
+        raise(down + above);
+        bits = (1023 - WIDTH * down) << 52;
+        double unit;
+        std::memcpy(&unit, &bits, sizeof unit);
+        x *= unit;  // 1 <= |x| < 2^WIDTH
+        for (double i = place - (down + above); i < PLACES && x != 0; i++) {
+            double whole = std::trunc(x);
+            digit[int(i)] += whole, x = (x - whole) * (1 << WIDTH);
+        }
+    }
+    // Adds x e^l.
+    void add_scaled(double x, double l) {
+        constexpr double STEP = WIDTH * 0.6931471805599453;
+        if (!(std::fabs(l) < 1e8)) return add(l == -INF ? 0.0 : l);
+        double above = std::floor(l / STEP);
+        add(x * std::exp(l - above * STEP), int64_t(above));
+    }
+
+  private:
+    void raise(double to) {
+        if (to <= place) return;
+        for (int i = PLACES - 1; i >= 0; i--) digit[i] = i >= to - place ? digit[i - int(to - place)] : 0.0;
+        place = to;
+    }
+};
+
+// Sums that stats/drift.py keeps of a ratio: drift.TOKEN_SUMS; of sequences with m = mean l: m, |m| and e^-m, negative
+// log-likelihood and perplexity under the first policy and under the second; sums whose logs are kept: e^l and its
+// square over tokens, and e^(sum l) and its square over sequences. Then maxima: drift.TOKEN_MAXIMA, m and -m.
+constexpr int SUMS = L_MAX - 2 + 7 + 4, MAXIMA = 5;
+
+void of_rows(const double* table, const int64_t* cuts, int64_t segments, double* out) {
+    Digits sums[SUMS];
+    double maxima[MAXIMA];
+    std::fill(maxima, maxima + MAXIMA, -INF);
     for (int64_t s = 0; s < segments; s++) {
         const double* row = table + s * ROW;
-        if (cuts[s] == cuts[s + 1]) continue;
-        double m = row[L] / (cuts[s + 1] - cuts[s]), nll = -row[FIRST] / (cuts[s + 1] - cuts[s]);
-        out[0] += m, out[1] += std::fabs(m), out[2] += std::exp(clamped(-m));
-        out[3] += nll, out[4] += std::exp(std::min(nll, LIMIT));
-        out[5] += nll - m, out[6] += std::exp(std::min(nll - m, LIMIT));
-        out[7] = bigger(m, out[7]), out[8] = bigger(-m, out[8]), top = bigger(row[L], top);
+        int64_t n = cuts[s + 1] - cuts[s];
+        if (n == 0) continue;
+        Digits* next = sums;
+        for (int i = 0; i <= D_ABS; i++) next++->add(row[i]);
+        double m = row[L] / n, nll = -row[FIRST] / n;
+        for (double x : {m, std::fabs(m), std::exp(clamped(-m))}) next++->add(x);
+        for (double x : {nll, nll - m}) next++->add(x), next++->add(std::exp(std::min(x, LIMIT)));
+        if (row[TOP] == 0)
+            next++->add(row[SCALED]), next++->add(row[SCALED2]);
+        else
+            next++->add_scaled(row[SCALED], row[TOP]), next++->add_scaled(row[SCALED2], 2 * row[TOP]);
+        next++->add_scaled(1.0, row[L]), next++->add_scaled(1.0, 2 * row[L]);
+        const double here[] = {row[L_MAX], row[L_MIN], row[D_MAX], m, -m};
+        for (int i = 0; i < MAXIMA; i++) maxima[i] = bigger(here[i], maxima[i]);
     }
-    for (int64_t s = 0; s < segments; s++) {
-        if (cuts[s] == cuts[s + 1]) continue;
-        double e = std::exp(table[s * ROW + L] - top);
-        product += e, product2 += e * e;
-    }
-    if (top > -INF || top != top) out[9] = std::log(product) + top, out[10] = std::log(product2) + 2 * top;
+    std::memcpy(out, sums, sizeof sums);
+    std::memcpy(out + sizeof sums / (sizeof *out), maxima, sizeof maxima);
 }
 
-// One ratio of a batch. `table` gets a row for each segment, `out` the row of them all with the logs of its scaled
-// sums, and what `of_sequences` gives.
+// One ratio of a batch; `table` gets a row for each segment, `out` what `of_rows` gives.
 template <class T>
 int sweep(
     const T* first, const T* second, int64_t n, const int64_t* cuts, int64_t segments, int64_t threads, T* ratio,
@@ -257,10 +303,7 @@ int sweep(
             join(row, next);
         }
     });
-    no_tokens(out);
-    for (int64_t s = 0; s < segments; s++) join(out, table + s * ROW);
-    out[ROW] = std::log(out[SCALED]) + out[TOP], out[ROW + 1] = std::log(out[SCALED2]) + 2 * out[TOP];
-    of_sequences(table, cuts, segments, out + ROW + 2);
+    of_rows(table, cuts, segments, out);
     return 1;
 }
 
@@ -336,34 +379,39 @@ void limited_weights(
     });
 }
 
-// Sums of w, w^2 and of w other than 1, maxima of w and of -w.
-template <class T> void weight_sums(const T* weight, int64_t n, int64_t threads, double* out) {
-    int64_t blocks = (n + BLOCK - 1) / BLOCK;
-    std::vector<double> table(blocks * 5);
-    shared(blocks, threads, [&](int64_t begin, int64_t end) {
-        for (int64_t b = begin; b < end; b++) {
-            V w1{}, w2{}, high = all(-INF), low = all(INF);
-            I changed{};
-            int64_t t = b * BLOCK, stop = std::min(n, t + BLOCK);
-            for (; t + LANES <= stop; t += LANES) {
-                V w = load(weight + t);
-                w1 += w, w2 += w * w, changed -= w != 1.0;
-                high = largest(high, w), low = least(low, w);
-            }
-            double* row = &table[b * 5];
-            row[0] = added(w1), row[1] = added(w2), row[2] = added(__builtin_convertvector(changed, V));
-            row[3] = greatest(high), row[4] = greatest(-low);
-            for (; t < stop; t++) {
-                double w = weight[t];
-                row[0] += w, row[1] += w * w, row[2] += w != 1.0;
-                row[3] = bigger(w, row[3]), row[4] = bigger(-w, row[4]);
-            }
-            if (row[0] != row[0]) row[3] = row[4] = row[0];
+// Sums of w, w^2 and of w other than 1, maxima of w and of -w; a row of them for each segment in `table`.
+template <class T>
+int weight_sums(
+    const T* weight, int64_t n, const int64_t* cuts, int64_t segments, int64_t threads, double* table, double* out) {
+    if (!proper(cuts, segments, n)) return 0;
+    shared_segments(cuts, segments, threads, [&](int64_t s) {
+        V w1{}, w2{}, high = all(-INF), low = all(INF);
+        I changed{};
+        int64_t t = cuts[s], stop = cuts[s + 1];
+        for (; t + LANES <= stop; t += LANES) {
+            V w = load(weight + t);
+            w1 += w, w2 += w * w, changed -= w != 1.0;
+            high = largest(high, w), low = least(low, w);
         }
+        double* row = table + s * 5;
+        row[0] = added(w1), row[1] = added(w2), row[2] = added(__builtin_convertvector(changed, V));
+        row[3] = greatest(high), row[4] = greatest(-low);
+        for (; t < stop; t++) {
+            double w = weight[t];
+            row[0] += w, row[1] += w * w, row[2] += w != 1.0;
+            row[3] = bigger(w, row[3]), row[4] = bigger(-w, row[4]);
+        }
+        if (row[0] != row[0]) row[3] = row[4] = row[0];
     });
-    for (int i = 0; i < 5; i++) out[i] = i < 3 ? 0.0 : -INF;
-    for (int64_t b = 0; b < blocks; b++)
-        for (int i = 0; i < 5; i++) out[i] = i < 3 ? out[i] + table[b * 5 + i] : bigger(table[b * 5 + i], out[i]);
+    Digits sums[2];
+    double* others = out + sizeof sums / (sizeof *out);
+    others[0] = 0, others[1] = others[2] = -INF;
+    for (const double* row = table; row < table + segments * 5; row += 5) {
+        sums[0].add(row[0]), sums[1].add(row[1]), others[0] += row[2];
+        for (int i = 1; i < 3; i++) others[i] = bigger(row[i + 2], others[i]);
+    }
+    std::memcpy(out, sums, sizeof sums);
+    return 1;
 }
 
 // Counts, sums and sums of squares by bin of a histogram.Grid that begins at 2^low and has so many bins on either side.
@@ -410,8 +458,10 @@ void histogram(const T* x, int64_t n, int64_t low, int64_t side, int64_t* counts
         const T* x, const T* weight, int64_t n, int64_t threads, const double* limits, T* out, uint8_t* limited) {     \
         limited_weights(x, weight, n, threads, limits, out, limited);                                                  \
     }                                                                                                                  \
-    extern "C" void weight_sums_##NAME(const T* weight, int64_t n, int64_t threads, double* out) {                     \
-        weight_sums(weight, n, threads, out);                                                                          \
+    extern "C" int weight_sums_##NAME(                                                                                 \
+        const T* weight, int64_t n, const int64_t* cuts, int64_t segments, int64_t threads, double* table,             \
+        double* out) {                                                                                                 \
+        return weight_sums(weight, n, cuts, segments, threads, table, out);                                            \
     }                                                                                                                  \
     extern "C" void histogram_##NAME(                                                                                  \
         const T* x, int64_t n, int64_t low, int64_t side, int64_t* counts, double* moments) {                          \

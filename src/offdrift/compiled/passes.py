@@ -31,8 +31,8 @@ Statistic = Literal["itself", "ratio", "k2", "k3", "abs_log_ratio", "ratio_error
 COLUMNS = {"ratio": 1, "k2": 2, "k3": 4, "ratio_error": 5, "abs_log_ratio": 14}
 """Where a row of `sweep` has the sum of each statistic; of `k2` twice that."""
 
-SUMS, FIRST, MAXIMA, ROW = 14, 15, 16, 22
-"""Columns of a row: `drift.TOKEN_SUMS`, the sum of the first policy's log-probs, `drift.TOKEN_MAXIMA`, all of them."""
+ROW, SUMS, MAXIMA, DIGITS = 22, 25, 5, 5
+"""Columns of a row; sums and maxima over a batch, and numbers of a sum, as `stats.digits` has it."""
 
 THREADS_FROM = 2**18
 """Tokens from which threads are worth starting."""
@@ -66,17 +66,15 @@ def _threads(n: int) -> int:
 
 
 class Sweep(NamedTuple):
-    """What one pass finds about a ratio of a batch; every sum, maximum and log is float64."""
+    """What one pass finds about a ratio of a batch; all but the log-ratio is float64."""
 
     log_ratio: Float[Tensor, " n"]
     table: Float[Tensor, "b columns"]
     """A row of sums for each segment."""
-    added: Float[Tensor, " sums"]
-    largest: Float[Tensor, " maxima"]
-    in_logs: Float[Tensor, " logs"]
-    """Of all tokens, as `drift.TOKEN_SUMS`, `TOKEN_MAXIMA` and `TOKEN_LOGS` name them."""
-    sequences: Float[Tensor, " numbers"]
-    """Of all sequences, as `drift.SEQUENCE_SUMS`, `SEQUENCE_MAXIMA` and `SEQUENCE_LOGS` name them."""
+    digits: Float[Tensor, "sums 5"]
+    """Of all segments: `drift.TOKEN_SUMS`, `SEQUENCE_SUMS`, four of the policies, `TOKEN_LOGS`, `SEQUENCE_LOGS`."""
+    maxima: Float[Tensor, " maxima"]
+    """`drift.TOKEN_MAXIMA` and `SEQUENCE_MAXIMA`."""
 
     def segment_sums(self, of: Statistic) -> Float[Tensor, " b"]:
         """Sum over each segment of a statistic of its tokens; 0 where it is empty."""
@@ -98,13 +96,12 @@ def sweep(first: Float[Tensor, " n"], second: Float[Tensor, " n"], cuts: Int[Ten
     first, second, cuts = first.detach().contiguous(), second.detach().contiguous(), cuts.long().contiguous()
     log_ratio, weight = torch.empty_like(first), torch.empty_like(first)
     table = torch.empty(len(cuts) - 1, ROW, dtype=torch.float64)
-    out = torch.empty(ROW + 2 + 11, dtype=torch.float64)
+    out = torch.empty(SUMS * DIGITS + MAXIMA, dtype=torch.float64)
     n = len(first)
     if not run((first, second, n, cuts, len(table), _threads(n), log_ratio, weight, table, out)):
         return None  # the plain way says what is wrong with such cuts
     setattr(log_ratio, WEIGHT, weight)
-    added, largest, in_logs = out[:SUMS], out[MAXIMA : MAXIMA + 3], out[ROW : ROW + 2]
-    return Sweep(log_ratio, table, added, largest, in_logs, out[ROW + 2 :])
+    return Sweep(log_ratio, table, out[:-MAXIMA].view(SUMS, DIGITS), out[-MAXIMA:])
 
 
 WEIGHT = "_offdrift_weight"
@@ -156,14 +153,16 @@ def limited_weights(
     return weight, limited
 
 
-def weight_sums(weight: Float[Tensor, " n"]) -> tuple[Float[Tensor, " sums"], Float[Tensor, " maxima"]] | None:
-    """Sums of w, w^2 and of w other than 1; maxima of w and of -w; float64."""
-    if (run := _pass("weight_sums", weight)) is None:
+def weight_sums(
+    weight: Float[Tensor, " n"], cuts: Int[Tensor, " cuts"]
+) -> tuple[Float[Tensor, "2 5"], Float[Tensor, ""], Float[Tensor, " maxima"]] | None:
+    """Digits of the sums of w and w^2; how many are not 1; maxima of w and of -w; float64."""
+    if (run := _pass("weight_sums", weight)) is None or not (len(cuts) and cuts.is_cpu):
         return None
-    out = torch.empty(5, dtype=torch.float64)
-    x = weight.detach().contiguous()
-    run((x, len(x), _threads(len(x)), out))
-    return out[:3], out[3:]
+    x, cuts = weight.detach().contiguous(), cuts.long().contiguous()
+    table, out = torch.empty(len(cuts) - 1, 5, dtype=torch.float64), torch.empty(2 * DIGITS + 3, dtype=torch.float64)
+    done = run((x, len(x), cuts, len(table), _threads(len(x)), table, out))
+    return (out[: 2 * DIGITS].view(2, DIGITS), out[2 * DIGITS], out[2 * DIGITS + 1 :]) if done else None
 
 
 def histogram(

@@ -39,6 +39,7 @@ from offdrift.numerics import (
 from offdrift.ratios import stopped_log_ratio, swept
 from offdrift.segments import Segments
 from offdrift.stats.alphas import PAIRS, reweighted_tv, tv_bins
+from offdrift.stats.digits import NO_DIGITS, Exact, replaced, rounded, rounded_logs, settled
 from offdrift.stats.metrics import metric_rows, metrics_html, summarize
 from offdrift.texts import as_json
 
@@ -127,6 +128,9 @@ class DriftStats:
     by_position: Mapping[str, Float[Tensor, " horizon"]]
     grade: str = "sampled"
     """Grade of the divergences summed here; the weakest, if batches differ."""
+    exact_sums: Exact = NO_DIGITS
+    exact_logs: Exact = NO_DIGITS
+    """Digits of the sums, and of those whose logs are kept, that merge to the same bits on any split (compiled passes)."""
 
     @staticmethod
     def of(
@@ -182,6 +186,8 @@ class DriftStats:
             if clipped is not None:
                 sums["objective/clipped"] = clipped.count_nonzero()
             by_position = _divergences(logprobs, divergences or {}, sums, maxima)
+            sums, exact_sums = settled(sums, rounded)
+            logs, exact_logs = settled(logs, rounded_logs)
             sums = dict(sorted(sums.items(), key=lambda item: str(item[1].dtype)))  # see `vector_of`
         grades = [str(d.grade) for d in (divergences or {}).values()]
         return DriftStats(
@@ -193,10 +199,15 @@ class DriftStats:
             logs=vector_of(logs.values(), logprobs.logp_rollout),
             by_position=by_position,
             grade=str(Grade.weakest(grades)) if grades else "sampled",
+            exact_sums=exact_sums,
+            exact_logs=exact_logs,
         )
 
     def merge(self, other: DriftStats) -> DriftStats:
-        """The statistics of both together. Associative and commutative, up to rounding."""
+        """The statistics of both together. Associative and commutative, up to rounding.
+
+        To the last bit for counts, maxima, and what compiled passes summed: `exact_sums`, `exact_logs`.
+        """
         sum_names, sums = _joined(self.sum_names, self.sums, other.sum_names, other.sums, torch.add)
         max_names, maxima = _joined(self.max_names, self.maxima, other.max_names, other.maxima, torch.maximum)
         log_names, logs = _joined(self.log_names, self.logs, other.log_names, other.logs, torch.logaddexp)
@@ -205,15 +216,19 @@ class DriftStats:
             short, long = sorted((x, positions.get(name, x[:0])), key=len)
             positions[name] = long + torch.cat([short, short.new_zeros(len(long) - len(short))])
         grade = str(Grade.weakest([self.grade, other.grade]))
+        exact_sums = self.exact_sums.merge(other.exact_sums, mine=self.sum_names, theirs=other.sum_names)
+        exact_logs = self.exact_logs.merge(other.exact_logs, mine=self.log_names, theirs=other.log_names)
         return DriftStats(
             sum_names,
-            sums,
+            replaced(sum_names, sums, exact_sums, rounded),
             max_names,
             maxima=maxima,
             log_names=log_names,
-            logs=logs,
+            logs=replaced(log_names, logs, exact_logs, rounded_logs),
             by_position=positions,
             grade=grade,
+            exact_sums=exact_sums,
+            exact_logs=exact_logs,
         )
 
     @staticmethod
@@ -247,6 +262,7 @@ class DriftStats:
             sums=self.sums[sums],
             max_names=tuple(self.max_names[i] for i in maxima),
             maxima=self.maxima[maxima],
+            exact_sums=self.exact_sums.only([self.sum_names[i] for i in sums]),
         )
 
     def with_sum(self, name: str, value: Shaped[Tensor, ""]) -> DriftStats:
@@ -355,15 +371,14 @@ def _ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Named, lo
     sums.update(_perplexities(nll, segments))
 
 
-def _swept_ratios(
-    sweeps: Mapping[str, Sweep], segments: Segments, sums: Named, maxima: Named, logs: Named
-) -> None:
+def _swept_ratios(sweeps: Mapping[str, Sweep], segments: Segments, sums: Named, maxima: Named, logs: Named) -> None:
+    """The same from compiled passes; of sums, and of sums whose logs are kept, the digits."""
     n, b = segments.cu_seqlens[-1], (segments.lengths > 0).sum()
     for on, sweep in sweeps.items():
         sums[f"{on}/n"], sums[f"{on}/b"] = n, b
-        of_sequences, policies, ends, products = sweep.sequences.split([3, 4, 2, 2])
-        _name(on, (sums, TOKEN_SUMS, sweep.added), (maxima, TOKEN_MAXIMA, sweep.largest), (logs, TOKEN_LOGS, sweep.in_logs))
-        _name(on, (sums, SEQUENCE_SUMS, of_sequences), (maxima, SEQUENCE_MAXIMA, ends), (logs, SEQUENCE_LOGS, products))
+        added, policies, in_logs = sweep.digits.split([17, 4, 4])
+        _name(on, (sums, (*TOKEN_SUMS, *SEQUENCE_SUMS), added), (logs, (*TOKEN_LOGS, *SEQUENCE_LOGS), in_logs))
+        _name(on, (maxima, (*TOKEN_MAXIMA, *SEQUENCE_MAXIMA), sweep.maxima))
         if on in SECOND:
             columns = (f"{name}/{kind}" for name in ("rollout", SECOND[on]) for kind in ("nll", "ppl"))
             sums.update(zip(columns, policies.unbind(), strict=True))
@@ -462,8 +477,7 @@ def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Na
             for on in ("mismatch", "staleness"):
                 mean = -segments.mean(stopped_log_ratio(logprobs, on=on))
                 sums[f"gate/{i}/rejected_{on}"] = mean.where(gone, 0.0).sum()
-    added, largest = _joined_weight_passes(weight)
-    sums["weight/w"], sums["weight/w2"], changed = added.unbind()
+    sums["weight/w"], sums["weight/w2"], changed, largest = _joined_weight_passes(weight, segments)
     # Of a single weight the extremes are these; an accelerator is not asked for them.
     extremes = (
         (-float(largest[1]), float(largest[0]))
@@ -474,7 +488,8 @@ def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Na
         logs["weight/log_w"], logs["weight/log_w2"] = log_sums(corrected.log_weight())
     else:
         for name in ("w", "w2"):
-            logs[f"weight/log_{name}"] = sums[f"weight/{name}"].log()
+            added = sums[f"weight/{name}"]
+            logs[f"weight/log_{name}"] = added if added.ndim else added.log()  # digits
     sums["weight/limited"] = _marked(corrected.limited)
     sums["weight/changed"] = changed.long()
     maxima["weight/w_max"], maxima["weight/-w_min"] = largest.unbind()
@@ -487,15 +502,18 @@ def _marked(x: Bool[Tensor, " n"]) -> Int[Tensor, ""]:
     return x.count_nonzero()
 
 
-def _joined_weight_passes(weight: Float[Tensor, " n"]) -> tuple[Tensor, Tensor]:
+def _joined_weight_passes(weight: Float[Tensor, " n"], segments: Segments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums of w and w^2 (of compiled passes their digits) and of w other than 1; the maxima of w and of -w."""
     if asked():
         from offdrift.compiled.passes import weight_sums
 
-        if (found := weight_sums(weight)) is not None:
-            return found
+        if (found := weight_sums(weight, segments.cu_seqlens)) is not None:
+            (w, w2), changed, largest = found
+            return w, w2, changed, largest
     parts = zip(*(_weight_pass(block) for (block,) in blocks(weight)), strict=True)
     added, largest = (torch.stack(x) for x in parts)
-    return added.sum(0), largest.amax(0)
+    w, w2, changed = added.sum(0).unbind()
+    return w, w2, changed, largest.amax(0)
 
 
 def _weight_pass(weight: Float[Tensor, " k"]) -> tuple[Float[Tensor, " sums"], Float[Tensor, " maxima"]]:
