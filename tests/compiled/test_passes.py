@@ -17,7 +17,8 @@ from offdrift.logprobs import LogProbs
 from offdrift.numerics import clamped
 from offdrift.segments import Segments
 from offdrift.stats import Histogram
-from offdrift.stats.drift import DriftStats, _joined_blocks
+from offdrift.stats.digits import rounded, rounded_logs
+from offdrift.stats.drift import TOKEN_MAXIMA, TOKEN_SUMS, DriftStats, _joined_blocks
 from offdrift.stats.histogram import LOG_RATIO
 from offdrift.stats.metrics import summarize
 
@@ -29,27 +30,6 @@ N = 2 * passes.THREADS_FROM + 5
 """Tokens of a batch that several threads share, and that no vector divides."""
 
 DTYPES = [torch.float32, torch.float64]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """A process that has loaded nothing yet, with a cache of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    for name in ("TORCH_COMPILE_DISABLE", "OFFDRIFT_COMPILE", "CXX"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(build, "_loaded", [])
-
-
-@pytest.fixture
-def compiled(fresh: None) -> Iterator[None]:
-    with compiled_passes():
-        assert build.library() is not None
-        yield
 
 
 def pair(n: int, dtype: torch.dtype = torch.float32, *, wide: float = 0.01, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -65,7 +45,8 @@ def swept(first: Tensor, raw: Tensor, lengths: list[int] | None = None) -> tuple
     cuts = Segments.from_lengths([len(raw)] if lengths is None else lengths).cu_seqlens
     found = passes.sweep(first, first + raw, cuts)
     assert torch.equal(found.log_ratio, (first + raw) - first) or bool(raw.isnan().any() | raw.isinf().any())
-    return found.log_ratio, torch.cat([found.added, found.largest, found.in_logs])
+    added, in_logs = rounded(found.digits[: len(TOKEN_SUMS)]), rounded_logs(found.digits[-4:-2])
+    return found.log_ratio, torch.cat([added, found.maxima[: len(TOKEN_MAXIMA)], in_logs])
 
 
 def truth_of(first: Tensor, raw: Tensor) -> Tensor:
@@ -120,8 +101,11 @@ def test_batches_of_any_size(compiled: None, n: int) -> None:
     raw -= 1  # no maximum of log-ratios may come from what a vector is filled up with
     raw, ours = swept(first, raw)
     torch.testing.assert_close(ours, truth_of(first, raw), rtol=1e-8, atol=1e-8)
-    counted, largest = passes.weight_sums(raw.exp())
-    assert counted[2] == n
+    weight = raw.exp()
+    digits, changed, largest = passes.weight_sums(weight, Segments.from_lengths([n]).cu_seqlens)
+    sums = torch.stack([weight.double().sum(), weight.double().square().sum()])
+    torch.testing.assert_close(rounded(digits), sums, rtol=1e-12, atol=0)
+    assert changed == n
     assert largest.tolist() == ([float(raw.exp().max()), -float(raw.exp().min())] if n else [-math.inf] * 2)
 
 
@@ -198,7 +182,7 @@ def test_no_bit_depends_on_the_number_of_threads(compiled: None, threads: Callab
         weights = passes.limited_weights(raw, cap=2.0, floor=None, mask=False)
         found.append([
             *passes.sweep(first, first + raw, cuts), passes.segment_sums(raw, cuts), *weights,
-            *passes.weight_sums(weights[0]), passes.inside(raw, "ratio", low=-0.1, high=0.1),
+            *passes.weight_sums(weights[0], cuts), passes.inside(raw, "ratio", low=-0.1, high=0.1),
         ])  # fmt: skip
     for other in found[1:]:
         assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
@@ -231,7 +215,7 @@ def test_what_does_not_lie_side_by_side_is_copied(compiled: None) -> None:
 
 def test_transformed_tensors_take_the_plain_way(compiled: None) -> None:
     def total(x: Tensor) -> Tensor:
-        assert passes.weight_sums(x) is None
+        assert passes.digits(x) is None
         return x.sum()
 
     torch.func.vmap(total)(torch.ones(2, 3))

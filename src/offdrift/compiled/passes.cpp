@@ -223,7 +223,7 @@ void row_of(const T* first, const T* second, int64_t n, T* ratio, T* weight, dou
 // A sum that no order changes: the largest place and the digits from there on, as stats/digits.py has them.
 struct Digits {
     static constexpr int WIDTH = 26, PLACES = 4;
-    double place = -1e9, digit[PLACES] = {};
+    double place = -1e15, digit[PLACES] = {};
 
     // Adds x 2^(WIDTH above).
     void add(double x, int64_t above = 0) {
@@ -231,7 +231,7 @@ struct Digits {
         std::memcpy(&bits, &x, sizeof bits);
         int64_t exponent = ((bits >> 52) & 0x7ff) - 1023;
         if (exponent < -900) return;  // next to nothing
-        if (exponent == 1024) return raise(1e9), void(digit[0] += x);  // infinite, or no number
+        if (exponent == 1024) return raise(1e15), void(digit[0] += x);  // infinite, or no number
         int64_t down = (exponent + 40 * WIDTH) / WIDTH - 40;
         raise(down + above);
         bits = (1023 - WIDTH * down) << 52;
@@ -246,7 +246,8 @@ struct Digits {
     // Adds x e^l.
     void add_scaled(double x, double l) {
         constexpr double STEP = WIDTH * 0.6931471805599453;
-        if (!(std::fabs(l) < 1e8)) return add(l == -INF ? 0.0 : l);
+        if (x == 0 || l == -INF) return;
+        if (!(std::fabs(l) < 1e15)) return add(NAN);
         double above = std::floor(l / STEP);
         add(x * std::exp(l - above * STEP), int64_t(above));
     }
@@ -258,6 +259,19 @@ struct Digits {
         place = to;
     }
 };
+
+template <class T> void digits(const T* x, int64_t n, double* out) {
+    Digits sum;
+    for (int64_t i = 0; i < n; i++) sum.add(x[i]);
+    std::memcpy(out, &sum, sizeof sum);
+}
+
+// Of e^x and of its square.
+template <class T> void digits_of_exp(const T* x, int64_t n, double* out) {
+    Digits sums[2];
+    for (int64_t i = 0; i < n; i++) sums[0].add_scaled(1.0, x[i]), sums[1].add_scaled(1.0, 2.0 * x[i]);
+    std::memcpy(out, sums, sizeof sums);
+}
 
 // Sums that stats/drift.py keeps of a ratio: drift.TOKEN_SUMS; of sequences with m = mean l: m, |m| and e^-m, negative
 // log-likelihood and perplexity under the first policy and under the second; sums whose logs are kept: e^l and its
@@ -304,6 +318,24 @@ int sweep(
         }
     });
     of_rows(table, cuts, segments, out);
+    return 1;
+}
+
+// Sum over tokens of e^(log rho) |e^l - 1| / 2, both within +-LIMIT.
+template <class T>
+int reweighted_tv(
+    const T* log_rho, const T* l, int64_t n, const int64_t* cuts, int64_t segments, int64_t threads, double* table,
+    double* out) {
+    if (!proper(cuts, segments, n)) return 0;
+    auto half = [](V rho, V x) { return (expm1<T>(clamped(rho)) + 1.0) * magnitude(expm1<T>(clamped(x))) * 0.5; };
+    shared_segments(cuts, segments, threads, [&](int64_t s) {
+        V sum{};
+        int64_t t = cuts[s], stop = cuts[s + 1];
+        for (; t + LANES <= stop; t += LANES) sum += half(load(log_rho + t), load(l + t));
+        if (t < stop) sum += half(load_some(log_rho + t, stop - t, T(0)), load_some(l + t, stop - t, T(0)));
+        table[s] = added(sum);
+    });
+    digits(table, segments, out);
     return 1;
 }
 
@@ -447,6 +479,13 @@ void histogram(const T* x, int64_t n, int64_t low, int64_t side, int64_t* counts
         const T* x, int64_t n, const int64_t* cuts, int64_t segments, int64_t threads, double* out) {                  \
         return segment_sums(x, n, cuts, segments, threads, out);                                                       \
     }                                                                                                                  \
+    extern "C" int reweighted_tv_##NAME(                                                                               \
+        const T* log_rho, const T* l, int64_t n, const int64_t* cuts, int64_t segments, int64_t threads,               \
+        double* table, double* out) {                                                                                  \
+        return reweighted_tv(log_rho, l, n, cuts, segments, threads, table, out);                                      \
+    }                                                                                                                  \
+    extern "C" void digits_##NAME(const T* x, int64_t n, double* out) { digits(x, n, out); }                           \
+    extern "C" void digits_of_exp_##NAME(const T* x, int64_t n, double* out) { digits_of_exp(x, n, out); }             \
     extern "C" void inside_##NAME(                                                                                     \
         int64_t what, const T* x, int64_t n, int64_t threads, const double* bounds, uint8_t* marks) {                  \
         inside_of(what, x, n, threads, bounds, marks);                                                                 \

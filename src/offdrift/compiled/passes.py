@@ -118,6 +118,35 @@ def segment_sums(x: Float[Tensor, " n"], cuts: Int[Tensor, " cuts"]) -> Float[Te
     return out if done else None  # the plain way says what is wrong with such cuts
 
 
+def digits(x: Float[Tensor, " n"]) -> Float[Tensor, " 5"] | None:
+    """Digits of a sum."""
+    if (run := _pass("digits", x)) is None:
+        return None
+    x, out = x.detach().contiguous(), torch.empty(DIGITS, dtype=torch.float64)
+    run((x, len(x), out))
+    return out
+
+
+def digits_of_exp(x: Float[Tensor, " n"]) -> Float[Tensor, "2 5"] | None:
+    """Digits of the sums of e^x and of its square, at any size."""
+    if (run := _pass("digits_of_exp", x)) is None:
+        return None
+    x, out = x.detach().contiguous(), torch.empty(2, DIGITS, dtype=torch.float64)
+    run((x, len(x), out))
+    return out
+
+
+def reweighted_tv(
+    log_rho: Float[Tensor, " n"], log_ratio: Float[Tensor, " n"], cuts: Int[Tensor, " cuts"]
+) -> Float[Tensor, " 5"] | None:
+    """Digits of the sum over tokens of rho |e^l - 1| / 2."""
+    if (run := _pass("reweighted_tv", log_rho, log_ratio)) is None or not (len(cuts) and cuts.is_cpu):
+        return None
+    x, y, cuts = log_rho.detach().contiguous(), log_ratio.detach().contiguous(), cuts.long().contiguous()
+    table, out = torch.empty(len(cuts) - 1, dtype=torch.float64), torch.empty(DIGITS, dtype=torch.float64)
+    return out if run((x, y, len(x), cuts, len(table), _threads(len(x)), table, out)) else None
+
+
 def inside(
     log_ratio: Float[Tensor, " n"], of: Statistic, *, low: float | None, high: float | None
 ) -> Bool[Tensor, " n"] | None:

@@ -1,8 +1,9 @@
 """Sums that are the same to the last bit in any order and on any split.
 
-A float64 is cut into digits of 26 bits at places that do not depend on its size: x = sum_i d_i 2^(26 (place - i)). A sum
-of numbers is the sum of their digits place by place, which rounds nothing up to 2^27 numbers, so that no order shows. The
-largest place and the next three are kept: 78 bits below the largest number. `compiled/passes.cpp` cuts the numbers.
+A float64 is cut into digits of 26 bits at places that are the same for all numbers: x = sum_i d_i 2^(26 (place - i)).
+A sum of numbers is the sum of their digits, place by place, which rounds nothing up to 2^27 numbers, so that no order
+shows. The largest place and the next three are kept: at least 78 bits below the largest number. What is further down is
+left out of every number alike. `compiled/passes.cpp` cuts the numbers.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ NO_DIGITS = Exact()
 def settled(
     named: dict[str, Tensor], of: Callable[[Float[Tensor, "n 5"]], Float[Tensor, " n"]]
 ) -> tuple[dict[str, Tensor], Exact]:
-    """Numbers of which some are given by their digits: all as numbers, by `rounded` or `rounded_logs`, and the digits."""
+    """Numbers of which some are given by their digits: all of them as numbers, and the digits.
+
+    Args:
+        of: makes numbers of digits, `rounded` or `rounded_logs`.
+    """
     rows = {name: x for name, x in named.items() if x.ndim}
     if not rows:
         return named, NO_DIGITS

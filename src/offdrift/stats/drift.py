@@ -39,7 +39,7 @@ from offdrift.numerics import (
 from offdrift.ratios import stopped_log_ratio, swept
 from offdrift.segments import Segments
 from offdrift.stats.alphas import PAIRS, reweighted_tv, tv_bins
-from offdrift.stats.digits import NO_DIGITS, Exact, replaced, rounded, rounded_logs, settled
+from offdrift.stats.digits import NO_DIGITS, Exact, joined, replaced, rounded, rounded_logs, settled
 from offdrift.stats.metrics import metric_rows, metrics_html, summarize
 from offdrift.texts import as_json
 
@@ -130,7 +130,7 @@ class DriftStats:
     """Grade of the divergences summed here; the weakest, if batches differ."""
     exact_sums: Exact = NO_DIGITS
     exact_logs: Exact = NO_DIGITS
-    """Digits of the sums, and of those whose logs are kept, that merge to the same bits on any split (compiled passes)."""
+    """Digits of sums that compiled passes added up, and of those whose logs are kept: they merge to the same bits."""
 
     @staticmethod
     def of(
@@ -177,8 +177,7 @@ class DriftStats:
             available = {"mismatch": has_old, "staleness": has_current and has_old, "full": has_current}
             _ratios([on for on in available if available[on]], logprobs, sums, maxima, logs)
             if available["staleness"]:
-                ratios = (stopped_log_ratio(logprobs, on=on) for on in ("mismatch", "staleness"))
-                sums["staleness/tv_reweighted"] = reweighted_tv(*ratios)
+                sums["staleness/tv_reweighted"] = _reweighted_tv(logprobs)
             if unscored is not None:
                 sums["unscored"] = unscored.count_nonzero()
             if corrected is not None:
@@ -476,7 +475,7 @@ def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Na
             sums[f"gate/{i}/rejected_sequences"] = gone.sum()
             for on in ("mismatch", "staleness"):
                 mean = -segments.mean(stopped_log_ratio(logprobs, on=on))
-                sums[f"gate/{i}/rejected_{on}"] = mean.where(gone, 0.0).sum()
+                sums[f"gate/{i}/rejected_{on}"] = _summed(mean.where(gone, 0.0))
     sums["weight/w"], sums["weight/w2"], changed, largest = _joined_weight_passes(weight, segments)
     # Of a single weight the extremes are these; an accelerator is not asked for them.
     extremes = (
@@ -485,7 +484,7 @@ def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Na
         else None
     )
     if any(w.guarded(extremes) for w in corrected.weighted):
-        logs["weight/log_w"], logs["weight/log_w2"] = log_sums(corrected.log_weight())
+        logs["weight/log_w"], logs["weight/log_w2"] = _guarded_sums(corrected, segments)
     else:
         for name in ("w", "w2"):
             added = sums[f"weight/{name}"]
@@ -493,6 +492,43 @@ def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Na
     sums["weight/limited"] = _marked(corrected.limited)
     sums["weight/changed"] = changed.long()
     maxima["weight/w_max"], maxima["weight/-w_min"] = largest.unbind()
+
+
+def _reweighted_tv(logprobs: LogProbs) -> Tensor:
+    mismatch, staleness = (stopped_log_ratio(logprobs, on=on) for on in ("mismatch", "staleness"))
+    if asked():
+        from offdrift.compiled.passes import reweighted_tv as digits_of_tv
+
+        if (found := digits_of_tv(mismatch, staleness, logprobs.segments.cu_seqlens)) is not None:
+            return found
+    return reweighted_tv(mismatch, staleness)
+
+
+def _summed(x: Float[Tensor, " n"], segments: Segments | None = None) -> Tensor:
+    """A sum of numbers of sequences, or of tokens of these segments; its digits by compiled passes."""
+    if asked():
+        from offdrift.compiled.passes import digits
+
+        if (found := digits(x if segments is None else segments.total(x))) is not None:
+            return found
+    return x.sum()
+
+
+def _guarded_sums(corrected: Corrected, segments: Segments) -> Tensor:
+    """Logs of the sums of weights and of their squares, without the guard of `exp`; digits of the sums by compiled passes.
+
+    There only tokens that the guard touched are taken by their logs, so that a weight counts alike in every batch.
+    """
+    log_weight = corrected.log_weight()
+    if asked():
+        from offdrift.compiled.passes import digits_of_exp, weight_sums
+
+        beyond = functools.reduce(torch.logical_or, (w.beyond() for w in corrected.weighted))
+        within = weight_sums(corrected.weight.where(~beyond, 0.0), segments.cu_seqlens)
+        outside = digits_of_exp(log_weight[beyond])
+        if within is not None and outside is not None:
+            return joined(within[0], outside)
+    return log_sums(log_weight)
 
 
 def _marked(x: Bool[Tensor, " n"]) -> Int[Tensor, ""]:
@@ -539,7 +575,8 @@ def _divergences(
 
     by_position = {"n": at_position(torch.ones_like(logprobs.logp_rollout))}
     for name, d in divergences.items():
-        sums[f"divergence/{name}"], maxima[f"divergence/{name}_max"] = d.lo.sum(), largest_of(d.lo)
+        sums[f"divergence/{name}"] = _summed(d.lo, logprobs.segments)
+        maxima[f"divergence/{name}_max"] = largest_of(d.lo)
         if name in PAIRS:
             sums.update(tv_bins(name, d.lo))
             if d.grade in (Grade.INTERVAL, Grade.CAPPED):
