@@ -179,3 +179,13 @@ def test_sums_that_one_part_alone_has_keep_their_digits(compiled: None) -> None:
     assert numbers["full/k3"] == more.to_host()["full/k3"]
     mismatch = one.only("mismatch/")
     assert mismatch.merge(mismatch).to_host()["mismatch/k3"] == 2 * numbers["mismatch/k3"]
+
+
+def test_weights_that_the_guard_of_exp_touched_count_once_and_by_their_logs(compiled: None) -> None:
+    rollout, ratio = torch.full((300,), -60.0), torch.linspace(-50, 50, 300)
+    logprobs = LogProbs.pack(rollout, logp_old=rollout + ratio, segments=Segments.from_lengths([100, 200]))
+    for weight in (Weight(on="mismatch"), Weight(on="mismatch", cap=2.0), Weight(on="mismatch", floor=1e-9, cap=1e9)):
+        stats = DriftStats.of(logprobs, Correction(weights=(weight,))(logprobs)).to_host()
+        log_w = weight.log_weight(logprobs)
+        found = [stats["weight/log_w"], stats["weight/log_w2"]]
+        assert found == pytest.approx([float(log_w.logsumexp(0)), float((2 * log_w).logsumexp(0))], rel=1e-9)
