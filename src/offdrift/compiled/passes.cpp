@@ -222,7 +222,7 @@ void row_of(const T* first, const T* second, int64_t n, T* ratio, T* weight, dou
 
 // A sum that no order changes: the largest place and the digits from there on, as stats/digits.py has them.
 struct Digits {
-    static constexpr int WIDTH = 26, PLACES = 4;
+    static constexpr int WIDTH = 26, PLACES = 4, NUMBERS = 1 + PLACES;
     double place = -1e15, digit[PLACES] = {};
 
     // Adds x 2^(WIDTH above).
@@ -300,7 +300,7 @@ void of_rows(const double* table, const int64_t* cuts, int64_t segments, double*
         for (int i = 0; i < MAXIMA; i++) maxima[i] = bigger(here[i], maxima[i]);
     }
     std::memcpy(out, sums, sizeof sums);
-    std::memcpy(out + sizeof sums / (sizeof *out), maxima, sizeof maxima);
+    std::memcpy(out + SUMS * Digits::NUMBERS, maxima, sizeof maxima);
 }
 
 // One ratio of a batch; `table` gets a row for each segment, `out` what `of_rows` gives.
@@ -436,7 +436,7 @@ int weight_sums(
         if (row[0] != row[0]) row[3] = row[4] = row[0];
     });
     Digits sums[2];
-    double* others = out + sizeof sums / (sizeof *out);
+    double* others = out + 2 * Digits::NUMBERS;
     others[0] = 0, others[1] = others[2] = -INF;
     for (const double* row = table; row < table + segments * 5; row += 5) {
         sums[0].add(row[0]), sums[1].add(row[1]), others[0] += row[2];
@@ -450,20 +450,35 @@ int weight_sums(
 template <class T>
 void histogram(const T* x, int64_t n, int64_t low, int64_t side, int64_t* counts, double* moments) {
     constexpr int64_t ROWS = 65536;  // numerics.BLOCK: the sums are added up as the plain way adds them
-    int64_t bins = 2 * side + 1, first = (low + 127) * 4 - 1;
-    std::vector<double> sums(2 * bins);
+    typedef double Q __attribute__((vector_size(32)));
+    const int64_t bins = 2 * side + 1;
+    const int32_t first = (low + 127) * 4 - 1, most = side;
+    std::vector<double> sums(4 * bins);
+    int32_t index[BLOCK];
     for (int64_t begin = 0; begin < n; begin += ROWS) {
         std::fill(sums.begin(), sums.end(), 0.0);
-        for (int64_t t = begin; t < std::min(n, begin + ROWS); t++) {
-            float f = float(x[t]);
-            int32_t bits;
-            std::memcpy(&bits, &f, sizeof bits);
-            int64_t out = std::clamp<int64_t>(((bits & INT32_MAX) >> 21) - first, 0, side);
-            int64_t i = side + (bits < 0 ? -out : out);
-            double value = x[t];
-            counts[i]++, sums[2 * i] += value, sums[2 * i + 1] += value * value;
+        for (int64_t t = begin; t < std::min(n, begin + ROWS); t += BLOCK) {
+            const int64_t some = std::min(BLOCK, n - t);
+            for (int64_t i = 0; i < some; i++) {
+                float f = float(x[t + i]);
+                int32_t bits;
+                std::memcpy(&bits, &f, sizeof bits);
+                int32_t out = ((bits & INT32_MAX) >> 21) - first;
+                out = out < 0 ? 0 : out > most ? most : out;
+                index[i] = most + (bits < 0 ? -out : out);
+            }
+            for (int64_t i = 0; i < some; i++) {
+                double value = x[t + i], *bin = &sums[4 * index[i]];
+                Q q;
+                std::memcpy(&q, bin, sizeof q);
+                q += Q{value, value * value, 1.0, 0.0};
+                std::memcpy(bin, &q, sizeof q);
+            }
         }
-        for (int64_t i = 0; i < bins; i++) moments[i] += sums[2 * i], moments[bins + i] += sums[2 * i + 1];
+        for (int64_t i = 0; i < bins; i++) {
+            moments[i] += sums[4 * i], moments[bins + i] += sums[4 * i + 1];
+            counts[i] += int64_t(sums[4 * i + 2]);
+        }
     }
 }
 

@@ -34,7 +34,7 @@ class Exact(NamedTuple):
             mine, theirs: names of all sums on this side and on the other.
         """
         if self.names == other.names:
-            return Exact(self.names, joined(self.digits, other.digits))
+            return Exact(self.names, joined(self.digits, other.digits)) if self.names else NO_DIGITS
         left, right = dict(zip(self.names, self.digits)), dict(zip(other.names, other.digits))
         both = [name for name in self.names if name in right]
         alone = {k: x for k, x in left.items() if k not in theirs} | {k: x for k, x in right.items() if k not in mine}
