@@ -222,7 +222,7 @@ class LogProbs:
 
     @cached
     def sweeps(self) -> dict[str, Any]:
-        """What compiled passes found about each ratio before (see `ratios.swept`)."""
+        """Ratios with their sums that compiled passes gave before (see `ratios.swept`)."""
         return {}
 
     def select_scored(self, x: Shaped[Tensor, n * rest]) -> Shaped[Tensor, s * rest]:

@@ -22,7 +22,7 @@ from offdrift.numerics import asked, share, sharing, transformed
 from offdrift.segments import Segments
 
 if TYPE_CHECKING:
-    from offdrift.compiled.passes import Sweep
+    from offdrift.compiled.passes import RatioSums
 
 RatioName = Literal["full", "mismatch", "staleness"]
 Unit = Literal[
@@ -79,13 +79,13 @@ def stopped_log_ratio(logprobs: LogProbs, *, on: RatioName) -> Float[Tensor, " n
     if transformed():
         return _log_ratio(logprobs, on).detach()
     if on not in logprobs.detached_log_ratios:
-        found = swept(logprobs, on=on)
-        log_ratio = _log_ratio(logprobs, on).detach() if found is None else found.log_ratio
+        sweep = swept(logprobs, on=on)
+        log_ratio = _log_ratio(logprobs, on).detach() if sweep is None else sweep.log_ratio
         logprobs.detached_log_ratios[on] = share(log_ratio)
     return logprobs.detached_log_ratios[on]
 
 
-def swept(logprobs: LogProbs, *, on: RatioName) -> Sweep | None:
+def swept(logprobs: LogProbs, *, on: RatioName) -> RatioSums | None:
     """The log-ratio with its sums, by a compiled pass, once per batch; None where there is none. Gradient: none.
 
     Whoever looks at a ratio first pays for what its statistics, weights and gates will read.

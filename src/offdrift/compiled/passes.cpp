@@ -1,7 +1,7 @@
 // Passes over packed tokens that the statistics, gates and weights of a batch are made of; see passes.py.
 //
-// Eight doubles at a time, in an order that is fixed by the tokens alone: blocks of BLOCK tokens, or one segment, belong
-// to one thread, and their results are joined one after the other. So the number of threads changes no bit.
+// Eight doubles at a time, in an order that a segment's tokens fix alone; a segment belongs to one thread. Sums over
+// segments are digits at fixed places. So neither the number of threads nor how a batch is split changes a bit.
 
 #include <algorithm>
 #include <cmath>
@@ -55,13 +55,6 @@ template <class T> inline V load_some(const T* x, int64_t n, T filler) {
     T some[LANES];
     for (int i = 0; i < LANES; i++) some[i] = i < n ? x[i] : filler;
     return load(some);
-}
-
-// A byte for each lane, 1 where it is marked.
-inline void write_marks(I lanes, uint8_t* out, int64_t some) {
-    typedef uint8_t B __attribute__((vector_size(LANES)));
-    B marks = __builtin_convertvector(lanes & 1, B);
-    std::memcpy(out, &marks, some);
 }
 
 inline double added(V x) { return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])); }
@@ -361,15 +354,22 @@ int segment_sums(const T* x, int64_t n, const int64_t* cuts, int64_t segments, i
     return 1;
 }
 
-// Marks the tokens whose statistic lies within [bounds[0], bounds[1]]; NaN does not.
+template <class T> inline void within(const T* __restrict y, int64_t n, T low, T high, uint8_t* __restrict marks) {
+    for (int64_t i = 0; i < n; i++) marks[i] = (y[i] >= low) & (y[i] <= high);
+}
+
+// Marks the tokens whose statistic, in the tokens' own dtype, lies within [bounds[0], bounds[1]]; NaN does not.
 template <class F, class T> void inside(const T* x, int64_t n, int64_t threads, const double* bounds, uint8_t* marks) {
-    V low = all(T(bounds[0])), high = all(T(bounds[1]));
-    shared((n + BLOCK - 1) / BLOCK, threads, [&](int64_t begin, int64_t end) {
-        int64_t stop = std::min(n, end * BLOCK);
-        for (int64_t t = begin * BLOCK; t < stop; t += LANES) {
-            int64_t some = std::min<int64_t>(LANES, stop - t);
-            V y = F::template of<T>(some == LANES ? load(x + t) : load_some(x + t, some, T(0)));
-            write_marks((y >= low) & (y <= high), marks + t, some);
+    const T low = T(bounds[0]), high = T(bounds[1]);
+    constexpr int64_t SOME = 512;  // numbers that wait in the cache for a loop that compares them
+    shared((n + SOME - 1) / SOME, threads, [=](int64_t begin, int64_t end) {
+        T y[SOME];
+        for (int64_t t = begin * SOME; t < std::min(n, end * SOME); t += SOME) {
+            const int64_t some = std::min(SOME, n - t);
+            int64_t i = 0;
+            for (; i + LANES <= some; i += LANES) store(F::template of<T>(load(x + t + i)), y + i);
+            if (i < some) store(F::template of<T>(load_some(x + t + i, some - i, T(0))), y + i);
+            within(y, some, low, high, marks + t);
         }
     });
 }

@@ -65,14 +65,14 @@ def _threads(n: int) -> int:
     return torch.get_num_threads() if n >= THREADS_FROM else 1
 
 
-class Sweep(NamedTuple):
-    """What one pass finds about a ratio of a batch; all but the log-ratio is float64."""
+class RatioSums(NamedTuple):
+    """A ratio of a batch and its sums, from one pass; all but the log-ratio is float64."""
 
     log_ratio: Float[Tensor, " n"]
     table: Float[Tensor, "b columns"]
     """A row of sums for each segment."""
     digits: Float[Tensor, "sums 5"]
-    """Of all segments: `drift.TOKEN_SUMS`, `SEQUENCE_SUMS`, four of the policies, `TOKEN_LOGS`, `SEQUENCE_LOGS`."""
+    """Over all segments: `drift.TOKEN_SUMS`, `SEQUENCE_SUMS`, four of the policies, `TOKEN_LOGS`, `SEQUENCE_LOGS`."""
     maxima: Float[Tensor, " maxima"]
     """`drift.TOKEN_MAXIMA` and `SEQUENCE_MAXIMA`."""
 
@@ -82,7 +82,7 @@ class Sweep(NamedTuple):
         return total / 2 if of == "k2" else total
 
 
-def sweep(first: Float[Tensor, " n"], second: Float[Tensor, " n"], cuts: Int[Tensor, " cuts"]) -> Sweep | None:
+def sweep(first: Float[Tensor, " n"], second: Float[Tensor, " n"], cuts: Int[Tensor, " cuts"]) -> RatioSums | None:
     """Everything about the ratio of two policies that depends on nothing but their log-probs, in one pass.
 
     The log-ratio carries its exponential, which `limited_weights` takes from there.
@@ -101,7 +101,7 @@ def sweep(first: Float[Tensor, " n"], second: Float[Tensor, " n"], cuts: Int[Ten
     if not run((first, second, n, cuts, len(table), _threads(n), log_ratio, weight, table, out)):
         return None  # the plain way says what is wrong with such cuts
     setattr(log_ratio, WEIGHT, weight)
-    return Sweep(log_ratio, table, out[:-MAXIMA].view(SUMS, DIGITS), out[-MAXIMA:])
+    return RatioSums(log_ratio, table, out[:-MAXIMA].view(SUMS, DIGITS), out[-MAXIMA:])
 
 
 WEIGHT = "_offdrift_weight"
@@ -174,11 +174,11 @@ def limited_weights(
     log_cap, log_floor = (math.log(cap) if cap else math.inf), (math.log(floor) if floor else -math.inf)
     edges = (0.0, 0.0) if mask else (cap or 0.0, floor or 0.0)
     limits = torch.tensor([log_cap, log_floor, *edges], dtype=torch.float64)
-    x, known = log_ratio.detach().contiguous(), getattr(log_ratio, WEIGHT, None)
+    x, unlimited = log_ratio.detach().contiguous(), getattr(log_ratio, WEIGHT, None)
     weight, limited = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
-    if known is None and (exponentials := _pass("exponentials", x)) is not None:
+    if unlimited is None and (exponentials := _pass("exponentials", x)) is not None:
         exponentials((x, len(x), _threads(len(x)), weight))
-    run((x, weight if known is None else known, len(x), _threads(len(x)), limits, weight, limited))
+    run((x, weight if unlimited is None else unlimited, len(x), _threads(len(x)), limits, weight, limited))
     return weight, limited
 
 

@@ -255,8 +255,8 @@ def statistic_sums(name: str, logprobs: LogProbs, *, on: RatioName) -> Float[Ten
     known = COMPILED.get(OF_RATIO[name]) if asked() and name in OF_RATIO else None
     if known is None:
         return None
-    found = swept(logprobs, on=on)
-    return None if found is None else found.segment_sums(known).to(found.log_ratio.dtype)
+    sweep = swept(logprobs, on=on)
+    return None if sweep is None else sweep.segment_sums(known).to(sweep.log_ratio.dtype)
 
 
 def statistic_inside(

@@ -43,8 +43,8 @@ class Exact(NamedTuple):
 
     def only(self, names: Collection[str]) -> Exact:
         """The digits of these sums."""
-        kept = [i for i, name in enumerate(self.names) if name in names]
-        return Exact(tuple(self.names[i] for i in kept), self.digits[kept])
+        rows = [i for i, name in enumerate(self.names) if name in names]
+        return Exact(tuple(self.names[i] for i in rows), self.digits[rows])
 
 
 NO_DIGITS = Exact()

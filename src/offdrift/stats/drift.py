@@ -44,7 +44,7 @@ from offdrift.stats.metrics import metric_rows, metrics_html, summarize
 from offdrift.texts import as_json
 
 if TYPE_CHECKING:
-    from offdrift.compiled.passes import Sweep
+    from offdrift.compiled.passes import RatioSums
 
 SHARE = 100
 """One in so many tokens is in the tail, and at least one."""
@@ -358,9 +358,9 @@ SEQUENCE_LOGS = ("log_product", "log_product2")
 def _ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Named, logs: Named) -> None:
     """Statistics of the ratios, by token and by sequence, and perplexities of the policies."""
     sweeps = {on: swept(logprobs, on=on) for on in names}  # type: ignore[arg-type]
-    found = {on: sweep for on, sweep in sweeps.items() if sweep is not None}
-    if names and len(found) == len(names):
-        _swept_ratios(found, logprobs.segments, sums, maxima, logs)
+    complete = {on: sweep for on, sweep in sweeps.items() if sweep is not None}
+    if names and len(complete) == len(names):
+        _swept_ratios(complete, logprobs.segments, sums, maxima, logs)
         return
     segments = logprobs.segments
     nll = {"rollout": -(segments.total(logprobs.logp_rollout) / segments.lengths.clamp(min=1))}
@@ -370,8 +370,8 @@ def _ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Named, lo
     sums.update(_perplexities(nll, segments))
 
 
-def _swept_ratios(sweeps: Mapping[str, Sweep], segments: Segments, sums: Named, maxima: Named, logs: Named) -> None:
-    """The same from compiled passes; of sums, and of sums whose logs are kept, the digits."""
+def _swept_ratios(sweeps: Mapping[str, RatioSums], segments: Segments, sums: Named, maxima: Named, logs: Named) -> None:
+    """Statistics and perplexities from compiled passes: of sums, and of sums whose logs are kept, the digits."""
     n, b = segments.cu_seqlens[-1], (segments.lengths > 0).sum()
     for on, sweep in sweeps.items():
         sums[f"{on}/n"], sums[f"{on}/b"] = n, b
@@ -499,8 +499,8 @@ def _reweighted_tv(logprobs: LogProbs) -> Tensor:
     if asked():
         from offdrift.compiled.passes import reweighted_tv as digits_of_tv
 
-        if (found := digits_of_tv(mismatch, staleness, logprobs.segments.cu_seqlens)) is not None:
-            return found
+        if (row := digits_of_tv(mismatch, staleness, logprobs.segments.cu_seqlens)) is not None:
+            return row
     return reweighted_tv(mismatch, staleness)
 
 
@@ -509,13 +509,13 @@ def _summed(x: Float[Tensor, " n"], segments: Segments | None = None) -> Tensor:
     if asked():
         from offdrift.compiled.passes import digits
 
-        if (found := digits(x if segments is None else segments.total(x))) is not None:
-            return found
+        if (row := digits(x if segments is None else segments.total(x))) is not None:
+            return row
     return x.sum()
 
 
 def _guarded_sums(corrected: Corrected, segments: Segments) -> Tensor:
-    """Logs of the sums of weights and of their squares, without the guard of `exp`; digits of the sums by compiled passes.
+    """Logs of the sums of weights and of their squares, without the guard of `exp`; by compiled passes their digits.
 
     There only tokens that the guard touched are taken by their logs, so that a weight counts alike in every batch.
     """
@@ -543,8 +543,8 @@ def _joined_weight_passes(weight: Float[Tensor, " n"], segments: Segments) -> tu
     if asked():
         from offdrift.compiled.passes import weight_sums
 
-        if (found := weight_sums(weight, segments.cu_seqlens)) is not None:
-            (w, w2), changed, largest = found
+        if (sums := weight_sums(weight, segments.cu_seqlens)) is not None:
+            (w, w2), changed, largest = sums
             return w, w2, changed, largest
     parts = zip(*(_weight_pass(block) for (block,) in blocks(weight)), strict=True)
     added, largest = (torch.stack(x) for x in parts)
