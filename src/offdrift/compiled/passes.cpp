@@ -1,6 +1,6 @@
 // Passes over packed tokens that the statistics, gates and weights of a batch are made of; see passes.py.
 //
-// Eight doubles at a time, in an order that a segment's tokens fix alone; a segment belongs to one thread. Sums over
+// A vector of doubles at a time, in an order that a segment's tokens fix; a segment belongs to one thread. Sums over
 // segments are digits at fixed places. So neither the number of threads nor how a batch is split changes a bit.
 
 #include <algorithm>
@@ -12,9 +12,15 @@
 
 namespace {
 
-typedef double V __attribute__((vector_size(64)));
-typedef int64_t I __attribute__((vector_size(64)));
+#if defined(__AVX512F__)
 constexpr int LANES = 8;
+#elif defined(__AVX__)
+constexpr int LANES = 4;
+#else
+constexpr int LANES = 2;
+#endif
+typedef double V __attribute__((vector_size(8 * LANES)));  // of the processor's width: compilers split wider ones badly
+typedef int64_t I __attribute__((vector_size(8 * LANES)));
 constexpr int64_t BLOCK = 4096;
 constexpr double LIMIT = 20.0;  // numerics.LOG_RATIO_LIMIT
 constexpr double INF = INFINITY;
@@ -57,7 +63,13 @@ template <class T> inline V load_some(const T* x, int64_t n, T filler) {
     return load(some);
 }
 
-inline double added(V x) { return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])); }
+inline double added(V x) {
+    double some[LANES];
+    std::memcpy(some, &x, sizeof some);
+    for (int n = LANES / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; i++) some[i] += some[i + n];
+    return some[0];
+}
 inline double greatest(V x) {
     double m = x[0];
     for (int i = 1; i < LANES; i++) m = x[i] > m ? x[i] : m;
