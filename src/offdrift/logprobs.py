@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -217,6 +218,11 @@ class LogProbs:
     @cached
     def detached_log_ratios(self) -> dict[str, Float[Tensor, " n"]]:
         """Log-ratios without gradient that were computed before (see `ratios.stopped_log_ratio`)."""
+        return {}
+
+    @cached
+    def sweeps(self) -> dict[str, Any]:
+        """Ratios with their sums that compiled passes gave before (see `ratios.swept`)."""
         return {}
 
     def select_scored(self, x: Shaped[Tensor, n * rest]) -> Shaped[Tensor, s * rest]:

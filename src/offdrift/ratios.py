@@ -10,7 +10,7 @@ happens in log space, exponentiated once at the end (`numerics.ratio`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -18,8 +18,11 @@ from torch import Tensor
 
 from offdrift.errors import MethodError, check_choice
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import share, sharing, transformed
+from offdrift.numerics import asked, share, sharing, transformed
 from offdrift.segments import Segments
+
+if TYPE_CHECKING:
+    from offdrift.compiled.passes import RatioSums
 
 RatioName = Literal["full", "mismatch", "staleness"]
 Unit = Literal[
@@ -56,11 +59,16 @@ def log_ratio(logprobs: LogProbs, *, on: RatioName) -> Float[Tensor, " n"]:
 
 
 def _log_ratio(logprobs: LogProbs, on: RatioName) -> Float[Tensor, " n"]:
-    second = logprobs.old if on == "mismatch" else logprobs.current
-    difference = second - (logprobs.old if on == "staleness" else logprobs.logp_rollout)
+    first, second = _policies(logprobs, on)
+    difference = second - first
     if logprobs.unscored is None:
         return difference
     return difference.masked_fill(logprobs.unscored, 0.0)
+
+
+def _policies(logprobs: LogProbs, on: RatioName) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    second = logprobs.old if on == "mismatch" else logprobs.current
+    return (logprobs.old if on == "staleness" else logprobs.logp_rollout), second
 
 
 def stopped_log_ratio(logprobs: LogProbs, *, on: RatioName) -> Float[Tensor, " n"]:
@@ -71,8 +79,24 @@ def stopped_log_ratio(logprobs: LogProbs, *, on: RatioName) -> Float[Tensor, " n
     if transformed():
         return _log_ratio(logprobs, on).detach()
     if on not in logprobs.detached_log_ratios:
-        logprobs.detached_log_ratios[on] = share(_log_ratio(logprobs, on).detach())
+        sweep = swept(logprobs, on=on)
+        log_ratio = _log_ratio(logprobs, on).detach() if sweep is None else sweep.log_ratio
+        logprobs.detached_log_ratios[on] = share(log_ratio)
     return logprobs.detached_log_ratios[on]
+
+
+def swept(logprobs: LogProbs, *, on: RatioName) -> RatioSums | None:
+    """The log-ratio with its sums, by a compiled pass, once per batch; None where there is none. Gradient: none.
+
+    Whoever looks at a ratio first pays for what its statistics, weights and gates will read.
+    """
+    if not asked() or transformed() or logprobs.unscored is not None:
+        return None
+    if on not in logprobs.sweeps:
+        from offdrift.compiled.passes import sweep
+
+        logprobs.sweeps[on] = sweep(*_policies(logprobs, on), logprobs.segments.cu_seqlens)
+    return logprobs.sweeps[on]
 
 
 def per_unit(log_ratio: Float[Tensor, " n"], segments: Segments, *, unit: Unit) -> Float[Tensor, " n"]:

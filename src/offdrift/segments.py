@@ -221,7 +221,7 @@ class Segments:
         if asked():
             from offdrift.compiled.passes import segment_sums
 
-            if (sums := segment_sums(x, self.cu_seqlens, "itself")) is not None:
+            if (sums := segment_sums(x, self.cu_seqlens)) is not None:
                 return sums
         x = x.detach().double()
         if x.device.type != "cpu" or transformed():

@@ -17,7 +17,8 @@ from offdrift.logprobs import LogProbs
 from offdrift.numerics import clamped
 from offdrift.segments import Segments
 from offdrift.stats import Histogram
-from offdrift.stats.drift import DriftStats, _joined_blocks
+from offdrift.stats.digits import rounded, rounded_logs
+from offdrift.stats.drift import TOKEN_MAXIMA, TOKEN_SUMS, DriftStats, _joined_blocks
 from offdrift.stats.histogram import LOG_RATIO
 from offdrift.stats.metrics import summarize
 
@@ -31,33 +32,25 @@ N = 2 * passes.THREADS_FROM + 5
 DTYPES = [torch.float32, torch.float64]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """A process that has loaded nothing yet, with a cache of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    for name in ("TORCH_COMPILE_DISABLE", "OFFDRIFT_COMPILE", "CXX"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(build, "_loaded", [])
-
-
-@pytest.fixture
-def compiled(fresh: None) -> Iterator[None]:
-    with compiled_passes():
-        assert build.library() is not None
-        yield
-
-
 def pair(n: int, dtype: torch.dtype = torch.float32, *, wide: float = 0.01, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Log-probs of a first policy, and log-ratios of which a share is far from 0."""
     g = torch.Generator().manual_seed(seed)
     first = -torch.empty(n).exponential_(2.0, generator=g)
     raw = 0.05 * torch.randn(n, generator=g) * (1 + 60 * (torch.rand(n, generator=g) < wide))
     return first.to(dtype), raw.to(dtype)
+
+
+def swept(first: Tensor, raw: Tensor, lengths: list[int] | None = None) -> tuple[Tensor, Tensor]:
+    """Log-ratios of a sweep, as the dtype rounds them, and the sums, maxima and logs that it found."""
+    cuts = Segments.from_lengths([len(raw)] if lengths is None else lengths).cu_seqlens
+    found = passes.sweep(first, first + raw, cuts)
+    assert torch.equal(found.log_ratio, (first + raw) - first) or bool(raw.isnan().any() | raw.isinf().any())
+    added, in_logs = rounded(found.digits[: len(TOKEN_SUMS)]), rounded_logs(found.digits[-4:-2])
+    return found.log_ratio, torch.cat([added, found.maxima[: len(TOKEN_MAXIMA)], in_logs])
+
+
+def truth_of(first: Tensor, raw: Tensor) -> Tensor:
+    return torch.cat(_joined_blocks(first.double(), raw.double()))
 
 
 def batch(n: int, lengths: list[int], dtype: torch.dtype = torch.float32) -> LogProbs:
@@ -82,8 +75,8 @@ CORRECTIONS = {
 def test_token_sums_are_nearer_to_the_truth_than_the_plain_way(compiled: None, dtype: torch.dtype, wide: float) -> None:
     first, raw = pair(20_003, dtype, wide=wide)
     raw[::5000] *= 1000 * wide  # beyond the limit of 20 nats
-    truth = torch.cat(_joined_blocks(first.double(), raw.double()))
-    plain, ours = (torch.cat(found(first, raw)) for found in (_joined_blocks, passes.token_sums))
+    raw, ours = swept(first, raw)
+    truth, plain = truth_of(first, raw), torch.cat(_joined_blocks(first, raw))
     allowed = (1e-9 if dtype is torch.float32 else 1e-13) * (1 + truth.abs())
     assert bool(((ours - truth).abs() <= allowed).all()), (ours - truth) / truth
     assert bool(((ours - truth).abs() <= (plain - truth).abs() + allowed).all())
@@ -98,36 +91,48 @@ def test_numbers_out_of_range_end_where_the_plain_way_ends(
     first, raw = pair(n, torch.float64)
     first, raw = first.to(dtype), raw.to(dtype)
     raw[n // 2] = value
-    plain, ours = torch.cat(_joined_blocks(first.double(), raw.double())), torch.cat(passes.token_sums(first, raw))
-    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6, equal_nan=True)
+    raw, ours = swept(first, raw)
+    torch.testing.assert_close(ours, truth_of(first, raw), rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("n", [0, 1, 5, 8, 9, 4096, 4103])
 def test_batches_of_any_size(compiled: None, n: int) -> None:
     first, raw = pair(n, wide=0)
     raw -= 1  # no maximum of log-ratios may come from what a vector is filled up with
-    plain, ours = torch.cat(_joined_blocks(first.double(), raw.double())), torch.cat(passes.token_sums(first, raw))
-    torch.testing.assert_close(ours, plain, rtol=1e-8, atol=1e-8)
-    counted, largest = passes.weight_sums(raw.exp())
-    assert counted[2] == n
+    raw, ours = swept(first, raw)
+    torch.testing.assert_close(ours, truth_of(first, raw), rtol=1e-8, atol=1e-8)
+    weight = raw.exp()
+    digits, changed, largest = passes.weight_sums(weight, Segments.from_lengths([n]).cu_seqlens)
+    sums = torch.stack([weight.double().sum(), weight.double().square().sum()])
+    torch.testing.assert_close(rounded(digits), sums, rtol=1e-12, atol=0)
+    assert changed == n
     assert largest.tolist() == ([float(raw.exp().max()), -float(raw.exp().min())] if n else [-math.inf] * 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths", [[0], [3, 0, 17], [0, 0, 40, 1], [4100, 8, 16]])
 @pytest.mark.parametrize("of", ["itself", "ratio", "k2", "k3", "abs_log_ratio", "ratio_error"])
-def test_sums_of_segments(compiled: None, of: passes.Statistic, lengths: list[int], dtype: torch.dtype) -> None:
-    _, raw = pair(sum(lengths), dtype, wide=0.3)
+@pytest.mark.parametrize("beyond", [0.0, 30.0])
+def test_sums_of_segments(
+    compiled: None, beyond: float, of: passes.Statistic, lengths: list[int], dtype: torch.dtype
+) -> None:
+    first, raw = pair(sum(lengths), dtype, wide=0.3)
+    raw[:1] += beyond
+    raw, cuts = (first + raw) - first, Segments.from_lengths(lengths).cu_seqlens
     l = clamped(raw.double())  # noqa: E741
     terms = {"itself": raw.double(), "ratio": l, "k2": l * l / 2, "k3": l.expm1() - l, "abs_log_ratio": l.abs()}
     expected = [float(part.sum()) for part in terms.get(of, l.expm1().abs()).split(lengths)]
-    found = passes.segment_sums(raw, Segments.from_lengths(lengths).cu_seqlens, of)
+    if of == "itself":
+        found = passes.segment_sums(raw, cuts)
+    else:
+        found = passes.sweep(first, first + raw, cuts).segment_sums(of)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("cuts", [[0, 9], [0, 5, 3, 8], [-1, 8]])
+@pytest.mark.parametrize("cuts", [[0, 9], [0, 5, 3, 8], [-1, 8], []])
 def test_cuts_of_another_batch_are_left_to_the_plain_way(compiled: None, cuts: list[int]) -> None:
-    assert passes.segment_sums(torch.zeros(8), torch.tensor(cuts), "itself") is None
+    assert passes.segment_sums(torch.zeros(8), torch.tensor(cuts, dtype=torch.int64)) is None
+    assert passes.sweep(torch.zeros(8), torch.zeros(8), torch.tensor(cuts, dtype=torch.int64)) is None
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
@@ -176,8 +181,8 @@ def test_no_bit_depends_on_the_number_of_threads(compiled: None, threads: Callab
         threads(count)
         weights = passes.limited_weights(raw, cap=2.0, floor=None, mask=False)
         found.append([
-            *passes.token_sums(first, raw), passes.segment_sums(raw, cuts, "k3"), *weights,
-            *passes.weight_sums(weights[0]), passes.inside(raw, "ratio", low=-0.1, high=0.1),
+            *passes.sweep(first, first + raw, cuts), passes.segment_sums(raw, cuts), *weights,
+            *passes.weight_sums(weights[0], cuts), passes.inside(raw, "ratio", low=-0.1, high=0.1),
         ])  # fmt: skip
     for other in found[1:]:
         assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
@@ -199,18 +204,18 @@ def test_a_sequence_has_the_same_bits_in_every_batch(compiled: None) -> None:
 def test_tensors_without_a_pass_are_left_to_the_plain_way(compiled: None, raw: Tensor) -> None:
     assert passes._pass("weight_sums", torch.zeros(9)) is not None
     assert passes._pass("weight_sums", raw) is None
-    assert passes._pass("token_sums", torch.zeros(9), torch.zeros(8)) is None
+    assert passes._pass("sweep", torch.zeros(9), torch.zeros(8)) is None
 
 
 def test_what_does_not_lie_side_by_side_is_copied(compiled: None) -> None:
     first, raw = pair(40)
-    apart = torch.cat(passes.token_sums(first[::2], raw[::2]))
-    assert torch.equal(apart, torch.cat(passes.token_sums(first[::2].clone(), raw[::2].clone())))
+    apart, together = swept(first[::2], raw[::2]), swept(first[::2].clone(), raw[::2].clone())
+    assert all(map(torch.equal, apart, together))
 
 
 def test_transformed_tensors_take_the_plain_way(compiled: None) -> None:
     def total(x: Tensor) -> Tensor:
-        assert passes.weight_sums(x) is None
+        assert passes.digits(x) is None
         return x.sum()
 
     torch.func.vmap(total)(torch.ones(2, 3))

@@ -25,6 +25,7 @@ from offdrift.errors import RecordError
 from offdrift.methods import method
 from offdrift.records.readers import BadRow, Detected, Piece, read
 from offdrift.stats import DriftStats, Histogram
+from offdrift.stats.digits import Exact
 from offdrift.stats.histogram import Grid
 from offdrift.texts import parse_json, read_arrays
 
@@ -126,7 +127,7 @@ class AuditPartial:
 
 
 OF_PARTS = (BadRow, Counterfactual, AuditPartial, Proof, Tally, Unread)
-OF_TALLIES = (DriftStats, Facets, Grid, Histogram, StepTally, StepSeries, Shapes, Timeline, Worst)
+OF_TALLIES = (DriftStats, Exact, Facets, Grid, Histogram, StepTally, StepSeries, Shapes, Timeline, Worst)
 STORED: dict[str, Any] = {kind.__name__: kind for kind in OF_PARTS + OF_TALLIES}
 """What a stored part is made of, besides plain data, arrays and tensors."""
 

@@ -23,7 +23,7 @@ from offdrift.numerics import asked
 LOG = logging.getLogger("offdrift.compiled")
 
 SOURCE = Path(__file__).with_name("passes.cpp")
-FLAGS = ("-O2", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 SECONDS = 300
 """What the compiler may take."""
 

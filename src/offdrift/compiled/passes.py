@@ -15,7 +15,7 @@ import ctypes
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -28,8 +28,11 @@ from offdrift.numerics import asked, transformed
 Statistic = Literal["itself", "ratio", "k2", "k3", "abs_log_ratio", "ratio_error"]
 """Of a log-ratio: names of `correction.statistics`, or the number itself."""
 
-SUMS, MAXIMA, LOGS = 14, 3, 2
-"""Columns of `token_sums`: `drift.TOKEN_SUMS`, `TOKEN_MAXIMA` and `TOKEN_LOGS`."""
+COLUMNS = {"ratio": 1, "k2": 2, "k3": 4, "ratio_error": 5, "abs_log_ratio": 14}
+"""Where a row of `sweep` has the sum of each statistic; of `k2` twice that."""
+
+ROW, SUMS, MAXIMA, DIGITS = 22, 25, 5, 5
+"""Columns of a row; sums and maxima over a batch, and numbers of a sum, as `stats.digits` has it."""
 
 THREADS_FROM = 2**18
 """Tokens from which threads are worth starting."""
@@ -62,32 +65,86 @@ def _threads(n: int) -> int:
     return torch.get_num_threads() if n >= THREADS_FROM else 1
 
 
-def token_sums(first: Float[Tensor, " n"], raw: Float[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Sums, maxima and logs of sums over the tokens of a log-ratio, as `drift` names them; float64.
+class RatioSums(NamedTuple):
+    """A ratio of a batch and its sums, from one pass; all but the log-ratio is float64."""
+
+    log_ratio: Float[Tensor, " n"]
+    table: Float[Tensor, "b columns"]
+    """A row of sums for each segment."""
+    digits: Float[Tensor, "sums 5"]
+    """Over all segments: `drift.TOKEN_SUMS`, `SEQUENCE_SUMS`, four of the policies, `TOKEN_LOGS`, `SEQUENCE_LOGS`."""
+    maxima: Float[Tensor, " maxima"]
+    """`drift.TOKEN_MAXIMA` and `SEQUENCE_MAXIMA`."""
+
+    def segment_sums(self, of: Statistic) -> Float[Tensor, " b"]:
+        """Sum over each segment of a statistic of its tokens; 0 where it is empty."""
+        total = self.table[:, COLUMNS[of]]
+        return total / 2 if of == "k2" else total
+
+
+def sweep(first: Float[Tensor, " n"], second: Float[Tensor, " n"], cuts: Int[Tensor, " cuts"]) -> RatioSums | None:
+    """Everything about the ratio of two policies that depends on nothing but their log-probs, in one pass.
+
+    The log-ratio carries its exponential, which `limited_weights` takes from there.
 
     Args:
-        first: log-prob under the first policy of the ratio, nats.
-        raw: the log-ratio, nats.
+        first, second: log-probs of the tokens, nats; l = second - first.
+        cuts: where the segments begin and end.
     """
-    if (run := _pass("token_sums", first, raw)) is None:
+    if (run := _pass("sweep", first, second)) is None or not (len(cuts) and cuts.is_cpu):
         return None
-    out = torch.empty(SUMS + MAXIMA + LOGS, dtype=torch.float64)
-    first, raw = first.detach().contiguous(), raw.detach().contiguous()
-    run((first, raw, len(raw), _threads(len(raw)), out))
-    added, largest, in_logs = out.split([SUMS, MAXIMA, LOGS])
-    return added, largest, in_logs
+    first, second, cuts = first.detach().contiguous(), second.detach().contiguous(), cuts.long().contiguous()
+    log_ratio, weight = torch.empty_like(first), torch.empty_like(first)
+    table = torch.empty(len(cuts) - 1, ROW, dtype=torch.float64)
+    out = torch.empty(SUMS * DIGITS + MAXIMA, dtype=torch.float64)
+    n = len(first)
+    if not run((first, second, n, cuts, len(table), _threads(n), log_ratio, weight, table, out)):
+        return None  # the plain way says what is wrong with such cuts
+    setattr(log_ratio, WEIGHT, weight)
+    return RatioSums(log_ratio, table, out[:-MAXIMA].view(SUMS, DIGITS), out[-MAXIMA:])
 
 
-def segment_sums(x: Float[Tensor, " n"], cuts: Int[Tensor, " cuts"], of: Statistic) -> Float[Tensor, " b"] | None:
-    """Sum over each segment of a number of its tokens, float64; 0 where a segment is empty."""
-    if (run := _pass("segment_sums", x)) is None:
-        return None
-    if not (len(cuts) and cuts.is_cpu):
+WEIGHT = "_offdrift_weight"
+"""Attribute of a log-ratio from `sweep`: e^l, which lives as long as it."""
+
+
+def segment_sums(x: Float[Tensor, " n"], cuts: Int[Tensor, " cuts"]) -> Float[Tensor, " b"] | None:
+    """Sum over each segment, float64; 0 where it is empty."""
+    if (run := _pass("segment_sums", x)) is None or not (len(cuts) and cuts.is_cpu):
         return None
     out = torch.empty(len(cuts) - 1, dtype=torch.float64)
     x, cuts = x.detach().contiguous(), cuts.long().contiguous()
-    done = run((get_args(Statistic).index(of), x, len(x), cuts, len(out), _threads(len(x)), out))
+    done = run((x, len(x), cuts, len(out), _threads(len(x)), out))
     return out if done else None  # the plain way says what is wrong with such cuts
+
+
+def digits(x: Float[Tensor, " n"]) -> Float[Tensor, " 5"] | None:
+    """Digits of a sum."""
+    if (run := _pass("digits", x)) is None:
+        return None
+    x, out = x.detach().contiguous(), torch.empty(DIGITS, dtype=torch.float64)
+    run((x, len(x), out))
+    return out
+
+
+def digits_of_exp(x: Float[Tensor, " n"]) -> Float[Tensor, "2 5"] | None:
+    """Digits of the sums of e^x and of its square, at any size."""
+    if (run := _pass("digits_of_exp", x)) is None:
+        return None
+    x, out = x.detach().contiguous(), torch.empty(2, DIGITS, dtype=torch.float64)
+    run((x, len(x), out))
+    return out
+
+
+def reweighted_tv(
+    log_rho: Float[Tensor, " n"], log_ratio: Float[Tensor, " n"], cuts: Int[Tensor, " cuts"]
+) -> Float[Tensor, " 5"] | None:
+    """Digits of the sum over tokens of rho |e^l - 1| / 2."""
+    if (run := _pass("reweighted_tv", log_rho, log_ratio)) is None or not (len(cuts) and cuts.is_cpu):
+        return None
+    x, y, cuts = log_rho.detach().contiguous(), log_ratio.detach().contiguous(), cuts.long().contiguous()
+    table, out = torch.empty(len(cuts) - 1, dtype=torch.float64), torch.empty(DIGITS, dtype=torch.float64)
+    return out if run((x, y, len(x), cuts, len(table), _threads(len(x)), table, out)) else None
 
 
 def inside(
@@ -117,20 +174,24 @@ def limited_weights(
     log_cap, log_floor = (math.log(cap) if cap else math.inf), (math.log(floor) if floor else -math.inf)
     edges = (0.0, 0.0) if mask else (cap or 0.0, floor or 0.0)
     limits = torch.tensor([log_cap, log_floor, *edges], dtype=torch.float64)
-    x = log_ratio.detach().contiguous()
+    x, unlimited = log_ratio.detach().contiguous(), getattr(log_ratio, WEIGHT, None)
     weight, limited = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
-    run((x, len(x), _threads(len(x)), limits, weight, limited))
+    if unlimited is None and (exponentials := _pass("exponentials", x)) is not None:
+        exponentials((x, len(x), _threads(len(x)), weight))
+    run((x, weight if unlimited is None else unlimited, len(x), _threads(len(x)), limits, weight, limited))
     return weight, limited
 
 
-def weight_sums(weight: Float[Tensor, " n"]) -> tuple[Float[Tensor, " sums"], Float[Tensor, " maxima"]] | None:
-    """Sums of w, w^2 and of w other than 1; maxima of w and of -w; float64."""
-    if (run := _pass("weight_sums", weight)) is None:
+def weight_sums(
+    weight: Float[Tensor, " n"], cuts: Int[Tensor, " cuts"]
+) -> tuple[Float[Tensor, "2 5"], Float[Tensor, ""], Float[Tensor, " maxima"]] | None:
+    """Digits of the sums of w and w^2; how many are not 1; maxima of w and of -w; float64."""
+    if (run := _pass("weight_sums", weight)) is None or not (len(cuts) and cuts.is_cpu):
         return None
-    out = torch.empty(5, dtype=torch.float64)
-    x = weight.detach().contiguous()
-    run((x, len(x), _threads(len(x)), out))
-    return out[:3], out[3:]
+    x, cuts = weight.detach().contiguous(), cuts.long().contiguous()
+    table, out = torch.empty(len(cuts) - 1, 5, dtype=torch.float64), torch.empty(2 * DIGITS + 3, dtype=torch.float64)
+    done = run((x, len(x), cuts, len(table), _threads(len(x)), table, out))
+    return (out[: 2 * DIGITS].view(2, DIGITS), out[2 * DIGITS], out[2 * DIGITS + 1 :]) if done else None
 
 
 def histogram(

@@ -21,7 +21,7 @@ from offdrift.divergence.evidence import Divergence, abs_log_ratio, k2, k3
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import LOG_RATIO_LIMIT, asked, blocks, blockwise, clamped
-from offdrift.ratios import RatioName, stopped_log_ratio
+from offdrift.ratios import RatioName, stopped_log_ratio, swept
 
 StatisticName = Literal[
     "ratio",
@@ -255,11 +255,8 @@ def statistic_sums(name: str, logprobs: LogProbs, *, on: RatioName) -> Float[Ten
     known = COMPILED.get(OF_RATIO[name]) if asked() and name in OF_RATIO else None
     if known is None:
         return None
-    from offdrift.compiled.passes import segment_sums
-
-    raw = stopped_log_ratio(logprobs, on=on)
-    sums = segment_sums(raw, logprobs.segments.cu_seqlens, known)
-    return None if sums is None else sums.to(raw.dtype)
+    sweep = swept(logprobs, on=on)
+    return None if sweep is None else sweep.segment_sums(known).to(sweep.log_ratio.dtype)
 
 
 def statistic_inside(

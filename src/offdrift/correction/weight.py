@@ -56,7 +56,13 @@ class Weighted(NamedTuple):
         low, high = extremes or (float(x) for x in w.aminmax())
         if low > self.least and high < MOST:  # one pass; masked weights are 0 and take another look
             return False
-        return high >= MOST or bool(((w > 0) & (w <= self.least)).any())
+        return high >= MOST or bool(self.beyond().any())
+
+    def beyond(self) -> Bool[Tensor, " n"]:
+        """Mark the tokens whose weight that guard may have changed."""
+        if self.exact is None:
+            return torch.zeros_like(self.limited)
+        return (self.weight >= MOST) | ((self.weight > 0) & (self.weight <= self.least))
 
     def log_weight(self) -> Float[Tensor, " n"]:
         """Logs of the weights at any size, -inf for 0: what sums that divide each other are made of."""

@@ -12,7 +12,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,11 +36,15 @@ from offdrift.numerics import (
     transformed,
     vector_of,
 )
-from offdrift.ratios import stopped_log_ratio
+from offdrift.ratios import stopped_log_ratio, swept
 from offdrift.segments import Segments
 from offdrift.stats.alphas import PAIRS, reweighted_tv, tv_bins
+from offdrift.stats.digits import NO_DIGITS, Exact, joined, replaced, rounded, rounded_logs, settled
 from offdrift.stats.metrics import metric_rows, metrics_html, summarize
 from offdrift.texts import as_json
+
+if TYPE_CHECKING:
+    from offdrift.compiled.passes import RatioSums
 
 SHARE = 100
 """One in so many tokens is in the tail, and at least one."""
@@ -124,6 +128,9 @@ class DriftStats:
     by_position: Mapping[str, Float[Tensor, " horizon"]]
     grade: str = "sampled"
     """Grade of the divergences summed here; the weakest, if batches differ."""
+    exact_sums: Exact = NO_DIGITS
+    exact_logs: Exact = NO_DIGITS
+    """Digits of sums that compiled passes added up, and of those whose logs are kept: they merge to the same bits."""
 
     @staticmethod
     def of(
@@ -166,16 +173,11 @@ class DriftStats:
             logs: Named = {}
             segments = logprobs.segments
             sums["n"], sums["b"] = segments.cu_seqlens[-1], (segments.lengths > 0).sum()
-            nll = {"rollout": -(segments.total(logprobs.logp_rollout) / segments.lengths.clamp(min=1))}
             has_current, has_old = logprobs.logp is not None, logprobs.logp_old is not None
             available = {"mismatch": has_old, "staleness": has_current and has_old, "full": has_current}
-            means = _ratios([on for on in available if available[on]], logprobs, sums, maxima, logs)
-            # mean log second = mean log rollout + mean log-ratio
-            nll |= {SECOND[on]: nll["rollout"] - means[on] for on in SECOND if on in means}
-            sums.update(_perplexities(nll, segments))
+            _ratios([on for on in available if available[on]], logprobs, sums, maxima, logs)
             if available["staleness"]:
-                ratios = (stopped_log_ratio(logprobs, on=on) for on in ("mismatch", "staleness"))
-                sums["staleness/tv_reweighted"] = reweighted_tv(*ratios)
+                sums["staleness/tv_reweighted"] = _reweighted_tv(logprobs)
             if unscored is not None:
                 sums["unscored"] = unscored.count_nonzero()
             if corrected is not None:
@@ -183,6 +185,8 @@ class DriftStats:
             if clipped is not None:
                 sums["objective/clipped"] = clipped.count_nonzero()
             by_position = _divergences(logprobs, divergences or {}, sums, maxima)
+            sums, exact_sums = settled(sums, rounded)
+            logs, exact_logs = settled(logs, rounded_logs)
             sums = dict(sorted(sums.items(), key=lambda item: str(item[1].dtype)))  # see `vector_of`
         grades = [str(d.grade) for d in (divergences or {}).values()]
         return DriftStats(
@@ -194,10 +198,15 @@ class DriftStats:
             logs=vector_of(logs.values(), logprobs.logp_rollout),
             by_position=by_position,
             grade=str(Grade.weakest(grades)) if grades else "sampled",
+            exact_sums=exact_sums,
+            exact_logs=exact_logs,
         )
 
     def merge(self, other: DriftStats) -> DriftStats:
-        """The statistics of both together. Associative and commutative, up to rounding."""
+        """The statistics of both together. Associative and commutative, up to rounding.
+
+        To the last bit for counts, maxima, and what compiled passes summed: `exact_sums`, `exact_logs`.
+        """
         sum_names, sums = _joined(self.sum_names, self.sums, other.sum_names, other.sums, torch.add)
         max_names, maxima = _joined(self.max_names, self.maxima, other.max_names, other.maxima, torch.maximum)
         log_names, logs = _joined(self.log_names, self.logs, other.log_names, other.logs, torch.logaddexp)
@@ -206,15 +215,19 @@ class DriftStats:
             short, long = sorted((x, positions.get(name, x[:0])), key=len)
             positions[name] = long + torch.cat([short, short.new_zeros(len(long) - len(short))])
         grade = str(Grade.weakest([self.grade, other.grade]))
+        exact_sums = self.exact_sums.merge(other.exact_sums, mine=self.sum_names, theirs=other.sum_names)
+        exact_logs = self.exact_logs.merge(other.exact_logs, mine=self.log_names, theirs=other.log_names)
         return DriftStats(
             sum_names,
-            sums,
+            replaced(sum_names, sums, exact_sums, rounded),
             max_names,
             maxima=maxima,
             log_names=log_names,
-            logs=logs,
+            logs=replaced(log_names, logs, exact_logs, rounded_logs),
             by_position=positions,
             grade=grade,
+            exact_sums=exact_sums,
+            exact_logs=exact_logs,
         )
 
     @staticmethod
@@ -248,6 +261,7 @@ class DriftStats:
             sums=self.sums[sums],
             max_names=tuple(self.max_names[i] for i in maxima),
             maxima=self.maxima[maxima],
+            exact_sums=self.exact_sums.only([self.sum_names[i] for i in sums]),
         )
 
     def with_sum(self, name: str, value: Shaped[Tensor, ""]) -> DriftStats:
@@ -336,7 +350,45 @@ TOKEN_MAXIMA = ("l_max", "-l_min", "d_abs_max")
 TOKEN_LOGS = ("log_w", "log_w2")
 
 
-def _ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Named, logs: Named) -> dict[str, Tensor]:
+SEQUENCE_SUMS = ("mean", "mean_abs", "ppl_ratio")
+SEQUENCE_MAXIMA = ("mean_max", "-mean_min")
+SEQUENCE_LOGS = ("log_product", "log_product2")
+
+
+def _ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Named, logs: Named) -> None:
+    """Statistics of the ratios, by token and by sequence, and perplexities of the policies."""
+    sweeps = {on: swept(logprobs, on=on) for on in names}  # type: ignore[arg-type]
+    complete = {on: sweep for on, sweep in sweeps.items() if sweep is not None}
+    if names and len(complete) == len(names):
+        _swept_ratios(complete, logprobs.segments, sums, maxima, logs)
+        return
+    segments = logprobs.segments
+    nll = {"rollout": -(segments.total(logprobs.logp_rollout) / segments.lengths.clamp(min=1))}
+    means = _plain_ratios(names, logprobs, sums, maxima, logs)
+    # mean log second = mean log rollout + mean log-ratio
+    nll |= {SECOND[on]: nll["rollout"] - means[on] for on in SECOND if on in means}
+    sums.update(_perplexities(nll, segments))
+
+
+def _swept_ratios(sweeps: Mapping[str, RatioSums], segments: Segments, sums: Named, maxima: Named, logs: Named) -> None:
+    """Statistics and perplexities from compiled passes: of sums, and of sums whose logs are kept, the digits."""
+    n, b = segments.cu_seqlens[-1], (segments.lengths > 0).sum()
+    for on, sweep in sweeps.items():
+        sums[f"{on}/n"], sums[f"{on}/b"] = n, b
+        added, policies, in_logs = sweep.digits.split([17, 4, 4])
+        _name(on, (sums, (*TOKEN_SUMS, *SEQUENCE_SUMS), added), (logs, (*TOKEN_LOGS, *SEQUENCE_LOGS), in_logs))
+        _name(on, (maxima, (*TOKEN_MAXIMA, *SEQUENCE_MAXIMA), sweep.maxima))
+        if on in SECOND:
+            columns = (f"{name}/{kind}" for name in ("rollout", SECOND[on]) for kind in ("nll", "ppl"))
+            sums.update(zip(columns, policies.unbind(), strict=True))
+
+
+def _name(on: str, *columns: tuple[Named, tuple[str, ...], Tensor]) -> None:
+    for kind, names, row in columns:
+        kind.update({f"{on}/{name}": x for name, x in zip(names, row.unbind(), strict=True)})
+
+
+def _plain_ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Named, logs: Named) -> dict[str, Tensor]:
     """Statistics of the ratios, by token and by sequence; returns each sequence's mean log-ratio.
 
     An accelerator takes all ratios at once, since it waits for launches more than for data; a CPU one after the other,
@@ -348,7 +400,7 @@ def _ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Named, lo
     if not names:
         return {}
     if raw[0].is_cpu:
-        tables = [_joined_passes(*pair) for pair in zip(first, raw, strict=True)]
+        tables = [_joined_blocks(*pair) for pair in zip(first, raw, strict=True)]
         added, largest, in_logs = (torch.stack(x) for x in zip(*tables, strict=True))
     else:
         added, largest, in_logs = _token_pass(torch.stack(first), torch.stack(raw))
@@ -361,25 +413,14 @@ def _ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Named, lo
     n, b = segments.cu_seqlens[-1], filled.sum()
     for i, on in enumerate(names):
         sums[f"{on}/n"], sums[f"{on}/b"] = n, b
-        for kind, columns, row in (
-            (sums, TOKEN_SUMS, added[i]),
-            (maxima, TOKEN_MAXIMA, largest[i]),
-            (logs, TOKEN_LOGS, in_logs[i]),
-            (sums, ("mean", "mean_abs", "ppl_ratio"), of_sequences[:, i]),
-            (logs, ("log_product", "log_product2"), products[i]),
-            (maxima, ("mean_max", "-mean_min"), ends[:, i]),
-        ):
-            kind.update({f"{on}/{name}": x for name, x in zip(columns, row.unbind(), strict=True)})
+        _name(on, (sums, TOKEN_SUMS, added[i]), (maxima, TOKEN_MAXIMA, largest[i]), (logs, TOKEN_LOGS, in_logs[i]))
+        _name(
+            on,
+            (sums, SEQUENCE_SUMS, of_sequences[:, i]),
+            (maxima, SEQUENCE_MAXIMA, ends[:, i]),
+            (logs, SEQUENCE_LOGS, products[i]),
+        )
     return dict(zip(names, mean.unbind(), strict=True))
-
-
-def _joined_passes(first: Float[Tensor, " n"], raw: Float[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor]:
-    if asked():
-        from offdrift.compiled.passes import token_sums
-
-        if (found := token_sums(first, raw)) is not None:
-            return found
-    return _joined_blocks(first, raw)
 
 
 def _joined_blocks(first: Float[Tensor, " n"], raw: Float[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor]:
@@ -434,9 +475,8 @@ def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Na
             sums[f"gate/{i}/rejected_sequences"] = gone.sum()
             for on in ("mismatch", "staleness"):
                 mean = -segments.mean(stopped_log_ratio(logprobs, on=on))
-                sums[f"gate/{i}/rejected_{on}"] = mean.where(gone, 0.0).sum()
-    added, largest = _joined_weight_passes(weight)
-    sums["weight/w"], sums["weight/w2"], changed = added.unbind()
+                sums[f"gate/{i}/rejected_{on}"] = _summed(mean.where(gone, 0.0))
+    sums["weight/w"], sums["weight/w2"], changed, largest = _joined_weight_passes(weight, segments)
     # Of a single weight the extremes are these; an accelerator is not asked for them.
     extremes = (
         (-float(largest[1]), float(largest[0]))
@@ -444,13 +484,51 @@ def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Na
         else None
     )
     if any(w.guarded(extremes) for w in corrected.weighted):
-        logs["weight/log_w"], logs["weight/log_w2"] = log_sums(corrected.log_weight())
+        logs["weight/log_w"], logs["weight/log_w2"] = _guarded_sums(corrected, segments)
     else:
         for name in ("w", "w2"):
-            logs[f"weight/log_{name}"] = sums[f"weight/{name}"].log()
+            added = sums[f"weight/{name}"]
+            logs[f"weight/log_{name}"] = added if added.ndim else added.log()  # digits
     sums["weight/limited"] = _marked(corrected.limited)
     sums["weight/changed"] = changed.long()
     maxima["weight/w_max"], maxima["weight/-w_min"] = largest.unbind()
+
+
+def _reweighted_tv(logprobs: LogProbs) -> Tensor:
+    mismatch, staleness = (stopped_log_ratio(logprobs, on=on) for on in ("mismatch", "staleness"))
+    if asked():
+        from offdrift.compiled.passes import reweighted_tv as digits_of_tv
+
+        if (row := digits_of_tv(mismatch, staleness, logprobs.segments.cu_seqlens)) is not None:
+            return row
+    return reweighted_tv(mismatch, staleness)
+
+
+def _summed(x: Float[Tensor, " n"], segments: Segments | None = None) -> Tensor:
+    """A sum of numbers of sequences, or of tokens of these segments; its digits by compiled passes."""
+    if asked():
+        from offdrift.compiled.passes import digits
+
+        if (row := digits(x if segments is None else segments.total(x))) is not None:
+            return row
+    return x.sum()
+
+
+def _guarded_sums(corrected: Corrected, segments: Segments) -> Tensor:
+    """Logs of the sums of weights and of their squares, without the guard of `exp`; by compiled passes their digits.
+
+    There only tokens that the guard touched are taken by their logs, so that a weight counts alike in every batch.
+    """
+    log_weight = corrected.log_weight()
+    if asked():
+        from offdrift.compiled.passes import digits_of_exp, weight_sums
+
+        beyond = functools.reduce(torch.logical_or, (w.beyond() for w in corrected.weighted))
+        within = weight_sums(corrected.weight.where(~beyond, 0.0), segments.cu_seqlens)
+        outside = digits_of_exp(log_weight[beyond])
+        if within is not None and outside is not None:
+            return joined(within[0], outside)
+    return log_sums(log_weight)
 
 
 def _marked(x: Bool[Tensor, " n"]) -> Int[Tensor, ""]:
@@ -460,15 +538,18 @@ def _marked(x: Bool[Tensor, " n"]) -> Int[Tensor, ""]:
     return x.count_nonzero()
 
 
-def _joined_weight_passes(weight: Float[Tensor, " n"]) -> tuple[Tensor, Tensor]:
+def _joined_weight_passes(weight: Float[Tensor, " n"], segments: Segments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums of w and w^2 (of compiled passes their digits) and of w other than 1; the maxima of w and of -w."""
     if asked():
         from offdrift.compiled.passes import weight_sums
 
-        if (found := weight_sums(weight)) is not None:
-            return found
+        if (sums := weight_sums(weight, segments.cu_seqlens)) is not None:
+            (w, w2), changed, largest = sums
+            return w, w2, changed, largest
     parts = zip(*(_weight_pass(block) for (block,) in blocks(weight)), strict=True)
     added, largest = (torch.stack(x) for x in parts)
-    return added.sum(0), largest.amax(0)
+    w, w2, changed = added.sum(0).unbind()
+    return w, w2, changed, largest.amax(0)
 
 
 def _weight_pass(weight: Float[Tensor, " k"]) -> tuple[Float[Tensor, " sums"], Float[Tensor, " maxima"]]:
@@ -494,7 +575,8 @@ def _divergences(
 
     by_position = {"n": at_position(torch.ones_like(logprobs.logp_rollout))}
     for name, d in divergences.items():
-        sums[f"divergence/{name}"], maxima[f"divergence/{name}_max"] = d.lo.sum(), largest_of(d.lo)
+        sums[f"divergence/{name}"] = _summed(d.lo, logprobs.segments)
+        maxima[f"divergence/{name}_max"] = largest_of(d.lo)
         if name in PAIRS:
             sums.update(tv_bins(name, d.lo))
             if d.grade in (Grade.INTERVAL, Grade.CAPPED):
