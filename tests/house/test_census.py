@@ -20,7 +20,7 @@ LIMITS = {
     "share of private helpers called once": 0.123,  # parsers of metric files are many small steps
     "formatter pragmas": 42,
     "lines over 120 characters": 0,
-    "modules that an audit imports": 91,
+    "modules that an audit imports": 90,
     "modules of the lab that an audit imports": 0,
 }
 

@@ -27,7 +27,6 @@ from offdrift.divergence.evidence import Divergence
 from offdrift.errors import EvidenceError, OffdriftError, RecordError
 from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS, Method, override
-from offdrift.methods.probe import batch as probe
 from offdrift.methods.table import FAMILIES
 from offdrift.numerics import log_sums, one_thread, shared_ratios
 from offdrift.objectives import Objective
@@ -226,6 +225,8 @@ def at_first_update(batch: Logged) -> Logged:
 @cache
 def clips(objective: Objective) -> bool:
     """Whether an objective reports a clip at all, tried on a small batch."""
+    from offdrift.methods.probe import batch as probe  # a method is tried where one is asked about
+
     tiny = probe()
     return objective(tiny.logprobs, tiny.advantages, tiny.batch_info).clipped is not None
 
