@@ -161,7 +161,9 @@ def _named_files(again: Mapping[str, Any], files: Sequence[str]) -> dict[str, An
     if not again.get("again"):
         return {**again}
     names = {zlib.crc32(file.encode()): file for file in files}
+    order = {file: i for i, file in enumerate(files)}
     first = [{"step": step, "file": names.get(file, ""), "row": row} for step, file, row in again["first"]]
+    first.sort(key=lambda place: (place["step"], order.get(place["file"], 0), place["row"]))
     return {**again, "files": [names.get(file, "") for file in again["files"]], "first": first}
 
 

@@ -182,7 +182,7 @@ def _excerpt(texts: tuple[str, ...] | None, i: int, share: float, width: int) ->
 
 
 SAME_ADVANTAGE = 2e-3
-"""Share of their span by which two advantages may differ that are the same: rounding, and what is added to deviations."""
+"""Share of their span by which two equal advantages may differ: rounding, and what keeps deviations off 0."""
 MAX_POINTS = 2000
 MAX_STEPS_SEEN = 2**20
 """Distinct step numbers that are remembered, to count and to name them."""
@@ -460,7 +460,7 @@ PRINTED = 256
 """Tokens from the beginning of a response that its print is of."""
 SURPRISE = 40.0
 """Nats that these have to be worth, so that no second draw gives them: at most once in 10^17."""
-TOGETHER = 0x2545F4914F6CDD1D
+TOGETHER = np.uint64(0x2545F4914F6CDD1D)
 """An odd number: numbers of one token are joined by its powers."""
 PRINTS_KEPT = 2**16
 """Prints that are remembered, those with the smallest numbers: of a larger log, a sample of its responses."""
@@ -485,29 +485,28 @@ class Repeats:
         policies = [x for name in POLICIES if (x := getattr(batch, name)) is not None]
         if not policies or not batch.num_tokens:
             return Repeats()
-        lengths, starts = batch.cu_seqlens.diff(), batch.cu_seqlens[:-1]
-        known = lengths > 0
-        at = torch.arange(min(PRINTED, int(lengths.max())))
-        here = at < lengths[known, None]
-        places = (starts[known, None] + at).where(here, 0)
-        first = at_least_float32(policies[0])[places].where(here, 0.0)
-        rare = first.sum(1) < -SURPRISE
-        together = torch.zeros_like(places)
+        known = (lengths := batch.cu_seqlens.diff()) > 0
+        starts = batch.cu_seqlens[:-1][known].numpy()
+        place = np.arange(batch.num_tokens) - np.repeat(starts, lengths[known].numpy())
+        some = slice(None) if len(place) == 0 or place.max() < PRINTED else (place < PRINTED).nonzero()[0]
+        place, begins = place[some], np.searchsorted(np.arange(batch.num_tokens)[some], starts)
+        terms = np.zeros(len(place), np.uint64)
         for x in policies:
-            together = together * TOGETHER + at_least_float32(x)[places].float().view(torch.int32)
+            terms = terms * TOGETHER + at_least_float32(x).float().numpy().view(np.uint32)[some]
         if batch.tokens is not None:
-            together = together * TOGETHER + batch.tokens[places]
-        terms = mixed(together.where(here, 0).reshape(-1).numpy().view(np.uint64)).reshape(together.shape)
-        prints = (terms * (mixed(at.numpy().astype(np.uint64)) | np.uint64(1))).sum(1, dtype=np.uint64)
-        age = None if batch.lag is None else batch.lag[starts.clamp(max=batch.num_tokens - 1)]
-        for x in (lengths, batch.updates_before, age):
-            prints = prints if x is None else mixed(prints ^ x[known].numpy().astype(np.uint64))
+            terms = terms * TOGETHER + batch.tokens.numpy().astype(np.uint64)[some]
+        terms = (terms ^ terms >> np.uint64(31)) * (mixed(np.arange(PRINTED, dtype=np.uint64)) | np.uint64(1))[place]
+        prints = np.add.reduceat(terms, begins)
+        rare = np.add.reduceat(at_least_float32(policies[0]).numpy()[some], begins) < -SURPRISE
+        age = None if batch.lag is None else batch.lag[starts]
+        for x in (lengths[known], None if batch.updates_before is None else batch.updates_before[known], age):
+            prints = prints if x is None else mixed(prints ^ x.numpy().astype(np.uint64))
         names = file if isinstance(file, tuple) else (file,)
         files = np.array([zlib.crc32(name.encode()) for name in names])[(batch.row[known] >> ROW_BITS).numpy()]
         rows = batch.row[known] & (1 << ROW_BITS) - 1
         groups = torch.full_like(rows, -1) if batch.group_ids is None else batch.group_ids[known]
         seen = np.stack([(prints >> np.uint64(1)).astype(np.int64), batch.step[known], files, rows, groups])
-        return Repeats(seen[:, rare.numpy()]).merge(Repeats())
+        return Repeats(seen[:, rare]).merge(Repeats())
 
     def merge(self, other: Repeats) -> Repeats:
         """Prints of both, or the smallest where there are many: the same in whatever order parts are merged."""

@@ -6,10 +6,11 @@ pickles: slime's and miles' debug dumps, SkyRL's training input. CSV whose cells
 
 from __future__ import annotations
 
+import codecs
 import csv
-import io
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -418,7 +419,7 @@ def table_of_lists(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Ro
     Raises: `RecordError` of any other CSV.
     """
     csv.field_size_limit(min(limit, 2**31 - 1))  # a cell is as long as a response
-    reader = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
+    reader = csv.DictReader(codecs.iterdecode(file, "utf-8-sig"))
     names = PLAIN.resolve(reader.fieldnames or (), {})
     first = next(reader, {})
     if not any(name in LOGPS and (first.get(column) or "").startswith("[") for name, column in names.items()):
@@ -428,6 +429,10 @@ def table_of_lists(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Ro
 
 WRITTEN = {"None": None, "null": None, "NaN": math.nan, "True": 1, "False": 0, "true": 1, "false": 0}
 """Words in lists of numbers."""
+
+
+WRAPPED = re.compile(r"\b(?:np|numpy)\.\w+\(([^()]*)\)")
+"""A number of NumPy as Python writes it in a list."""
 
 
 def cell(text: str | None) -> Any:
@@ -441,6 +446,7 @@ def cell(text: str | None) -> Any:
         return None
     try:
         if text.startswith("[") and text.endswith("]"):
+            text = WRAPPED.sub(r"\1", text)
             return [_written(word) for word in text[1:-1].replace(",", " ").split()]
         return _written(text)
     except ValueError:  # words; or a list that is no list of numbers, which its row's reader names
