@@ -183,9 +183,8 @@ def test_the_part_that_lost_its_log_probs_is_named(tmp_path, kind):
     assert found.data["coverage"]["sentences"][0].endswith(words)
     assert words in found.verdict.text
     everywhere = changed(log(), lambda i, row: lost(2 if i % 3 == 0 else 0, row) | {kind: f"part {i % 4}"})
-    assert (
-        audited(tmp_path / "all.jsonl", everywhere).data["coverage"]["sentences"][0].endswith("could not be compared.")
-    )
+    (first, *_) = audited(tmp_path / "all.jsonl", everywhere).data["coverage"]["sentences"]
+    assert "of them" not in first
 
 
 def test_a_rank_is_named_by_its_file_and_a_file_by_itself(tmp_path):
@@ -197,8 +196,8 @@ def test_a_rank_is_named_by_its_file_and_a_file_by_itself(tmp_path):
             bad = {"logp_rollout": [float("nan")] * 24} if k == 1 else {}
             audited(folder / names.format(k), [{**row, **bad} for row in rows[k::4]])
         first = od.audit(folder).data["coverage"]["sentences"][0]
-        assert ("all of them of rank 1 (" in first) == ("rank" in names)
-        assert ("all of them of file " in first and "part1.jsonl (72 of 288" in first) == ("part" in names)
+        assert ("rank 1 (72 of" in first) == ("rank" in names)
+        assert ("part1.jsonl (72 of" in first) == ("part" in names)
 
 
 @pytest.mark.parametrize("written", [json.dumps, str, lambda x: str(np.array(x)).replace("\n", "")], ids=["JSON", "Python", "NumPy"])  # fmt: skip

@@ -49,8 +49,6 @@ def test_one_response_proves_a_filter_by_its_tokens(tmp_path):
     first = told(tmp_path, swapped).findings[0]
     assert (first.rule, first.fact) == ("filter_or_swap", False)  # a filter that the record lacks looks the same
     assert "engine's own answer" in first.decides
-    right = rows([400], noise=0.0, top_p=0.8)
-    assert [(f.rule, f.fact) for f in told(tmp_path, right).findings[:1]] == [("one_sided_filter", True)]
 
 
 @pytest.mark.parametrize("base", [2, 10])

@@ -50,7 +50,7 @@ def coverage(part: AuditPartial, *, files: Sequence[str], skipped: int = 0, size
         causes         tokens by policy and cause
         partial        fields that only some sequences have: how many, of how many
         ahead_frac     share of tokens with a version lag below 0
-        again          responses that stand in the log again (`tally.Repeats.found`), and files by their names
+        again          responses that stand in the log again (`tally.Repeats.copies`), and files by their names
         sentences      what was not read or not scored; empty if nothing is missing
         remarks        in sentences, what else numbers are not about: fields that only some
                        sequences have, lags below 0, responses without a token
@@ -76,7 +76,7 @@ def coverage(part: AuditPartial, *, files: Sequence[str], skipped: int = 0, size
     }
     lost = part.unread
     unread = unread_frac(lost, sequences, len(files) + skipped, size)
-    again = _named_files({} if part.tally is None else part.tally.repeats.found(), files)
+    again = _named_files(part, files)
     missing = _all_masked(counts)
     if (lines := lost.rows - lost.files) > 0:
         rows = lines + sequences
@@ -93,6 +93,26 @@ def coverage(part: AuditPartial, *, files: Sequence[str], skipped: int = 0, size
         total = sum(numbers.values())
         tokens = f"{_count(total, 'token')} ({share(total / max(trainable, 1))})"
         missing.append(f"{tokens} without a usable {POLICIES.get(policy, policy)}: {parts}.")
+    return {
+        "unread_frac": unread,
+        "cuts": lost.cuts,
+        "unscored_frac": _over(unscored, trainable),
+        "partly_frac": _over(counts.get("partly", 0), trainable),
+        "causes": causes,
+        "partial": partial,
+        "ahead_frac": _over(counts.get("ahead", 0), counts.get("tokens", 0)),
+        "again": again,
+        "unscored": unscored,
+        "trainable": trainable,
+        "sentences": missing,
+        "remarks": _remarks(counts, partial, again),
+    }
+
+
+def _remarks(
+    counts: Mapping[str, int], partial: Mapping[str, Mapping[str, int]], again: Mapping[str, Any]
+) -> list[str]:
+    """Sentences on what else numbers are not about."""
     remarks = [
         f"Only {n['sequences']:,} of {_count(n['of'], 'sequence')} have {name}; its numbers cover only those."
         for name, n in partial.items()
@@ -110,20 +130,7 @@ def coverage(part: AuditPartial, *, files: Sequence[str], skipped: int = 0, size
         )
     if empty := counts.get("empty"):
         remarks.append(f"{_count(empty, 'response')} {'has' if empty == 1 else 'have'} no token.")
-    return {
-        "unread_frac": unread,
-        "cuts": lost.cuts,
-        "unscored_frac": _over(unscored, trainable),
-        "partly_frac": _over(counts.get("partly", 0), trainable),
-        "causes": causes,
-        "partial": partial,
-        "ahead_frac": _over(counts.get("ahead", 0), counts.get("tokens", 0)),
-        "again": again,
-        "unscored": unscored,
-        "trainable": trainable,
-        "sentences": missing,
-        "remarks": remarks,
-    }
+    return remarks
 
 
 KINDS = ("rank", "worker", "environment", "file")
@@ -156,10 +163,11 @@ def _where_lost(counts: Mapping[str, int]) -> str:
     return ""
 
 
-def _named_files(again: Mapping[str, Any], files: Sequence[str]) -> dict[str, Any]:
-    """What stands in a log again, with the names of files in place of their checksums."""
+def _named_files(part: AuditPartial, files: Sequence[str]) -> dict[str, Any]:
+    """Responses that stand in a log again, with the names of files in place of their checksums."""
+    again = {} if part.tally is None else part.tally.repeats.copies()
     if not again.get("again"):
-        return {**again}
+        return again
     names = {zlib.crc32(file.encode()): file for file in files}
     order = {file: i for i, file in enumerate(files)}
     first = [{"step": step, "file": names.get(file, ""), "row": row} for step, file, row in again["first"]]
@@ -174,8 +182,8 @@ def _again_words(again: Mapping[str, Any]) -> list[str]:
     steps, (one, two) = again["steps"], again["first"]
     when = f"at step {steps[0]}" if len(steps) == 1 else f"at {len(steps):,} steps from {steps[0]} to {steps[-1]}"
     places = " again as ".join(f"{x['file']}:{x['row']} (step {x['step']})" for x in (one, two))
-    many, known = again["again"], again["known"]
-    words = f"{many:,} of {_count(known, 'response')} ({share(many / known)}) {'repeats' if many == 1 else 'repeat'} "
+    many, of = again["again"], again["known"]
+    words = f"{many:,} of {_count(of, 'response')} ({share(many / of)}) {'repeats' if many == 1 else 'repeat'} "
     words += f"an earlier one, with the same log-probs to the last digit, {when}; {places}."
     if times := again["evenly"]:
         words += f" Nearly every response is there {times} times."
@@ -195,7 +203,7 @@ def metrics(covered: Mapping[str, Any]) -> dict[str, float]:
     that are missing count as tokens.
     """
     causes, again = covered["causes"], covered["again"]
-    known = again.get("known")
+    compared = again.get("known")
     tokens = {c: max((p.get(c, 0) for p in causes.values()), default=0) for c in ("probability", "negated")}
     shares = ("unread_frac", "cuts", "partly_frac", "ahead_frac")
     lacking = {k: n for k, n in covered["partial"].items() if k not in (*SHOWN, *POLICIES)}
@@ -212,11 +220,8 @@ def metrics(covered: Mapping[str, Any]) -> dict[str, float]:
             )
         ),
         **{f"data/{cause}": float(n > 0) for cause, n in tokens.items()},
-        **(
-            {"data/again_frac": again["again"] / known, "data/again_times": float(again["evenly"] or 1)}
-            if known
-            else {}
-        ),
+        **({"data/again_frac": again["again"] / compared} if compared else {}),
+        **({"data/again_times": float(again["evenly"] or 1)} if compared else {}),
     }
 
 

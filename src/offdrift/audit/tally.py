@@ -302,8 +302,9 @@ def _placed(
     of them has the same sorted values as the advantages, whose each advantage is is known.
     """
     r, a = rewards.numpy(), advantages.numpy()
+    nothing = {"varied_steps": 0.0, "same_steps": 0.0, "same": 0.0, "misplaced": 0.0}
     if len(r) < 2 or np.ptp(r) == 0 or np.ptp(a) == 0:
-        return {}
+        return nothing
     from_rewards = [r]
     if groups is not None:
         _, of = np.unique(groups.numpy(), return_inverse=True)
@@ -314,7 +315,7 @@ def _placed(
         from_rewards += [centered, scaled]
     misplaced = [n for x in from_rewards if (n := _misplaced(x, a)) is not None]
     same = {"same_steps": 1.0, "same": float(len(a)), "misplaced": float(min(misplaced))} if misplaced else {}
-    return {"varied_steps": 1.0, "same_steps": 0.0, "same": 0.0, "misplaced": 0.0, **same}
+    return nothing | {"varied_steps": 1.0, **same}
 
 
 def _misplaced(x: Float[np.ndarray, " b"], a: Float[np.ndarray, " b"]) -> int | None:
@@ -371,9 +372,9 @@ def _token_facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Te
 
 def _surprise(entropy: Float[Tensor, " n"], logp: Float[Tensor, " n"]) -> dict[str, Tensor]:
     """Entropies beside log-probs: their sum is 0 on average for tokens that are drawn from the policy of both."""
-    known = entropy.isfinite() & logp.isfinite()
-    h, l = entropy.where(known, 0.0), logp.where(known, 0.0)  # noqa: E741
-    sums = {"n": known.sum(), "over": (h + l).sum(), "square": (h + l).square().sum()}
+    finite = entropy.isfinite() & logp.isfinite()
+    h, l = entropy.where(finite, 0.0), logp.where(finite, 0.0)  # noqa: E741
+    sums = {"n": finite.sum(), "over": (h + l).sum(), "square": (h + l).square().sum()}
     return {f"surprise/{x}": s for x, s in {**sums, "h": h.sum(), "h2": h.square().sum(), "hl": (h * l).sum()}.items()}
 
 
@@ -468,13 +469,13 @@ PRINTS_KEPT = 2**16
 
 @dataclass(frozen=True)
 class Repeats:
-    """Prints of responses: hashes of their first log-probs under every policy, by which a second copy is known.
+    """Prints of responses: hashes of their first log-probs under every policy, by which a second copy is recognized.
 
     Equal are responses of one length whose log-probs are the same to the last bit and whose age is the same, so that
     neither a batch that is trained on for several epochs nor one from a replay buffer counts, if its log shows it.
     """
 
-    seen: Int[np.ndarray, "5 k"] = field(default_factory=lambda: np.zeros((5, 0), np.int64))
+    responses: Int[np.ndarray, "5 k"] = field(default_factory=lambda: np.zeros((5, 0), np.int64))
     """Print, step, file, row and group of each response."""
     below: int = 2**63 - 1
     """Prints from here on are forgotten."""
@@ -485,9 +486,9 @@ class Repeats:
         policies = [x for name in POLICIES if (x := getattr(batch, name)) is not None]
         if not policies or not batch.num_tokens:
             return Repeats()
-        known = (lengths := batch.cu_seqlens.diff()) > 0
-        starts = batch.cu_seqlens[:-1][known].numpy()
-        place = np.arange(batch.num_tokens) - np.repeat(starts, lengths[known].numpy())
+        filled = (lengths := batch.cu_seqlens.diff()) > 0
+        starts = batch.cu_seqlens[:-1][filled].numpy()
+        place = np.arange(batch.num_tokens) - np.repeat(starts, lengths[filled].numpy())
         some = slice(None) if len(place) == 0 or place.max() < PRINTED else (place < PRINTED).nonzero()[0]
         place, begins = place[some], np.searchsorted(np.arange(batch.num_tokens)[some], starts)
         terms = np.zeros(len(place), np.uint64)
@@ -499,25 +500,25 @@ class Repeats:
         prints = np.add.reduceat(terms, begins)
         rare = np.add.reduceat(at_least_float32(policies[0]).numpy()[some], begins) < -SURPRISE
         age = None if batch.lag is None else batch.lag[starts]
-        for x in (lengths[known], None if batch.updates_before is None else batch.updates_before[known], age):
+        for x in (lengths[filled], None if batch.updates_before is None else batch.updates_before[filled], age):
             prints = prints if x is None else mixed(prints ^ x.numpy().astype(np.uint64))
         names = file if isinstance(file, tuple) else (file,)
-        files = np.array([zlib.crc32(name.encode()) for name in names])[(batch.row[known] >> ROW_BITS).numpy()]
-        rows = batch.row[known] & (1 << ROW_BITS) - 1
-        groups = torch.full_like(rows, -1) if batch.group_ids is None else batch.group_ids[known]
-        seen = np.stack([(prints >> np.uint64(1)).astype(np.int64), batch.step[known], files, rows, groups])
-        return Repeats(seen[:, rare]).merge(Repeats())
+        files = np.array([zlib.crc32(name.encode()) for name in names])[(batch.row[filled] >> ROW_BITS).numpy()]
+        rows = batch.row[filled] & (1 << ROW_BITS) - 1
+        groups = torch.full_like(rows, -1) if batch.group_ids is None else batch.group_ids[filled]
+        table = np.stack([(prints >> np.uint64(1)).astype(np.int64), batch.step[filled], files, rows, groups])
+        return Repeats(table[:, rare]).merge(Repeats())
 
     def merge(self, other: Repeats) -> Repeats:
         """Prints of both, or the smallest where there are many: the same in whatever order parts are merged."""
-        below, seen = min(self.below, other.below), np.concatenate([self.seen, other.seen], 1)
-        seen = seen[:, seen[0] < below]
-        if seen.shape[1] > PRINTS_KEPT:
-            below = max(int(np.partition(seen[0], PRINTS_KEPT)[PRINTS_KEPT]), 1)
-            seen = seen[:, seen[0] < below]
-        return Repeats(seen, below)
+        below, table = min(self.below, other.below), np.concatenate([self.responses, other.responses], 1)
+        table = table[:, table[0] < below]
+        if table.shape[1] > PRINTS_KEPT:
+            below = max(int(np.partition(table[0], PRINTS_KEPT)[PRINTS_KEPT]), 1)
+            table = table[:, table[0] < below]
+        return Repeats(table, below)
 
-    def found(self) -> dict[str, Any]:
+    def copies(self) -> dict[str, Any]:
         """What stands in the log again.
 
         known     responses that were compared
@@ -527,36 +528,36 @@ class Repeats:
         files     checksums of the names of files in which they stand
         first     step, checksum of the file, and row of one response, and of its copy
         """
-        seen = self.seen[:, np.lexsort(self.seen[::-1])]
-        nothing = {"known": seen.shape[1], "again": 0, "evenly": 0, "steps": [], "files": [], "first": []}
-        copy = np.concatenate([[False], seen[0, 1:] == seen[0, :-1]])[: seen.shape[1]]
+        table = self.responses[:, np.lexsort(self.responses[::-1])]
+        nothing = {"known": table.shape[1], "again": 0, "evenly": 0, "steps": [], "files": [], "first": []}
+        copy = np.concatenate([[False], table[0, 1:] == table[0, :-1]])[: table.shape[1]]
         if not copy.any():
             return nothing
-        counts = np.unique(seen[0], return_counts=True)[1]
+        counts = np.unique(table[0], return_counts=True)[1]
         sizes, often = np.unique(counts, return_counts=True)
         evenly = int(sizes[often.argmax()]) if often.max() >= MOST_EVENLY * len(counts) else 1
         if evenly == 1:
-            copy &= ~self._one_answer(seen)
+            copy &= ~self._one_answer(table)
         if not copy.any():
             return nothing
-        of_copy, one = np.isin(seen[0], seen[0, copy]), int(copy.argmax())
+        of_copy, one = np.isin(table[0], table[0, copy]), int(copy.argmax())
         return nothing | {
             "again": int(copy.sum()),
             "evenly": evenly if evenly > 1 else 0,
-            "steps": np.unique(seen[1, of_copy]).tolist(),
-            "files": np.unique(seen[2, of_copy]).tolist(),
-            "first": [seen[1:4, one - 1].tolist(), seen[1:4, one].tolist()],
+            "steps": np.unique(table[1, of_copy]).tolist(),
+            "files": np.unique(table[2, of_copy]).tolist(),
+            "first": [table[1:4, one - 1].tolist(), table[1:4, one].tolist()],
         }
 
     @staticmethod
-    def _one_answer(seen: Int[np.ndarray, "5 k"]) -> np.ndarray:
+    def _one_answer(table: Int[np.ndarray, "5 k"]) -> np.ndarray:
         """Responses beside an equal one to the same prompt at the same step, where all of its answers are equal and
         most prompts have several: a greedy engine gives them."""
-        _, of, sizes = np.unique(seen[[1, 4]], axis=1, return_inverse=True, return_counts=True)
+        _, of, sizes = np.unique(table[[1, 4]], axis=1, return_inverse=True, return_counts=True)
         of = of.reshape(-1)
-        answers = np.bincount(np.unique(np.stack([of, seen[0]]), axis=1)[0], minlength=len(sizes))
-        beside = np.concatenate([[False], (seen[[0, 1, 4], 1:] == seen[[0, 1, 4], :-1]).all(0)])
-        return beside & (answers[of] == 1) & (seen[4] != -1) & (np.median(sizes) > 1)
+        answers = np.bincount(np.unique(np.stack([of, table[0]]), axis=1)[0], minlength=len(sizes))
+        beside = np.concatenate([[False], (table[[0, 1, 4], 1:] == table[[0, 1, 4], :-1]).all(0)])
+        return beside & (answers[of] == 1) & (table[4] != -1) & (np.median(sizes) > 1)
 
 
 MOST_EVENLY = 0.9
@@ -746,8 +747,8 @@ def _fewer_named(counts: Mapping[str, int]) -> dict[str, int]:
     if len(named) <= 2 * NAMED_PARTS:
         return dict(counts)
     parts = {name.partition("/")[2] for name in named}
-    kept = sorted(parts, key=lambda part: (-counts.get(f"lost/{part}", 0), part))[:NAMED_PARTS]
-    gone = {f"{of}/{part}" for part in parts.difference(kept) for of in ("named", "lost")}
+    chosen = sorted(parts, key=lambda part: (-counts.get(f"lost/{part}", 0), part))[:NAMED_PARTS]
+    gone = {f"{of}/{part}" for part in parts.difference(chosen) for of in ("named", "lost")}
     return {name: n for name, n in counts.items() if name not in gone}
 
 

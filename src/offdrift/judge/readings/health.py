@@ -139,16 +139,18 @@ def _flat_steps(view: View, metric: str) -> ReadNumber | None:
     return ReadNumber(sum(x == 0 for x in values) / len(values), metric)
 
 
-HEALTH.rows({
-    "flat_rewards": (
-        lambda v: _flat_steps(v, "reward/span"),
-        "Share of steps at which all responses earn the same: `reward/span` is 0",
-    ),
-    "flat_advantages": (
-        lambda v: _flat_steps(v, "advantage/span"),
-        "Share of steps at which all advantages are the same: `advantage/span` is 0",
-    ),
-})  # fmt: skip
+HEALTH.rows(
+    {
+        "flat_rewards": (
+            lambda v: _flat_steps(v, "reward/span"),
+            "Share of steps at which all responses earn the same: `reward/span` is 0",
+        ),
+        "flat_advantages": (
+            lambda v: _flat_steps(v, "advantage/span"),
+            "Share of steps at which all advantages are the same: `advantage/span` is 0",
+        ),
+    }
+)
 
 
 @HEALTH.reading()
