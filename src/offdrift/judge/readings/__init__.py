@@ -45,7 +45,7 @@ WORDINGS: dict[str, Wording] = {
     "spread_off": Wording("{metric} over the root of its r2 (spread of one side over the other's), distance from 1"),
     "entropy_gap": Wording("size of {metric}, less what drift explains at most"),
     "len_times": Wording("{metric} now, over that of the first steps", "times"),
-    "entropy_z": Wording("size of {metric}"),
+    "entropy_z": Wording("logged entropies less what log-probs let expect, in standard errors ({metric})"),
     "base_off": Wording("distance of {metric} from that of another base of logarithms, a share of it"),
     "ratio_tokens_z": Wording("mean ratio less 1, over its error as the mean of so many tokens"),
     "temperature_off": Wording("distance of the sampling temperature from 1"),
