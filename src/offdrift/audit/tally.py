@@ -289,11 +289,13 @@ def _advantages(batch: Logged) -> dict[str, Tensor | float]:
     both = rewards.isfinite() & advantages.isfinite() & (batch.segments.lengths > 0)
     r, a = rewards.where(both, 0.0), advantages.where(both, 0.0)
     sums = {"n": both.sum(), "reward": r.sum(), "reward2": r.square().sum(), "mean": a.sum(), "mean2": a.square().sum()}
-    sums |= {"product": (r * a).sum()} | _placed(r[both], a[both], None if (g := batch.group_ids) is None else g[both])
+    sums |= {"product": (r * a).sum()} | placed_advantages(
+        r[both], a[both], None if (g := batch.group_ids) is None else g[both]
+    )
     return {f"advantage/{name}": value for name, value in sums.items()}
 
 
-def _placed(
+def placed_advantages(
     rewards: Float[Tensor, " b"], advantages: Float[Tensor, " b"], groups: Int[Tensor, " b"] | None
 ) -> dict[str, float]:
     """Advantages of one step that are, in some order, those of its rewards, and how many stand at another response.
@@ -366,11 +368,11 @@ def _token_facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Te
     if batch.entropy is not None:
         sums |= {"current/entropy": batch.entropy.double().sum(), "current/entropy/n": n}
         if (scored := batch.logp if batch.logp is not None else batch.logp_old) is not None:
-            sums |= _surprise(batch.entropy.double(), scored.double())
+            sums |= entropy_sums(batch.entropy.double(), scored.double())
     return sums, maxima
 
 
-def _surprise(entropy: Float[Tensor, " n"], logp: Float[Tensor, " n"]) -> dict[str, Tensor]:
+def entropy_sums(entropy: Float[Tensor, " n"], logp: Float[Tensor, " n"]) -> dict[str, Tensor]:
     """Entropies beside log-probs: their sum is 0 on average for tokens that are drawn from the policy of both."""
     finite = entropy.isfinite() & logp.isfinite()
     h, l = entropy.where(finite, 0.0), logp.where(finite, 0.0)  # noqa: E741
@@ -719,7 +721,7 @@ NAMED_PARTS = 2048
 """Parts with a name that are counted apart; of more, those that lost most."""
 
 
-def _named(batch: Logged, file: Files) -> dict[str, int]:
+def parts_by_name(batch: Logged, file: Files) -> dict[str, int]:
     """Sequences by rank, worker, environment and file, and the tokens of each that cannot be compared."""
     lengths = batch.cu_seqlens.diff()
     lost = ((lengths if batch.trainable is None else batch.trainable) - lengths).tolist()
@@ -768,4 +770,4 @@ def _counts(batch: Logged, file: Files) -> dict[str, int]:
         "empty": int((batch.response_lengths == 0).sum()) if batch.response_lengths.any() else 0,
         "ahead": batch.ahead,
     }
-    return counts | _named(batch, file) | {f"unit/{batch.length_unit}": b}
+    return counts | parts_by_name(batch, file) | {f"unit/{batch.length_unit}": b}
