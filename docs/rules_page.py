@@ -99,8 +99,9 @@ text does not have its digest is refused.
 BLIND = """## What cannot be seen
 
 - Log-probs of both sides taken before the temperature agree perfectly although neither is that of the
-  sampled distribution. No statistic of the log-ratio can tell; the recorded log-probs' mean against the
-  recorded entropy could.
+  sampled distribution. No statistic of the log-ratio can tell. Where the log has entropies,
+  mean(log p + H(p)) = 0 of honest draws can (`entropy_contradicts`); where it has none and states a
+  temperature, `temperature_unseen` names the measurement.
 - Which of two engines computes the better probability: only that they differ.
 - A lag that is not logged, from an engine that drifts for another reason: `engine_or_lag` and the rules that begin
   with `no_versions` say so. The first step of a log is no reading at the same weights unless its versions say so.
@@ -150,12 +151,17 @@ so (1) can be tested on logs that never recorded it.
   one-sided, k1 = E[-log Z] is first order in 1 - Z while k3 is second order: the share
   (k1 - k3) / k1 is near 1. Drift of weights or precision has E[e^l] = 1, hence k1 = k3 and share 0.
   Filtered on the other side alone, signs turn over: l >= 0 wherever it is finite.
+  Some drawn tokens are impossible there. Where none is, the two columns stand under each other's name, or the
+  record was taken before a filter that both sides apply: `filter_or_swap` asks.
 - **Off by one**: the second policy's log-probs match the rollout's neighbours better than its own.
 - **Other responses** (a batch joined, sorted or padded in another order): the two log-probs of a token have nothing to
   do with each other, so their correlation is 0, while every drift leaves the policies agreeing on which tokens are
   likely. Over one set of tokens k1 = E[x] - E[y] is near 0, and E[e^l] = E[e^y] E[e^-x] far above 1. A few sequences
   carry that mean, so its standard error is as large as itself; but by Markov's inequality a mean of honest ratios is
   above 20 in one log of 20 at most.
+- **A spread that noise cannot make**: where one side's log-probs are the other's plus noise and a straight line explains
+  the share r2 of their variance, their spreads differ by a factor of at most 1 / sqrt(r2). So at r2 above 0.9 a ratio
+  of spreads outside [0.85, 1.15] is no noise and no router's: one side is sharper. That makes a heavy tail, too.
 - **Router flips** are rare and large, precision is everywhere and small: compare the share of k3
   that 1 % of the tokens carry. For Gaussian l it is 0.08; measured on SmolLM2, bfloat16 and int8
   engines give 0.16 and 0.19.

@@ -302,7 +302,7 @@ def test_what_a_log_leaves_out_is_counted_by_its_share():
     more = {"rewards": torch.ones(6), "version": version, "rollout_version": torch.full((24,), 7)}
     log = log_of([4] * 6, logp_rollout=mu, logp_old=mu, trainable=version - 1, unscored=holes, **more)
     tally = Tally.of(log).merge(Tally.of(log_of([4, 4], logp_rollout=mu[:8], logp_old=mu[:8])))
-    covered = coverage(AuditPartial(Unread(rows=4, cuts=1, files=1, bytes=50), tally=tally), files=4, size=100)
+    covered = coverage(AuditPartial(Unread(rows=4, cuts=1, files=1, bytes=50), tally=tally), files="abcd", size=100)
     assert covered["causes"] == {"logp_rollout": {"missing": 6}, "logp": {"absent": 2}}
     assert len(covered["sentences"]) == 6
     assert len(covered["remarks"]) == 4

@@ -154,6 +154,12 @@ FIRES: dict[str, Example] = {
     "cache_not_replayed": Example(clean(), Context(cache_replayed=False)),
     "raw_stated": Example(clean(), Context(raw_stated=True)),
     "one_sided_filter": Example(altered(both(k1=0.048, k3=0.0015, ratio_mean=0.9535, ratio_mean_z=-20.0))),
+    "entropy_contradicts": Example(altered({"record/entropy_gap": 0.4, "record/entropy_z": 40.0, "batch/tokens": 3000.0})),
+    "temperature_unseen": Example(clean(), Context(temperature=0.7)),
+    "length_changed": Example(altered(lambda i, row: {"response/length_mean": (600.0 if i > 30 else 200.0) * (1 + 0.02 * math.sin(i))})),
+    "filter_or_swap": Example(
+        altered(both(k1=-0.1, k3=0.005, ratio_mean=1.105, ratio_mean_z=14.0, positive_frac=0.99, negative_frac=0.0))
+    ),
     "filter_not_replayed": Example(clean(), Context(filter_replayed=False)),
     "teacher_mixed": Example(altered({**drift(0.06), "fusion/alpha_mean": 0.5})),
     "untempered_trainer": Example(
@@ -212,6 +218,11 @@ FIRES: dict[str, Example] = {
     "weights_spread": Example(altered({"weight/mean": 1.6, "weight/std": 1.4})),
     "sequence_products": Example(altered(both(chi2_seq=1e5))),
     "advantages_opposed": Example(altered({"advantage/reward_corr": -0.9, "advantage/reward_z": -20.0})),
+    "advantages_misplaced": Example(altered({"advantage/misplaced_frac": 0.6})),
+    "nothing_to_learn": Example(altered({"reward/span": 0.0})),
+    "little_to_learn": Example(altered(lambda i, row: {"reward/span": 0.0 if i % 4 else 1.0, "advantage/span": 0.0 if i % 3 else 1.0})),
+    "responses_again": Example(altered({"data/again_frac": 0.2, "data/again_times": 1.0})),
+    "responses_again_evenly": Example(altered({"data/again_frac": 0.5, "data/again_times": 2.0})),
     "critic_blind": Example(altered(lambda i, row: {"critic/vf_explained_var": 0.01 * math.sin(i)})),
     "ess_collapse": Example(altered(lambda i, row: both(ess_seq_frac=0.8 if i < 50 else 0.1))),
     "stale_engine": Example(

@@ -163,3 +163,20 @@ def test_equal_precision_is_without_quantization():
 def recipe_with(**changes):
     content = {"name": "r", "model": "tiny-qwen3", "batches": 4, "arms": {"a": {"method": "none"}}, **changes}
     return check_recipe(content, source="test").model_dump(by_alias=True)
+
+
+@pytest.mark.parametrize(
+    ("slope", "lag", "first"),
+    [
+        (0.66, None, "tempered_or_lag"),
+        (0.66, FRESH, "untempered_trainer"),
+        (1.4, FRESH, "tempered_trainer"),
+        (0.95**0.5, None, "router_or_rare_tokens"),
+    ],
+)
+def test_a_spread_that_noise_cannot_make_is_no_routers(slope, lag, first):
+    """A temperature of a sharp policy has a heavy tail; noise about a line keeps both spreads within 1 / sqrt(r2)."""
+    tail = both(slope=slope, slope_r2=0.95, k3_top_share=0.6, prob_diff_max=0.6)
+    versions = {"version_lag/mean": None, "version_lag/max": None} if lag is None else lag
+    rows = altered({**drift(0.2), **tail, **versions})
+    assert named([{**row, "step": row["step"] + 40} for row in rows], Context())[0] == first

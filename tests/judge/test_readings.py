@@ -261,6 +261,13 @@ def test_every_reading_can_be_made_and_is_documented():
         "old/stale_frac",
         "advantage/reward_corr",
         "advantage/reward_z",
+        "advantage/misplaced_frac",
+        "advantage/span",
+        "reward/span",
+        "data/again_frac",
+        "data/again_times",
+        "record/entropy_gap",
+        "record/entropy_z",
         "pipeline/lost_workers",
         "pipeline/worker_idle",
     )

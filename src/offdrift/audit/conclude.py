@@ -16,6 +16,7 @@ from offdrift.audit.coverage import coverage, metrics, questions
 from offdrift.audit.partial import AuditPartial, Job
 from offdrift.errors import RecordError
 from offdrift.judge import Context, Rules, decide, diagnose, escalate, load_rules, regime, verdict
+from offdrift.judge.findings import number
 from offdrift.judge.kl_choice import kl_of
 from offdrift.judge.verdict import Action, Escalation, correlation_broken
 from offdrift.stats import Alphas
@@ -63,9 +64,11 @@ def conclude(
         )
     rules = rules or load_rules()
     tally = part.tally.as_dict(rules.limits)
-    missing = coverage(part, files=len(source.files) + len(source.skipped), size=source.bytes)
+    missing = coverage(part, files=source.files, skipped=len(source.skipped), size=source.bytes)
     overall = {**tally["overall"], **metrics(missing)}
     context = informed(context or Context(framework=source.framework), tally["facets"]["drawn_by"])
+    if context.temperature is None:
+        context = replace(context, temperature=number(overall, "sampling/temperature"))
     methods = [] if part.counterfactual is None else part.counterfactual.table()
     exact = any(name.startswith(("kl_", "tv_")) for name in tally["has"])
     audit = {

@@ -6,7 +6,8 @@ that stand before every other.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from offdrift.audit.partial import AuditPartial, Unread
@@ -37,7 +38,7 @@ SHOWN = ("prompts", "completions")
 """Fields that a person reads and no number needs."""
 
 
-def coverage(part: AuditPartial, *, files: int, size: int) -> dict[str, Any]:
+def coverage(part: AuditPartial, *, files: Sequence[str], skipped: int = 0, size: int) -> dict[str, Any]:
     """Return how much of a log was read and compared, as plain data.
 
         unread_frac    share of rows that could not be read; of files or bytes, where it is larger
@@ -49,14 +50,16 @@ def coverage(part: AuditPartial, *, files: int, size: int) -> dict[str, Any]:
         causes         tokens by policy and cause
         partial        fields that only some sequences have: how many, of how many
         ahead_frac     share of tokens with a version lag below 0
+        again          responses that stand in the log again (`tally.Repeats.copies`), and files by their names
         sentences      what was not read or not scored; empty if nothing is missing
         remarks        in sentences, what else numbers are not about: fields that only some
                        sequences have, lags below 0, responses without a token
 
     Args:
         part: everything that was read.
-        files: how many there are, those that could not be opened included.
-        size: their bytes.
+        files: those that were opened.
+        skipped: how many could not be.
+        size: bytes of all.
     """
     counts: Mapping[str, int] = {} if part.tally is None else part.tally.counts
     sequences, trainable = counts.get("sequences", 0), counts.get("trainable", 0)
@@ -72,7 +75,8 @@ def coverage(part: AuditPartial, *, files: int, size: int) -> dict[str, Any]:
         if key.startswith("has/") and n < sequences and key.removeprefix("has/") not in DERIVED
     }
     lost = part.unread
-    unread = unread_frac(lost, sequences, files, size)
+    unread = unread_frac(lost, sequences, len(files) + skipped, size)
+    again = _named_files(part, files)
     missing = _all_masked(counts)
     if (lines := lost.rows - lost.files) > 0:
         rows = lines + sequences
@@ -83,16 +87,37 @@ def coverage(part: AuditPartial, *, files: int, size: int) -> dict[str, Any]:
         missing.append(f"{_count(lost.cuts, 'file')} ended early; how much was lost is unknown.")
     if unscored:
         of = f"{_count(trainable, 'token')} ({share(unscored / trainable)})"
-        missing.append(f"{unscored:,} of {of} could not be compared.")
+        missing.append(f"{unscored:,} of {of} could not be compared{_where_lost(counts)}.")
     for policy, numbers in causes.items():
         parts = ", ".join(f"{n:,} {CAUSES.get(c, c)}" for c, n in sorted(numbers.items(), key=lambda x: -x[1]))
         total = sum(numbers.values())
         tokens = f"{_count(total, 'token')} ({share(total / max(trainable, 1))})"
         missing.append(f"{tokens} without a usable {POLICIES.get(policy, policy)}: {parts}.")
+    return {
+        "unread_frac": unread,
+        "cuts": lost.cuts,
+        "unscored_frac": _over(unscored, trainable),
+        "partly_frac": _over(counts.get("partly", 0), trainable),
+        "causes": causes,
+        "partial": partial,
+        "ahead_frac": _over(counts.get("ahead", 0), counts.get("tokens", 0)),
+        "again": again,
+        "unscored": unscored,
+        "trainable": trainable,
+        "sentences": missing,
+        "remarks": _remarks(counts, partial, again),
+    }
+
+
+def _remarks(
+    counts: Mapping[str, int], partial: Mapping[str, Mapping[str, int]], again: Mapping[str, Any]
+) -> list[str]:
+    """Sentences on what else numbers are not about."""
     remarks = [
         f"Only {n['sequences']:,} of {_count(n['of'], 'sequence')} have {name}; its numbers cover only those."
         for name, n in partial.items()
     ]
+    remarks += _again_words(again)
     if mixed := counts.get("has/newest_version"):
         remarks.append(
             f"{_count(mixed, 'response')} {'was' if mixed == 1 else 'were'} sampled by several weight versions. "
@@ -105,19 +130,64 @@ def coverage(part: AuditPartial, *, files: int, size: int) -> dict[str, Any]:
         )
     if empty := counts.get("empty"):
         remarks.append(f"{_count(empty, 'response')} {'has' if empty == 1 else 'have'} no token.")
-    return {
-        "unread_frac": unread,
-        "cuts": lost.cuts,
-        "unscored_frac": _over(unscored, trainable),
-        "partly_frac": _over(counts.get("partly", 0), trainable),
-        "causes": causes,
-        "partial": partial,
-        "ahead_frac": _over(counts.get("ahead", 0), counts.get("tokens", 0)),
-        "unscored": unscored,
-        "trainable": trainable,
-        "sentences": missing,
-        "remarks": remarks,
-    }
+    return remarks
+
+
+KINDS = ("rank", "worker", "environment", "file")
+"""Parts of a log that may be alone in what they lack, the most telling first."""
+ALONE = 0.95
+"""Share of the tokens that cannot be compared, from which on one part is said to have lost them."""
+
+
+def _where_lost(counts: Mapping[str, int]) -> str:
+    """The part of the log that the tokens which cannot be compared are of, where it is one; else "".
+
+    Example:
+        >>> _where_lost({"lost/rank/2": 40, "named/rank/2": 8, "named/rank/0": 9})
+        ', all of them of rank 2 (8 of 17 sequences)'
+    """
+    for kind in KINDS:
+        named, lost = (
+            {name.removeprefix(prefix): n for name, n in counts.items() if name.startswith(prefix)}
+            for prefix in (f"named/{kind}/", f"lost/{kind}/")
+        )
+        if len(named) < 2 or not lost:
+            continue
+        worst, total = max(lost, key=lambda name: lost[name]), sum(lost.values())
+        if lost[worst] >= ALONE * total:
+            most = "all" if lost[worst] == total else f"{lost[worst]:,}"
+            if total == 1:
+                return f", of {kind} {worst}"
+            of = f"{named.get(worst, 0):,} of {sum(named.values()):,} sequences"
+            return f", {most} of them of {kind} {worst} ({of})"
+    return ""
+
+
+def _named_files(part: AuditPartial, files: Sequence[str]) -> dict[str, Any]:
+    """Responses that stand in a log again, with the names of files in place of their checksums."""
+    again = {} if part.tally is None else part.tally.repeats.copies()
+    if not again.get("again"):
+        return again
+    names = {zlib.crc32(file.encode()): file for file in files}
+    order = {file: i for i, file in enumerate(files)}
+    first = [{"step": step, "file": names.get(file, ""), "row": row} for step, file, row in again["first"]]
+    first.sort(key=lambda place: (place["step"], order.get(place["file"], 0), place["row"]))
+    return {**again, "files": [names.get(file, "") for file in again["files"]], "first": first}
+
+
+def _again_words(again: Mapping[str, Any]) -> list[str]:
+    """A sentence on responses that stand in the log again: how many, at which steps, and one of them."""
+    if not again.get("again"):
+        return []
+    steps, (one, two) = again["steps"], again["first"]
+    when = f"at step {steps[0]}" if len(steps) == 1 else f"at {len(steps):,} steps from {steps[0]} to {steps[-1]}"
+    places = " again as ".join(f"{x['file']}:{x['row']} (step {x['step']})" for x in (one, two))
+    many, of = again["again"], again["known"]
+    words = f"{many:,} of {_count(of, 'response')} ({share(many / of)}) {'repeats' if many == 1 else 'repeat'} "
+    words += f"an earlier one, with the same log-probs to the last digit, {when}; {places}."
+    if times := again["evenly"]:
+        words += f" Nearly every response is there {times} times."
+    return [words]
 
 
 def _all_masked(counts: Mapping[str, int]) -> list[str]:
@@ -132,7 +202,8 @@ def metrics(covered: Mapping[str, Any]) -> dict[str, float]:
     `data/lacking_frac/FIELD` is the share of sequences that lack a field which others have; log-probs
     that are missing count as tokens.
     """
-    causes = covered["causes"]
+    causes, again = covered["causes"], covered["again"]
+    compared = again.get("known")
     tokens = {c: max((p.get(c, 0) for p in causes.values()), default=0) for c in ("probability", "negated")}
     shares = ("unread_frac", "cuts", "partly_frac", "ahead_frac")
     lacking = {k: n for k, n in covered["partial"].items() if k not in (*SHOWN, *POLICIES)}
@@ -149,6 +220,8 @@ def metrics(covered: Mapping[str, Any]) -> dict[str, float]:
             )
         ),
         **{f"data/{cause}": float(n > 0) for cause, n in tokens.items()},
+        **({"data/again_frac": again["again"] / compared} if compared else {}),
+        **({"data/again_times": float(again["evenly"] or 1)} if compared else {}),
     }
 
 

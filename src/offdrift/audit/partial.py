@@ -20,7 +20,7 @@ from offdrift.audit.certificate_evidence import Proof
 from offdrift.audit.counterfactual import Counterfactual, sampled
 from offdrift.audit.facets import Facets
 from offdrift.audit.shapes import Shapes, StepSeries
-from offdrift.audit.tally import StepTally, Tally, Timeline, Worst, groups_of
+from offdrift.audit.tally import Repeats, StepTally, Tally, Timeline, Worst, groups_of
 from offdrift.errors import RecordError
 from offdrift.methods import method
 from offdrift.records.readers import BadRow, Detected, Piece, read
@@ -127,7 +127,7 @@ class AuditPartial:
 
 
 OF_PARTS = (BadRow, Counterfactual, AuditPartial, Proof, Tally, Unread)
-OF_TALLIES = (DriftStats, Exact, Facets, Grid, Histogram, StepTally, StepSeries, Shapes, Timeline, Worst)
+OF_TALLIES = (DriftStats, Exact, Facets, Grid, Histogram, Repeats, StepTally, StepSeries, Shapes, Timeline, Worst)
 STORED: dict[str, Any] = {kind.__name__: kind for kind in OF_PARTS + OF_TALLIES}
 """What a stored part is made of, besides plain data, arrays and tensors."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,13 +26,13 @@ from torch import Tensor
 from offdrift.audit.counterfactual import mixed
 from offdrift.audit.facets import OTHERS, Facets, by_step, chunks, joined, name_of, runs
 from offdrift.audit.shape_table import shape_table
-from offdrift.audit.shapes import Shapes
+from offdrift.audit.shapes import Shapes, rank_of
 from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import at_least_float32, clamped, one_thread
 from offdrift.ratios import stopped_log_ratio
-from offdrift.records.batch import Files, Logged, origin
-from offdrift.records.schema import HELD, OLD_STATUS
+from offdrift.records.batch import ROW_BITS, Files, Logged, origin
+from offdrift.records.schema import HELD, OLD_STATUS, POLICIES
 from offdrift.stats import DriftStats, Histogram, signature, summarize
 from offdrift.stats.histogram import LENGTH, LOG_RATIO, REWARD
 from offdrift.stats.signature import PerSequence
@@ -180,6 +181,8 @@ def _excerpt(texts: tuple[str, ...] | None, i: int, share: float, width: int) ->
     return f"{left}{text[first : first + width]}{right}"
 
 
+SAME_ADVANTAGE = 2e-3
+"""Share of their span by which two equal advantages may differ: rounding, and what keeps deviations off 0."""
 MAX_POINTS = 2000
 MAX_STEPS_SEEN = 2**20
 """Distinct step numbers that are remembered, to count and to name them."""
@@ -258,6 +261,9 @@ def _facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor |
     if batch.rewards is not None:
         finite = batch.rewards.isfinite()
         sums |= {"reward": batch.rewards.double().where(finite, 0.0).sum(), "reward/n": finite.sum()}
+        maxima |= _ends("reward", batch.rewards[finite])
+    if batch.temperatures is not None:
+        maxima |= _ends("temperature", batch.temperatures[batch.temperatures.isfinite()])
     if batch.mix_alpha is not None:
         stated = batch.mix_alpha.isfinite()
         alpha = batch.mix_alpha.double().where(stated, 0.0).sum()
@@ -270,6 +276,11 @@ def _facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor |
     return sums | token_sums | _advantages(batch), maxima | token_maxima
 
 
+def _ends(name: str, values: Tensor) -> dict[str, Tensor | float]:
+    """The largest value and the smallest, as maxima; nothing of none."""
+    return {f"{name}_max": values.max(), f"-{name}_min": -values.min()} if len(values) else {}
+
+
 def _advantages(batch: Logged) -> dict[str, Tensor | float]:
     """Rewards beside mean advantages of responses, where a log has both."""
     if batch.rewards is None or batch.advantages is None:
@@ -278,7 +289,46 @@ def _advantages(batch: Logged) -> dict[str, Tensor | float]:
     both = rewards.isfinite() & advantages.isfinite() & (batch.segments.lengths > 0)
     r, a = rewards.where(both, 0.0), advantages.where(both, 0.0)
     sums = {"n": both.sum(), "reward": r.sum(), "reward2": r.square().sum(), "mean": a.sum(), "mean2": a.square().sum()}
-    return {f"advantage/{name}": value for name, value in (sums | {"product": (r * a).sum()}).items()}
+    sums |= {"product": (r * a).sum()} | placed_advantages(
+        r[both], a[both], None if (g := batch.group_ids) is None else g[both]
+    )
+    return {f"advantage/{name}": value for name, value in sums.items()}
+
+
+def placed_advantages(
+    rewards: Float[Tensor, " b"], advantages: Float[Tensor, " b"], groups: Int[Tensor, " b"] | None
+) -> dict[str, float]:
+    """Advantages of one step that are, in some order, those of its rewards, and how many stand at another response.
+
+    Rewards, less the mean of their group, and that over the group's deviation, each up to scale and offset: where one
+    of them has the same sorted values as the advantages, whose each advantage is is known.
+    """
+    r, a = rewards.numpy(), advantages.numpy()
+    nothing = {"varied_steps": 0.0, "same_steps": 0.0, "same": 0.0, "misplaced": 0.0}
+    if len(r) < 2 or np.ptp(r) == 0 or np.ptp(a) == 0:
+        return nothing
+    from_rewards = [r]
+    if groups is not None:
+        _, of = np.unique(groups.numpy(), return_inverse=True)
+        siblings = np.bincount(of)
+        centered = r - (np.bincount(of, r) / siblings)[of]
+        deviation = np.sqrt(np.bincount(of, centered**2) / siblings)[of]
+        scaled = np.divide(centered, deviation, out=np.zeros_like(r), where=deviation > 0)
+        from_rewards += [centered, scaled]
+    misplaced = [n for x in from_rewards if (n := _misplaced(x, a)) is not None]
+    same = {"same_steps": 1.0, "same": float(len(a)), "misplaced": float(min(misplaced))} if misplaced else {}
+    return nothing | {"varied_steps": 1.0, **same}
+
+
+def _misplaced(x: Float[np.ndarray, " b"], a: Float[np.ndarray, " b"]) -> int | None:
+    """How many of `a` are not where the rising line has them that takes sorted `x` to sorted `a`; None if none does."""
+    ordered, goal, span = np.sort(x), np.sort(a), np.ptp(a)
+    if np.ptp(x) == 0:
+        return None
+    fit = (x - ordered[0]) / np.ptp(x) * span + goal[0]
+    if np.abs(np.sort(fit) - goal).max() > SAME_ADVANTAGE * span:
+        return None
+    return int((np.abs(fit - a) > 2 * SAME_ADVANTAGE * span).sum())
 
 
 def _token_facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor | float]]:
@@ -311,9 +361,23 @@ def _token_facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Te
         sums |= {"mixed": several.count_nonzero(), "mixed/n": filled.count_nonzero()}
     if (turns := batch.segments.turns) is not None:
         sums |= {"turns": float(len(turns)), "turns/n": batch.segments.lengths.count_nonzero()}
+    if batch.advantages is not None:
+        finite = batch.advantages[batch.advantages.isfinite()]
+        sums["advantage/tokens"] = float(len(finite))
+        maxima |= _ends("advantage", finite)
     if batch.entropy is not None:
         sums |= {"current/entropy": batch.entropy.double().sum(), "current/entropy/n": n}
+        if (scored := batch.logp if batch.logp is not None else batch.logp_old) is not None:
+            sums |= entropy_sums(batch.entropy.double(), scored.double())
     return sums, maxima
+
+
+def entropy_sums(entropy: Float[Tensor, " n"], logp: Float[Tensor, " n"]) -> dict[str, Tensor]:
+    """Entropies beside log-probs: their sum is 0 on average for tokens that are drawn from the policy of both."""
+    finite = entropy.isfinite() & logp.isfinite()
+    h, l = entropy.where(finite, 0.0), logp.where(finite, 0.0)  # noqa: E741
+    sums = {"n": finite.sum(), "over": (h + l).sum(), "square": (h + l).square().sum()}
+    return {f"surprise/{x}": s for x, s in {**sums, "h": h.sum(), "h2": h.square().sum(), "hl": (h * l).sum()}.items()}
 
 
 @dataclass(frozen=True)
@@ -395,6 +459,113 @@ def count_of_groups(hashes: UInt64[np.ndarray, " g"]) -> int:
     return round((GROUPS_SEEN - 1) * 2.0**64 / float(distinct[GROUPS_SEEN - 1]))
 
 
+PRINTED = 256
+"""Tokens from the beginning of a response that its print is of."""
+SURPRISE = 40.0
+"""Nats that these have to be worth, so that no second draw gives them: at most once in 10^17."""
+TOGETHER = np.uint64(0x2545F4914F6CDD1D)
+"""An odd number: numbers of one token are joined by its powers."""
+PRINTS_KEPT = 2**16
+"""Prints that are remembered, those with the smallest numbers: of a larger log, a sample of its responses."""
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """Prints of responses: hashes of their first log-probs under every policy, by which a second copy is recognized.
+
+    Equal are responses of one length whose log-probs are the same to the last bit and whose age is the same, so that
+    neither a batch that is trained on for several epochs nor one from a replay buffer counts, if its log shows it.
+    """
+
+    responses: Int[np.ndarray, "5 k"] = field(default_factory=lambda: np.zeros((5, 0), np.int64))
+    """Print, step, file, row and group of each response."""
+    below: int = 2**63 - 1
+    """Prints from here on are forgotten."""
+
+    @staticmethod
+    def of(batch: Logged, file: Files = "") -> Repeats:
+        """The prints of a batch."""
+        policies = [x for name in POLICIES if (x := getattr(batch, name)) is not None]
+        if not policies or not batch.num_tokens:
+            return Repeats()
+        filled = (lengths := batch.cu_seqlens.diff()) > 0
+        starts = batch.cu_seqlens[:-1][filled].numpy()
+        place = np.arange(batch.num_tokens) - np.repeat(starts, lengths[filled].numpy())
+        some = slice(None) if len(place) == 0 or place.max() < PRINTED else (place < PRINTED).nonzero()[0]
+        place, begins = place[some], np.searchsorted(np.arange(batch.num_tokens)[some], starts)
+        terms = np.zeros(len(place), np.uint64)
+        for x in policies:
+            terms = terms * TOGETHER + at_least_float32(x).float().numpy().view(np.uint32)[some]
+        if batch.tokens is not None:
+            terms = terms * TOGETHER + batch.tokens.numpy().astype(np.uint64)[some]
+        terms = (terms ^ terms >> np.uint64(31)) * (mixed(np.arange(PRINTED, dtype=np.uint64)) | np.uint64(1))[place]
+        prints = np.add.reduceat(terms, begins)
+        rare = np.add.reduceat(at_least_float32(policies[0]).numpy()[some], begins) < -SURPRISE
+        age = None if batch.lag is None else batch.lag[starts]
+        for x in (lengths[filled], None if batch.updates_before is None else batch.updates_before[filled], age):
+            prints = prints if x is None else mixed(prints ^ x.numpy().astype(np.uint64))
+        names = file if isinstance(file, tuple) else (file,)
+        files = np.array([zlib.crc32(name.encode()) for name in names])[(batch.row[filled] >> ROW_BITS).numpy()]
+        rows = batch.row[filled] & (1 << ROW_BITS) - 1
+        groups = torch.full_like(rows, -1) if batch.group_ids is None else batch.group_ids[filled]
+        table = np.stack([(prints >> np.uint64(1)).astype(np.int64), batch.step[filled], files, rows, groups])
+        return Repeats(table[:, rare]).merge(Repeats())
+
+    def merge(self, other: Repeats) -> Repeats:
+        """Prints of both, or the smallest where there are many: the same in whatever order parts are merged."""
+        below, table = min(self.below, other.below), np.concatenate([self.responses, other.responses], 1)
+        table = table[:, table[0] < below]
+        if table.shape[1] > PRINTS_KEPT:
+            below = max(int(np.partition(table[0], PRINTS_KEPT)[PRINTS_KEPT]), 1)
+            table = table[:, table[0] < below]
+        return Repeats(table, below)
+
+    def copies(self) -> dict[str, Any]:
+        """What stands in the log again.
+
+        known     responses that were compared
+        again     of these, those beyond the first of each; without what a greedy engine gives
+        evenly    how often each response of the log is there, if nearly all are there equally often; else 0
+        steps     steps of which responses stand again
+        files     checksums of the names of files in which they stand
+        first     step, checksum of the file, and row of one response, and of its copy
+        """
+        table = self.responses[:, np.lexsort(self.responses[::-1])]
+        nothing = {"known": table.shape[1], "again": 0, "evenly": 0, "steps": [], "files": [], "first": []}
+        copy = np.concatenate([[False], table[0, 1:] == table[0, :-1]])[: table.shape[1]]
+        if not copy.any():
+            return nothing
+        counts = np.unique(table[0], return_counts=True)[1]
+        sizes, often = np.unique(counts, return_counts=True)
+        evenly = int(sizes[often.argmax()]) if often.max() >= MOST_EVENLY * len(counts) else 1
+        if evenly == 1:
+            copy &= ~self._one_answer(table)
+        if not copy.any():
+            return nothing
+        of_copy, one = np.isin(table[0], table[0, copy]), int(copy.argmax())
+        return nothing | {
+            "again": int(copy.sum()),
+            "evenly": evenly if evenly > 1 else 0,
+            "steps": np.unique(table[1, of_copy]).tolist(),
+            "files": np.unique(table[2, of_copy]).tolist(),
+            "first": [table[1:4, one - 1].tolist(), table[1:4, one].tolist()],
+        }
+
+    @staticmethod
+    def _one_answer(table: Int[np.ndarray, "5 k"]) -> np.ndarray:
+        """Responses beside an equal one to the same prompt at the same step, where all of its answers are equal and
+        most prompts have several: a greedy engine gives them."""
+        _, of, sizes = np.unique(table[[1, 4]], axis=1, return_inverse=True, return_counts=True)
+        of = of.reshape(-1)
+        answers = np.bincount(np.unique(np.stack([of, table[0]]), axis=1)[0], minlength=len(sizes))
+        beside = np.concatenate([[False], (table[[0, 1, 4], 1:] == table[[0, 1, 4], :-1]).all(0)])
+        return beside & (answers[of] == 1) & (table[4] != -1) & (np.median(sizes) > 1)
+
+
+MOST_EVENLY = 0.9
+"""Share of the responses that stand in a log equally often, from which on all do but for its ends."""
+
+
 @dataclass(frozen=True)
 class Tally:
     """Counts, a timeline, facets and the worst of any number of batches."""
@@ -404,13 +575,15 @@ class Tally:
     "trainable", the tokens that may train, scored or not; "compared", those that two policies score;
     "partly", those that two policies score and a third does not; "unscored/FIELD/CAUSE", those that
     a policy does not score; "empty", the responses without a token; "ahead", tokens drawn by newer
-    weights than were trained; "unit/UNIT", the sequences whose lengths are in that unit."""
+    weights than were trained; "unit/UNIT", the sequences whose lengths are in that unit; "named/KIND/NAME", those
+    of a rank, a worker, an environment or a file; "lost/KIND/NAME", the tokens of it that cannot be compared."""
     timeline: Timeline = field(default_factory=Timeline)
     facets: Facets = field(default_factory=Facets)
     shapes: Shapes = field(default_factory=Shapes)
     worst: Worst = field(default_factory=Worst)
     groups: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
     """Hashes of the ids of the groups of sequences; one that several batches hold stands there several times."""
+    repeats: Repeats = field(default_factory=Repeats)
 
     @staticmethod
     def of(batch: Logged, *, file: Files = "") -> Tally:
@@ -451,7 +624,13 @@ class Tally:
                 worst = Worst.of(ordered, on, PerSequence.cat([own[on] for own in per_sequence]), file=file)
         groups = groups_of([batch])
         return Tally(
-            _counts(batch), Timeline(width, timeline.points, steps), facets, shapes=shapes, worst=worst, groups=groups
+            _counts(batch, file),
+            Timeline(width, timeline.points, steps),
+            facets,
+            shapes=shapes,
+            worst=worst,
+            groups=groups,
+            repeats=functools.reduce(Repeats.merge, (Repeats.of(chunk, file) for chunk in chunks(batch)), Repeats()),
         )
 
     @staticmethod
@@ -468,12 +647,13 @@ class Tally:
     def merge(self, other: Tally) -> Tally:
         """Merge two tallies. Associative up to rounding; the same order of parts gives the same bits."""
         return Tally(
-            dict(Counter(self.counts) + Counter(other.counts)),
+            _fewer_named(Counter(self.counts) + Counter(other.counts)),
             self.timeline.merge(other.timeline),
             self.facets.merge(other.facets),
             shapes=self.shapes.merge(other.shapes),
             worst=self.worst.merge(other.worst),
             groups=fewer_groups(np.concatenate([self.groups, other.groups])),
+            repeats=self.repeats.merge(other.repeats),
         )
 
     def as_dict(self, limits: Mapping[str, float] | None = None) -> dict[str, Any]:
@@ -537,7 +717,44 @@ class Tally:
         return {k.removeprefix(prefix): n for k, n in self.counts.items() if k.startswith(prefix)}
 
 
-def _counts(batch: Logged) -> dict[str, int]:
+NAMED_PARTS = 2048
+"""Parts with a name that are counted apart; of more, those that lost most."""
+
+
+def parts_by_name(batch: Logged, file: Files) -> dict[str, int]:
+    """Sequences by rank, worker, environment and file, and the tokens of each that cannot be compared."""
+    lengths = batch.cu_seqlens.diff()
+    lost = ((lengths if batch.trainable is None else batch.trainable) - lengths).tolist()
+    ranks, files = batch.ranks, [origin(file, row)[0] for row in batch.row.tolist()]
+    if ranks is None and any(map(rank_of, set(files))):
+        ranks = tuple(map(rank_of, files))
+    kinds = {"rank": ranks, "worker": batch.workers, "environment": batch.environments, "file": files}
+    counts: Counter[str] = Counter()
+    for kind, names in kinds.items():
+        for name, n in Counter(names or ()).items():
+            counts[f"named/{kind}/{name[-NAME_LENGTH:]}"] += n
+        for name, n in zip(names or (), lost):
+            if n:
+                counts[f"lost/{kind}/{name[-NAME_LENGTH:]}"] += n
+    return _fewer_named(counts)
+
+
+NAME_LENGTH = 120
+"""Characters of a part's name that count, the last ones."""
+
+
+def _fewer_named(counts: Mapping[str, int]) -> dict[str, int]:
+    """Counts with at most `NAMED_PARTS` parts of a name: those that lost most, then the first in order."""
+    named = [name for name in counts if name.startswith(("named/", "lost/"))]
+    if len(named) <= 2 * NAMED_PARTS:
+        return dict(counts)
+    parts = {name.partition("/")[2] for name in named}
+    chosen = sorted(parts, key=lambda part: (-counts.get(f"lost/{part}", 0), part))[:NAMED_PARTS]
+    gone = {f"{of}/{part}" for part in parts.difference(chosen) for of in ("named", "lost")}
+    return {name: n for name, n in counts.items() if name not in gone}
+
+
+def _counts(batch: Logged, file: Files) -> dict[str, int]:
     b = batch.num_sequences
     counts = {"rows": len(batch.row.unique()), "sequences": b, "tokens": batch.num_tokens}
     fields = [name for name in HELD if getattr(batch, name) is not None]
@@ -553,4 +770,4 @@ def _counts(batch: Logged) -> dict[str, int]:
         "empty": int((batch.response_lengths == 0).sum()) if batch.response_lengths.any() else 0,
         "ahead": batch.ahead,
     }
-    return counts | {f"unit/{batch.length_unit}": b}
+    return counts | parts_by_name(batch, file) | {f"unit/{batch.length_unit}": b}

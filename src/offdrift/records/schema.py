@@ -295,6 +295,15 @@ class LogValues:
         "is then the mixture's",
         default="the policy drew alone",
     )
+    temperatures: Float[Tensor, " b"] | None = _row(
+        "sequence",
+        "float32",
+        "sampling temperature that the response was drawn at",
+        column="temperature",
+        spellings=("sampling_temperature",),
+        default="as `drawn_by` or the run's recipe says",
+        argument=False,
+    )
     prompts: tuple[str, ...] | None = _row(
         "sequence",
         "string",

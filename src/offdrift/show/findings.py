@@ -85,6 +85,9 @@ CAUSES = {
     "weight_bias": "importance weights whose mean is not 1",
     "critic": "a critic that explains nothing",
     "advantages": "advantages that contradict the rewards",
+    "length": "a response length that changed",
+    "no_signal": "rewards without a difference",
+    "repeated_rows": "responses that stand in the log again",
     "token_drift": "moderate token drift",
     "weight_variance": "variance of the importance weights",
     "clip_saturation": "clipping is saturated",
@@ -102,7 +105,10 @@ CAUSES = {
 }
 """What a person calls each cause; one that is not here is shown by its identifier."""
 SIDES = {
-    "raw_logprobs": "log-probs recorded before temperature or top-p",
+    "raw_logprobs": "rollout log-probs that are not of what was drawn",
+    "filter_or_swap": "swapped columns, or a filter that the record does not have",
+    "temperature_unseen": "a temperature that agreement cannot show",
+    "entropy_contradicts": "entropies that contradict the log-probs",
     "raw_stated": "log-probs recorded before temperature or top-p",
     "broken_record": "log-probs recorded before temperature or top-p",
     "worker_record": "one worker's record that is not of what it drew",

@@ -31,6 +31,14 @@ from offdrift.stats.formulas import (
     std,
 )
 
+LEAST_PLACED = 24
+"""Responses from which on a share of misplaced advantages says anything."""
+
+
+LEAST_FOLLOWED = 0.3
+"""Slope of -log p on the entropy, from which on a log's entropies are of a policy like that of its log-probs: else they
+are a placeholder, or in another order."""
+
 
 def _advantage_corr(s: Numbers) -> float:
     """Correlation of rewards and mean advantages of responses; NaN where either does not vary."""
@@ -42,6 +50,26 @@ def _advantage_corr(s: Numbers) -> float:
     if var_r <= NO_VARIANCE * s["advantage/reward2"] / n or var_a <= NO_VARIANCE * s["advantage/mean2"] / n:
         return math.nan
     return max(-1.0, min(1.0, (s["advantage/product"] / n - r * a) / math.sqrt(var_r * var_a)))
+
+
+def _span(name: str, count: str) -> Formula:
+    """Largest less smallest of `count` values, two or more."""
+    return lambda s: s[f"{name}_max"] + s[f"-{name}_min"] if s[count] > 1 else math.nan
+
+
+def _misplaced(s: Numbers) -> float:
+    """Share of advantages at another response than theirs, where most steps say whose they are."""
+    known = 2 * s["advantage/same_steps"] > s["advantage/varied_steps"] and s["advantage/same"] >= LEAST_PLACED
+    return s["advantage/misplaced"] / s["advantage/same"] if known else math.nan
+
+
+def _entropy_gap(s: Numbers) -> float:
+    """Mean of H + log p where H explains -log p: honest draws have Cov[H, -log p] = Var[H]."""
+    n = s["surprise/n"]
+    h, over = s["surprise/h"] / n, s["surprise/over"] / n
+    variance = s["surprise/h2"] / n - h * h
+    covariance = (over - h) * h - s["surprise/hl"] / n
+    return over if variance > 0 and covariance > LEAST_FOLLOWED * variance else math.nan
 
 
 def _explained_variance(s: Numbers) -> float:
@@ -468,6 +496,14 @@ _ROWS = [
     Metric("advantage/reward_z", "1",
            "advantage/reward_corr times sqrt(responses): in standard errors of a sample without correlation", "better",
            lambda s: _advantage_corr(s) * math.sqrt(s["advantage/n"])),
+    Metric("advantage/misplaced_frac", "1",
+           "share of advantages that stand beside another response than the one they are of, in steps whose advantages "
+           "are, in some order, those of the logged rewards (r, r - mean of the group, or that over the group's "
+           "deviation, up to scale and offset)", "worse", _misplaced),
+    Metric("advantage/span", "task", "largest advantage less the smallest", "neither",
+           _span("advantage", "advantage/tokens")),
+    Metric("reward/span", "task", "largest reward of a response less the smallest", "better",
+           _span("reward", "reward/n")),
     Metric("preference/pair_frac", "1", "share of prompts whose answers do not all earn alike: those with a pair",
            "better", mean("preference/pairs", "preference/prompts")),
     Metric("preference/accuracy", "1", "share of pairs of which the policy prefers the better answer, as compared with "
@@ -550,6 +586,14 @@ _ROWS = [
     Metric("batch/unscored_frac", "1", "share of the step's tokens that the engine did not score", "worse",
            lambda s: s.get("unscored", 0.0) / _tokens(s)),
     Metric("current/entropy", "nat", "mean entropy of the current policy", "neither", mean("current/entropy")),
+    Metric("record/entropy_gap", "nat",
+           "mean over tokens of the logged entropy plus the trainer's log-prob: 0 for tokens that are drawn from the "
+           "policy whose entropy it is, above 0 for such that are drawn sharper, as at a temperature below 1; missing "
+           "where log-probs do not follow the entropies", "neither", _entropy_gap),
+    Metric("record/entropy_z", "1", "sum of H + log p over the root of the sum of its squares: in standard errors",
+           "neither", lambda s: s["surprise/over"] / math.sqrt(s["surprise/square"])),
+    Metric("sampling/temperature", "1", "temperature that responses were drawn at, where it is the same for all",
+           "neither", lambda s: s["temperature_max"] if s["temperature_max"] == -s["-temperature_min"] else math.nan),
     Metric("optim/loss", "task", "loss of the step, over all pieces and processes", "neither",
            lambda s: s["optim/loss"]),
     Metric("optim/grad_norm", "1", "global gradient norm before clipping", "neither", lambda s: s["optim/grad_norm"]),

@@ -42,6 +42,10 @@ WORDINGS: dict[str, Wording] = {
     # distances
     "ppl_off": Wording("distance of {metric} from 1"),
     "slope_off": Wording("distance of {metric} from 1"),
+    "spread_off": Wording("{metric} over the root of its r2 (spread of one side over the other's), distance from 1"),
+    "entropy_gap": Wording("size of {metric}, less what drift explains at most"),
+    "len_times": Wording("{metric} now, over that of the first steps", "times"),
+    "entropy_z": Wording("logged entropies less what log-probs let expect, in standard errors ({metric})"),
     "base_off": Wording("distance of {metric} from that of another base of logarithms, a share of it"),
     "ratio_tokens_z": Wording("mean ratio less 1, over its error as the mean of so many tokens"),
     "temperature_off": Wording("distance of the sampling temperature from 1"),
@@ -93,6 +97,10 @@ WORDINGS: dict[str, Wording] = {
     "worker_idle": Wording("{metric}", "share"),
     "ever_unscored": Wording("{metric}", "share"),
     "side_field_lacking": Wording("{metric}", "share"),
+    "flat_rewards": Wording("share of steps at which {metric} is 0", "share"),
+    "flat_advantages": Wording("share of steps at which {metric} is 0", "share"),
+    "advantages_misplaced": Wording("{metric}", "share"),
+    "again": Wording("{metric}", "share"),
     "filter_share": Wording("(k1 - k3) / k1: 0 for drift, near 1 for a filter"),
     "asymmetry": Wording("share of positive log-ratios less that of negative ones"),
     # over the last steps

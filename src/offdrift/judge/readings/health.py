@@ -127,6 +127,32 @@ def stepped_without_gradient(view: View) -> ReadNumber | None:
     return ReadNumber(sum(taken) / view.size("window_trend"), "optim/grad_norm")
 
 
+def _flat_steps(view: View, metric: str) -> ReadNumber | None:
+    """The share of steps, of those that are kept, at which a metric is 0.
+
+    None of fewer than `patience` steps, and of fewer than `few_sequences` sequences where they are counted.
+    """
+    values, counted = view.window.column(metric), view.window.column("sequences")
+    few = counted and sum(counted) < view.limits["few_sequences"]
+    if few or len(values) < view.limits["patience"]:
+        return None
+    return ReadNumber(sum(x == 0 for x in values) / len(values), metric)
+
+
+HEALTH.rows(
+    {
+        "flat_rewards": (
+            lambda v: _flat_steps(v, "reward/span"),
+            "Share of steps at which all responses earn the same: `reward/span` is 0",
+        ),
+        "flat_advantages": (
+            lambda v: _flat_steps(v, "advantage/span"),
+            "Share of steps at which all advantages are the same: `advantage/span` is 0",
+        ),
+    }
+)
+
+
 @HEALTH.reading()
 def critic_explains(view: View) -> ReadNumber | None:
     """Share of the variance of returns that the critic explains, `critic/vf_explained_var`; absent in the first

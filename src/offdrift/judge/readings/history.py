@@ -282,6 +282,19 @@ def len_ratio(view: View) -> ReadNumber | None:
 
 
 @TRENDS.reading()
+def len_times(view: View) -> ReadNumber | None:
+    """Mean response length now over that of the first steps, of the last `window_long` ones: medians of `window_level`
+    steps; 1 while lengths move by less than `trend_t`, `trend_walk` and `trend_drift`, errors for autocorrelated
+    steps; absent before half of `window_trend` steps, or twice `window_level`"""
+    width = view.size("window_level")
+    values = view.window.column(LENGTH, view.size("window_long"))
+    if len(values) < max(2 * width, view.size("window_trend") // 2) or (before := median(values[:width])) <= 0:
+        return None
+    times = median(values[-width:]) / before
+    return ReadNumber(times if _moved(view, values, 1 if times > 1 else -1) else 1.0, LENGTH)
+
+
+@TRENDS.reading()
 def grad_spike(view: View) -> ReadNumber | None:
     """Largest gradient norm of the last `window_level` steps over the median of the `window_long` before."""
     values = view.window.column(GRAD, view.size("window_long"))

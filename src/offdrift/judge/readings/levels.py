@@ -129,6 +129,23 @@ LEVELS.rows({
         "Correlation, over responses, of rewards and advantages: `advantage/reward_corr`",
     ),
     "advantage_z": ("advantage/reward_z", "The same in standard errors: `advantage/reward_z`"),
+    "advantages_misplaced": (
+        "advantage/misplaced_frac",
+        "Share of advantages at another response than the one they are of: `advantage/misplaced_frac`",
+    ),
+    "again": (
+        "data/again_frac",
+        "Share of responses that stand in the log again, with the same log-probs to the last digit: `data/again_frac`",
+    ),
+    "again_times": (
+        "data/again_times",
+        "How often each response of the log is there, where nearly all are there equally often, else 1: "
+        "`data/again_times`",
+    ),
+    "entropy_z": (
+        lambda v: v.mapped("record/entropy_z", abs),
+        "Size of the sum of logged entropy plus log-prob over the root of its squares: `record/entropy_z`",
+    ),
     "old_stale": (
         "old/stale_frac",
         "Share of tokens whose old log-prob was taken at other weights than those that drew them: `old/stale_frac`",
@@ -182,6 +199,26 @@ LEVELS.rows({
         "`router/delta_router` (`engines.routing.flip_rate`)",
     ),
 })  # fmt: skip
+
+
+@LEVELS.reading("nat")
+def entropy_gap(view: View) -> ReadNumber | None:
+    """Size of the mean of logged entropy plus log-prob, `record/entropy_gap`, less what drift explains at most: its
+    deviation times the root of chi2 per token"""
+    gap, z, tokens = view.first("record/entropy_gap"), view.level("record/entropy_z"), _tokens(view)
+    chi2 = view.level("{on}/chi2_token")
+    if gap is None or z is None or not tokens or chi2 is None:
+        return None
+    deviation = math.sqrt(tokens) * abs(gap.value / z) if z else 0.0
+    return ReadNumber(max(abs(gap.value) - deviation * math.sqrt(max(chi2, 0.0)), 0.0), gap.metric)
+
+
+@LEVELS.reading()
+def spread_off(view: View) -> ReadNumber | None:
+    """Distance from 1 of the spread of the second policy's log-probs over that of the rollout's, `{on}/slope` over the
+    root of `{on}/slope_r2`: of policies that only scatter about each other it is 1"""
+    slope, r2 = view.level("{on}/slope"), view.level("{on}/slope_r2")
+    return None if slope is None or not r2 or r2 < 0 else ReadNumber(abs(slope / math.sqrt(r2) - 1), f"{view.on}/slope")
 
 
 @LEVELS.reading()

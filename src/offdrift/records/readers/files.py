@@ -21,6 +21,9 @@ LIMIT = 4 << 30
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".pt", ".pkl")
 """What may be a log; other files of a folder are not looked at."""
 
+TABLE = ".csv"
+"""Looked at where a folder holds no other log: most are metrics."""
+
 Problem = (OSError, ValueError, ImportError)
 """What reading a file raises where it, its store or the store's client library is missing."""
 
@@ -349,7 +352,8 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 def _logs(files: list[str], folder: str) -> list[str]:
     """Files of a folder that may be logs, in order."""
     inside = len(folder.rstrip("/"))
-    logs = [f for f in files if f.endswith(SUFFIXES) and not any(p.startswith(".") for p in f[inside:].split("/"))]
+    seen = [f for f in files if not any(p.startswith(".") for p in f[inside:].split("/"))]
+    logs = [f for f in seen if f.endswith(SUFFIXES)] or [f for f in seen if f.endswith(TABLE)]
     return sorted(logs, key=_natural)
 
 

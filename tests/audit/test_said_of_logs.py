@@ -1,0 +1,225 @@
+"""What an audit says of rewards, advantages, lengths, entropies and lost parts of a log, and of clean logs nothing."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+import offdrift as od
+
+VOCAB = 16
+
+
+def softmax(x):
+    p = np.exp(x - x.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True)
+
+
+def log(steps=12, prompts=6, siblings=4, *, tokens=24, temperature=1.0, recorded=None, seed=0, noise=1e-3):
+    """Responses drawn from random logits at a temperature; both sides record at `recorded`, by default what was drawn.
+
+    Advantages are GRPO's, entropies those of the recorded distribution.
+    """
+    rng, rows = np.random.default_rng(seed), []
+    for step in range(steps):
+        rewards = (rng.random((prompts, siblings)) < 0.5).astype(float)
+        advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-6)
+        for prompt, sibling in np.ndindex(rewards.shape):
+            logits = 2 * rng.normal(size=(tokens, VOCAB))
+            drawn = [rng.choice(VOCAB, p=p) for p in softmax(logits / temperature)]
+            p = softmax(logits / (temperature if recorded is None else recorded))
+            logp = np.log(p[np.arange(tokens), drawn])
+            rows.append(
+                {"step": step, "version": step, "rollout_version": step, "group_id": prompt}
+                | {"reward": rewards[prompt, sibling], "advantages": [advantages[prompt, sibling]] * tokens}
+                | {"logp_rollout": logp, "logp_old": logp + noise * rng.normal(size=tokens) * (1 - np.exp(logp))}
+                | {"entropy": -(p * np.log(p)).sum(-1)}
+            )
+    return rows
+
+
+def audited(path, rows, *, without=(), **options):
+    def plain(x):
+        return x.tolist() if isinstance(x, np.ndarray) else x
+
+    kept = [{name: plain(x) for name, x in row.items() if name not in without} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    return od.audit(path, **options)
+
+
+def told(found):
+    return [(f.rule, f.severity) for f in found.findings]
+
+
+def changed(rows, change):
+    return [{**row, **change(i, row)} for i, row in enumerate(rows)]
+
+
+def test_a_clean_log_with_every_field_says_nothing(tmp_path):
+    found = audited(tmp_path / "log.jsonl", log())
+    assert told(found) == []
+    assert found.metrics["advantage/misplaced_frac"] == 0
+    assert abs(found.metrics["record/entropy_z"]) < 4
+
+
+# -- rewards and advantages ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda i, row: {"reward": 0.0, "advantages": [0.0] * 24}, [("nothing_to_learn", "watch")]),
+        (lambda i, row: {"advantages": [1.0] * 24}, [("nothing_to_learn", "watch")]),
+        (lambda i, row: {"reward": 1.0, "advantages": (np.arange(24) % 3).tolist()}, []),  # of a critic
+        (lambda i, row: {"reward": 1.0, "advantages": [0.0] * 24} if row["step"] % 3 else {}, [("little_to_learn", "info")]),
+        (lambda i, row: {"reward": 1.0, "advantages": [0.0] * 24} if row["step"] % 3 == 0 else {}, []),
+    ],
+    ids=["one reward", "one advantage", "a critic has others", "two of three steps", "one of three steps"],
+)  # fmt: skip
+def test_steps_without_a_difference_are_counted(tmp_path, change, expected):
+    assert told(audited(tmp_path / "log.jsonl", changed(log(), change))) == expected
+
+
+def test_one_reward_without_advantages_is_said_and_of_few_responses_not(tmp_path):
+    rows = changed(log(), lambda i, row: {"reward": 1})
+    assert told(audited(tmp_path / "a.jsonl", rows, without=["advantages"])) == [("nothing_to_learn", "watch")]
+    assert told(audited(tmp_path / "b.jsonl", rows[::12], without=["advantages"])) == []
+    assert told(audited(tmp_path / "c.jsonl", rows[:24], without=["advantages"])) == []  # one step
+
+
+def moved(rows, *, within, seed=0):
+    """The advantages of each step, or of each of its groups, in another order."""
+    rng, places = np.random.default_rng(seed), {}
+    for i, row in enumerate(rows):
+        places.setdefault((row["step"], row["group_id"] if within == "group" else 0), []).append(i)
+    source = {i: j for at in places.values() for i, j in zip(at, rng.permutation(at), strict=True)}
+    return changed(rows, lambda i, row: {"advantages": rows[source[i]]["advantages"]})
+
+
+@pytest.mark.parametrize("within", ["step", "group"])
+@pytest.mark.parametrize("of", [lambda a, r: a, lambda a, r: (r - 0.5) / 0.5], ids=["by groups", "by the batch"])
+def test_advantages_in_another_order_are_proved(tmp_path, within, of):
+    rows = changed(log(), lambda i, row: {"advantages": [of(row["advantages"][0], row["reward"])] * 24})
+    assert told(audited(tmp_path / "right.jsonl", rows)) == []
+    found = audited(tmp_path / "moved.jsonl", moved(rows, within=within))
+    assert told(found) == [("advantages_misplaced", "act")]
+    assert found.findings[0].fact
+    assert found.metrics["advantage/misplaced_frac"] > 0.2
+
+
+def test_advantages_of_something_else_are_not_accused(tmp_path):
+    rng = np.random.default_rng(5)
+    other = changed(log(), lambda i, row: {"advantages": [float(rng.normal())] * 24})
+    penalty = changed(log(), lambda i, row: {"advantages": [row["advantages"][0] - 0.1 * float(rng.random())] * 24})
+    for name, rows in {"another reward": other, "a penalty that is not logged": penalty}.items():
+        found = audited(tmp_path / f"{name}.jsonl", rows)
+        assert told(found) == []
+        assert np.isnan(found.metrics.get("advantage/misplaced_frac", np.nan))
+
+
+# -- what both sides take before the temperature ---------------------------------------------------
+
+
+def test_raw_log_probs_of_both_sides_contradict_logged_entropies(tmp_path):
+    raw = log(temperature=0.7, recorded=1.0)
+    found = audited(tmp_path / "raw.jsonl", raw)
+    assert told(found) == [("entropy_contradicts", "watch")]
+    assert found.metrics["record/entropy_gap"] > 0.2
+    assert told(audited(tmp_path / "right.jsonl", log(temperature=0.7))) == []
+    hidden = audited(tmp_path / "hidden.jsonl", raw, without=["entropy"])
+    assert told(hidden) == []
+
+
+def test_placeholders_of_entropies_contradict_nothing(tmp_path):
+    rng = np.random.default_rng(0)
+    for name, entropy in {"one": lambda: [1.0] * 24, "any": lambda: (3 * rng.random(24)).tolist()}.items():
+        rows = changed(log(), lambda i, row, make=entropy: {"entropy": make()})
+        assert told(audited(tmp_path / f"{name}.jsonl", rows)) == []
+
+
+def test_a_stated_temperature_that_agreement_cannot_show_asks(tmp_path):
+    rows = changed(log(temperature=0.7, recorded=1.0), lambda i, row: {"temperature": 0.7})
+    found = audited(tmp_path / "log.jsonl", rows, without=["entropy"])
+    assert told(found) == [("temperature_unseen", "info")]
+    assert found.data["context"]["temperature"] == pytest.approx(0.7)
+    assert told(audited(tmp_path / "given.jsonl", rows, without=["entropy", "temperature"], temperature=0.7)) == told(
+        found
+    )
+    mixed = changed(rows, lambda i, row: {"temperature": 0.7 + 0.1 * (i % 2)})
+    assert told(audited(tmp_path / "mixed.jsonl", mixed, without=["entropy"])) == []
+    one = changed(log(), lambda i, row: {"temperature": 1})
+    assert told(audited(tmp_path / "one.jsonl", one, without=["entropy"])) == []
+
+
+# -- lengths, lost parts, and a table --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "step"),
+    [(lambda s: 8 if s < 12 else 24, 12), (lambda s: 8 + s * 2 // 3, 12), (lambda s: 24 if s < 12 else 8, 12), (lambda s: 24, None)],
+    ids=["a jump", "growth", "a fall", "none"],
+)  # fmt: skip
+def test_lengths_that_change_are_told_with_their_beginning(tmp_path, length, step):
+    def cut(i, row):
+        n = length(row["step"])
+        return {name: row[name][:n] for name in ("logp_rollout", "logp_old", "advantages", "entropy")}
+
+    found = audited(tmp_path / "log.jsonl", changed(log(steps=24), cut))
+    assert told(found) == ([("length_changed", "info")] if step else [])
+    assert found.verdict.level == "ok"
+    if step:
+        assert step <= found.findings[0].step <= step + 8
+
+
+@pytest.mark.parametrize("kind", ["rank", "worker", "environment"])
+def test_the_part_that_lost_its_log_probs_is_named(tmp_path, kind):
+    def lost(i, row):
+        gone = {"logp_old": [float("nan")] * 24} if i % 4 == 2 else {}
+        return {kind: f"part {i % 4}", **gone}
+
+    found = audited(tmp_path / "log.jsonl", changed(log(), lost))
+    words = f"could not be compared, all of them of {kind} part 2 (72 of 288 sequences)."
+    assert found.data["coverage"]["sentences"][0].endswith(words)
+    assert words in found.verdict.text
+    everywhere = changed(log(), lambda i, row: lost(2 if i % 3 == 0 else 0, row) | {kind: f"part {i % 4}"})
+    (first, *_) = audited(tmp_path / "all.jsonl", everywhere).data["coverage"]["sentences"]
+    assert "of them" not in first
+
+
+def test_a_rank_is_named_by_its_file_and_a_file_by_itself(tmp_path):
+    rows = log()
+    for names in ("rank_{}.jsonl", "part{}.jsonl"):
+        folder = tmp_path / names[:4]
+        folder.mkdir()
+        for k in range(4):
+            bad = {"logp_rollout": [float("nan")] * 24} if k == 1 else {}
+            audited(folder / names.format(k), [{**row, **bad} for row in rows[k::4]])
+        first = od.audit(folder).data["coverage"]["sentences"][0]
+        assert ("rank 1 (72 of" in first) == ("rank" in names)
+        assert ("part1.jsonl (72 of" in first) == ("part" in names)
+
+
+@pytest.mark.parametrize("written", [json.dumps, str, lambda x: str(np.array(x)).replace("\n", "")], ids=["JSON", "Python", "NumPy"])  # fmt: skip
+def test_a_table_whose_cells_are_lists_is_a_log(tmp_path, written):
+    np.set_printoptions(threshold=100)
+    rows = [{k: x.tolist() if isinstance(x, np.ndarray) else x for k, x in row.items()} for row in log(steps=3)]
+    by_hand = audited(tmp_path / "log.jsonl", rows)
+    (tmp_path / "table").mkdir()
+    with (tmp_path / "table" / "log.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, rows[0])
+        table.writeheader()
+        table.writerows({k: written(x) if isinstance(x, list) else x for k, x in row.items()} for row in rows)
+    for path in (tmp_path / "table", tmp_path / "table" / "log.csv"):
+        found = od.audit(path)
+        assert found.data["counts"]["tokens"] == by_hand.data["counts"]["tokens"]
+        assert found.metrics["mismatch/k1"] == pytest.approx(by_hand.metrics["mismatch/k1"], abs=1e-7)
+        assert found.metrics["reward/mean"] == by_hand.metrics["reward/mean"]
+
+
+def test_a_table_of_metrics_is_no_log_of_lists(tmp_path):
+    (tmp_path / "metrics.csv").write_text(
+        "step,mismatch/k3,reward/mean\n" + "".join(f"{i},0.001,0.5\n" for i in range(9))
+    )
+    assert od.audit(tmp_path / "metrics.csv").data["kind"] == "audit"
+    assert od.audit(tmp_path).metrics["mismatch/k3"] == 0.001
