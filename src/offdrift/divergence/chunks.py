@@ -17,6 +17,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from offdrift.numerics import asked
+
 T = TypeVar("T")
 
 RowFunction = Callable[..., tuple[Any, ...]]
@@ -50,10 +52,16 @@ _broken: set[str] = set()
 
 def way(device: torch.device, entries: int, compiled: bool | None) -> Literal["compiled", "plain"]:
     """Choose how to compute an input of so many entries, as far as is known before it is tried."""
-    if compiled is False or os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+    if not compiled and device.type in _broken:
         return "plain"
-    worth_it = entries >= COMPILE_FROM and device.type not in _broken
-    return "compiled" if compiled or worth_it else "plain"
+    return "compiled" if pays(entries, compiled) and (compiled or entries >= COMPILE_FROM) else "plain"
+
+
+def pays(entries: int, compiled: bool | None) -> bool:
+    """Whether an input of so many entries is worth a compiler that is asked once per machine, or the user wants it."""
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return False
+    return asked(unasked=entries >= COMPILE_FROM) if compiled is None else compiled
 
 
 def by_rows(

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from offdrift.compiled import exact as one_sweep
 from offdrift.divergence import chunks, kernels
 from offdrift.divergence.exact import ExactDivergences, definition, plain_divergences
 from offdrift.divergence.head import check_positive
@@ -93,6 +94,9 @@ def exact_divergences(
         )
     if route_of(logits_rollout, logits, compiled=compiled) == "triton":
         return kernels.with_normalizers(logits_rollout, logits, tokens, temperature, tv=tv)[0]
+    found = one_read(logits_rollout, logits, tokens, temperature, compiled=compiled, tv=tv)
+    if found is not None:
+        return found[0]
     token_ids = torch.zeros_like(logits[:, 0], dtype=torch.int64) if tokens is None else tokens.long()
     rows = (logits_rollout, logits, token_ids)
     scale = temperature_of(logits, temperature)
@@ -100,6 +104,25 @@ def exact_divergences(
     if not tv:
         fields = fields._replace(tv=torch.full_like(fields.tv, math.nan))
     return fields if tokens is not None else fields._replace(logp_rollout=None, logp=None)
+
+
+def one_read(
+    logits_rollout: Float[Tensor, "n v"],
+    logits: Float[Tensor, "n v"],
+    tokens: Int[Tensor, " n"] | None = None,
+    temperature: float | int = 1.0,
+    *,
+    compiled: bool | None,
+    tv: bool,
+) -> tuple[ExactDivergences, Float[Tensor, "4 n"]] | None:
+    """`exact_divergences` by the library of `compiled.exact`, and its normalizers; None where another way has to."""
+    if not chunks.pays(logits.numel(), compiled):
+        return None
+    found = one_sweep.divergences(logits_rollout, logits, tokens, temperature, tv=tv)
+    if found is None:
+        return None
+    fields = ExactDivergences(*found[0])
+    return fields if tokens is not None else fields._replace(logp_rollout=None, logp=None), found[1]
 
 
 def route_of(*policies: Float[Tensor, "n v"], compiled: bool | None) -> Route:
