@@ -262,7 +262,9 @@ float any_block(const float* a, const float* b, int64_t n, const Reference& at, 
     V highest = all(-INF);
     for (int64_t i = 0; i < n; i += LANES) {  // beyond the row: tokens that neither policy can draw
         V a_i = load(a + i), b_i = load(b + i);
-        V d = a_i - at.a, y = (b_i - at.b) * at.over_t + at.shift, x = (b_i * at.over_t - a_i) + at.apart;
+        V d = a_i - at.a, y = b_i - at.b;
+        y = y * at.over_t + (higher_of(y, all(-MOST)) * at.over_t_rest + at.shift);
+        V x = (b_i * at.over_t - a_i) + (higher_of(b_i, all(-MOST)) * at.over_t_rest + at.apart);
         I near = magnitude(x) < NEAR;
         x = x == x ? x : V{};  // neither can draw it; a NaN of either policy is in m or e
         V m = exponential_of_any(d), e = exponential_of_any(y), curved = expm1_minus(x), rise = x + curved;
@@ -425,21 +427,24 @@ void gradient_of_row(const Pair& both, int64_t i, double upstream, double value,
     double low_pi = z[3 * both.n + i];
     float over_t = float(over_t_d), rest = float(over_t_d - over_t), slope = float(upstream / both.temperature);
     float apart = float((high_mu - high_pi * over_t_d) + (low_mu - low_pi));
-    float subtracted = float(OF == KL_CURRENT_ROLLOUT && value == double(INF) ? NAN : value);
+    float scale_mu = float(std::exp(-low_mu)), scale_pi = float(std::exp(-low_pi));
+    float subtracted = float(OF == ENTROPY ? value - low_pi : value == double(INF) ? NAN : value);
     for (int64_t start = 0; start < both.v; start += BLOCK) {
         int64_t n = std::min(BLOCK, both.v - start);
         const float* b = both.pi.block(both.pi.row(i), start, n, room.b.data());
         const float* a = OF == ENTROPY ? b : both.mu.block(both.mu.row(i), start, n, room.a.data());
         for (int64_t j = 0; j < n; j += LANES) {
             V a_j = load(a + j), b_j = load(b + j);
-            V log_pi = (b_j - float(high_pi)) * over_t - float(low_pi), pi = exponential_of_any(log_pi), moved;
-            V x = (b_j * over_t - a_j) + (b_j * rest + apart);
+            V y = b_j - float(high_pi);
+            y = y * over_t + y * rest;
+            V pi = exponential_of_any(y) * scale_pi;  // a log-prob would be rounded twice
+            V x = (b_j * over_t - a_j) + (b_j * rest + apart), moved;
             if (OF == KL_ROLLOUT_CURRENT) {
-                V mu = exponential_of_any((a_j - float(high_mu)) - float(low_mu));
+                V mu = exponential_of_any(a_j - float(high_mu)) * scale_mu;
                 moved = magnitude(x) < NEAR ? mu * (x + expm1_minus(x)) : pi - mu;
             }
             if (OF == KL_CURRENT_ROLLOUT) moved = pi * higher_of(x - subtracted, all(-MOST));
-            if (OF == ENTROPY) moved = -pi * higher_of(log_pi + subtracted, all(-MOST));
+            if (OF == ENTROPY) moved = -pi * higher_of(y + subtracted, all(-MOST));
             moved = b_j == -INF || slope == 0 ? V{} : slope * moved;
             write(out, both.pi.dtype, start + j, moved, std::min<int64_t>(LANES, n - j));
         }
