@@ -231,7 +231,9 @@ _asked: ContextVar[bool | None] = ContextVar("_asked", default=None)
 
 @contextlib.contextmanager
 def compiled_passes(on: bool = True) -> Iterator[None]:
-    """Ask for compiled passes, or refuse them, within a block; overrules `OFFDRIFT_COMPILE`.
+    """Ask for compiled code, or refuse it, within a block; overrules `OFFDRIFT_COMPILE`.
+
+    That is passes over packed tokens, and exact divergences of any size (of large inputs they compile unasked).
 
     Numbers agree with the plain ways to rounding, and do not depend on the number of threads.
 

@@ -79,7 +79,7 @@ def test_a_small_kl_is_known_to_its_bar(
     check_rows(ours, expected, rtol=max(bar, 2e-5))
 
 
-ROWS = {
+ROWS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "one token has all": lambda z: (z.index_fill(1, torch.tensor([77]), 40), moved(z, 0.01).index_fill(1, torch.tensor([77]), 40)),
     "the likeliest token alone moved": lambda z: (z, z.scatter_add(1, z.argmax(1)[:, None], torch.full((8, 1), 0.4))),
     "as far apart as can be": lambda z: (z, z.flip(0)),
@@ -222,9 +222,10 @@ def test_a_gradient_is_rounded_to_the_nearest(compiled: None, dtype: torch.dtype
     upstream = torch.tensor([1.0, 300.0, 1e-4])
     found = exact.divergences(pi, pi, None, 1.0, tv=False)
     assert found is not None
-    rows = ("entropy", upstream, found[0][5], pi, pi)
-    ours = exact.gradient(*rows, found[1], 1.0)
-    wide = exact.gradient(*rows[:3], pi.float(), pi.float(), found[1], 1.0)
+    fields, normalizers = found
+    ours, wide = (
+        exact.gradient("entropy", upstream, fields[5], (x, x), normalizers, temperature=1.0) for x in (pi, pi.float())
+    )
     assert torch.equal(ours, wide.to(dtype))
 
 

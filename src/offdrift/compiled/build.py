@@ -1,8 +1,8 @@
 """Builds and loads the C++ files of this folder: when, where, and what happens if it does not work.
 
-A library for each file, at its first use. It lies in `$XDG_CACHE_HOME/offdrift` (`~/.cache/offdrift`), which only the user may write, under a name made
-of all that decides its machine code: source, compiler, flags and processor. It is compiled beside that name and moved
-there whole, so that processes that build it at once disturb nobody.
+A library for each file, at its first use. It lies in `$XDG_CACHE_HOME/offdrift` (`~/.cache/offdrift`), which only the
+user may write, under a name made of all that decides its machine code: source, compiler, flags and processor. It is
+compiled beside that name and moved there whole, so that processes that build it at once disturb nobody.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def built(name: Name) -> Path:
 
 
 def flags() -> tuple[str, ...]:
-    """Of the compiler; without AVX-512 where torch does without (`ATEN_CPU_CAPABILITY=avx2`)."""
+    """Options of the compiler; without AVX-512 where torch does without (`ATEN_CPU_CAPABILITY=avx2`)."""
     return (*FLAGS, "-mno-avx512f") if torch.backends.cpu.get_cpu_capability() == "AVX2" else FLAGS
 
 

@@ -445,7 +445,8 @@ void gradient_of_row(const Pair& both, int64_t i, double upstream, double value,
             }
             if (OF == KL_CURRENT_ROLLOUT) moved = pi * higher_of(x - subtracted, all(-MOST));
             if (OF == ENTROPY) moved = -pi * higher_of(y + subtracted, all(-MOST));
-            moved = b_j == -INF || slope == 0 ? V{} : slope * moved;
+            moved = b_j == -INF ? V{} : slope * moved;
+            if (slope == 0) moved = V{};
             write(out, both.pi.dtype, start + j, moved, std::min<int64_t>(LANES, n - j));
         }
     }

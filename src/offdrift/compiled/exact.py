@@ -51,13 +51,13 @@ def divergences(
     given = (logits_rollout, logits) if tokens is None else (logits_rollout, logits, tokens)
     if not in_memory(*given) or not {logits_rollout.dtype, logits.dtype} <= set(DTYPES):
         return None
-    if (found := library("exact")) is None:
+    if (kernels := library("exact")) is None:
         return None
     n = len(logits)
     fields, normalizers = torch.empty(FIELDS, n), torch.empty(NORMALIZERS, n, dtype=torch.float64)
     ids = None if tokens is None else tokens.long().contiguous()
     both, facts = _rows(logits_rollout, logits, temperature)
-    done = call(found.exact_rows, (*both, *facts, ids, int(tv), _threads(logits), fields, normalizers))
+    done = call(kernels.exact_rows, (*both, *facts, ids, int(tv), _threads(logits), fields, normalizers))
     return (fields, normalizers) if done else None
 
 
@@ -65,33 +65,35 @@ def gradient(
     of: Loss,
     upstream: Float[Tensor, " n"],
     value: Float[Tensor, " n"],
-    logits_rollout: Float[Tensor, "n v"],
-    logits: Float[Tensor, "n v"],
+    policies: tuple[Float[Tensor, "n v"], Float[Tensor, "n v"]],
     normalizers: Float[Tensor, "4 n"],
+    *,
     temperature: float | int,
 ) -> Float[Tensor, "n v"]:
-    """The gradient of one of the divergences with respect to `logits`, in their dtype: as `divergence.kernels.gradient`.
+    """The gradient of one of the divergences with respect to the current policy's logits: as `kernels.gradient`.
 
     Args:
         upstream: the gradient of the loss with respect to the divergence of each token.
         value: the divergence.
-        logits_rollout, logits, temperature: as they were given to `divergences`.
+        policies, temperature: both logits, as they were given to `divergences`.
         normalizers: what it returned.
+
+    Returns: in the dtype of the current policy's logits.
 
     Raises: `MemoryError` if there is no room for two blocks of scores.
     """
-    found = library("exact")
-    assert found is not None, "normalizers come from the library"
-    both, facts = _rows(logits_rollout, logits, temperature)
+    kernels = library("exact")
+    assert kernels is not None, "normalizers come from the library"
+    (_, logits), (both, facts) = policies, _rows(*policies, temperature)
     out = torch.empty(logits.shape, dtype=logits.dtype)
     of_rows = torch.stack([upstream.detach().double(), value.detach().double(), *normalizers])
-    if not call(found.gradient_rows, (*both, *facts, get_args(Loss).index(of), of_rows, _threads(logits), out)):
+    if not call(kernels.gradient_rows, (*both, *facts, get_args(Loss).index(of), of_rows, _threads(logits), out)):
         raise MemoryError("no room for the gradient of exact divergences")
     return out
 
 
 def _rows(logits_rollout: Tensor, logits: Tensor, temperature: float | int) -> tuple[tuple[Tensor, ...], ...]:
-    """Both policies with entries side by side, then what `exact.cpp` has to know about them."""
+    """Lay the entries of both policies side by side, and say what `exact.cpp` has to know about them."""
     both = [x.detach() if x.stride(1) == 1 else x.detach().contiguous() for x in (logits_rollout, logits)]
     shape = [*logits.shape, *(DTYPES.index(x.dtype) for x in both), *(x.stride(0) for x in both)]
     return tuple(both), (torch.tensor(shape), torch.tensor([temperature], dtype=torch.float64))

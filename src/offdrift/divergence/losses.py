@@ -138,8 +138,8 @@ class _ChunkedLoss(torch.autograd.Function):
         if route_of(*policies, compiled=compiled) == "triton":
             fields, normalizers = kernels.with_normalizers(*both, temperature=temperature, tv=False)
             value = getattr(fields, of)
-        elif (found := one_read(*both, temperature=temperature, compiled=compiled, tv=False)) is not None:
-            fields, normalizers = found[0], found[1:]
+        elif (result := one_read(*both, temperature=temperature, compiled=compiled, tv=False)) is not None:
+            fields, normalizers = result[0], result[1:]
             value = getattr(fields, of)
         elif of == "entropy":
             scale = temperature_of(policies[0], temperature)
@@ -161,7 +161,7 @@ class _ChunkedLoss(torch.autograd.Function):
         logits, *others = policies
         both = (policies[-1], logits)
         if len(normalizers) == 1:
-            gradient = one_sweep.gradient(ctx.of, upstream, value, *both, *normalizers, ctx.temperature)
+            gradient = one_sweep.gradient(ctx.of, upstream, value, both, *normalizers, temperature=ctx.temperature)
         elif normalizers:
             of_rows = kernels.Normalizers(*normalizers)
             gradient = kernels.gradient(ctx.of, upstream, value, *both, of_rows, ctx.temperature)
