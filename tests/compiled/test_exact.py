@@ -83,6 +83,7 @@ ROWS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "one token has all": lambda z: (z.index_fill(1, torch.tensor([77]), 40), moved(z, 0.01).index_fill(1, torch.tensor([77]), 40)),
     "the likeliest token alone moved": lambda z: (z, z.scatter_add(1, z.argmax(1)[:, None], torch.full((8, 1), 0.4))),
     "as far apart as can be": lambda z: (z, z.flip(0)),
+    "opposites": lambda z: (40 * z, -40 * z),
     "sharp and flat": lambda z: (4 * z, 0.01 * z),
     "flat and sharp": lambda z: (0.01 * z, 4 * z),
     "rollout of the top 50": lambda z: (z.where(z >= z.topk(50).values[:, -1:], -INF), moved(z, 0.05)),
@@ -101,6 +102,14 @@ def test_rows_of_every_kind(compiled: None, name: str) -> None:
     tokens = mu.argmax(1)
     check_rows(fields_of(mu, pi, tokens), truth(mu, pi, tokens), rtol=1e-5)
     check_rows(fields_of(mu, pi, tokens, 0.8), truth(mu, pi, tokens, 0.8), rtol=2e-5)
+
+
+def test_a_reference_that_is_far_from_the_rest_of_the_row_costs_no_digits(compiled: None) -> None:
+    mu = noise(16, 5003, scale=0.01)
+    pi = mu.scatter_add(1, mu.argmax(1)[:, None], torch.linspace(0.1, 0.7, 16)[:, None])
+    ours, expected = (x[[0, 1, 3]] for x in (fields_of(mu, pi, None), truth(mu, pi, torch.zeros(16).long())))
+    assert float(expected.max()) < 1e-4
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
@@ -217,16 +226,13 @@ def test_gradients_of_strange_rows_are_those_of_the_plain_way(compiled: None, of
 
 @every_float
 def test_a_gradient_is_rounded_to_the_nearest(compiled: None, dtype: torch.dtype) -> None:
-    """In half precision, at every size: gradients of the entropy are products of probabilities of any size."""
-    pi = noise(3, 5000, scale=4.0).to(dtype)
-    upstream = torch.tensor([1.0, 300.0, 1e-4])
-    found = exact.divergences(pi, pi, None, 1.0, tv=False)
-    assert found is not None
-    fields, normalizers = found
-    ours, wide = (
-        exact.gradient("entropy", upstream, fields[5], (x, x), normalizers, temperature=1.0) for x in (pi, pi.float())
-    )
-    assert torch.equal(ours, wide.to(dtype))
+    """pi - mu = 1/2, times numbers of every size, and those in the middle between two of the dtype."""
+    steps = torch.tensor([1.0, 1 + 2**-8, 1 + 2**-11, 1 + 3 * 2**-8, 1 + 3 * 2**-11, 1 + 2**-11 + 2**-20, 1.7, -1.3])
+    upstream = (steps[:, None] * 2.0 ** torch.arange(-27, 19)).flatten()
+    mu = torch.tensor([[0.0, -INF]]).expand(len(upstream), 2)
+    _, ours = gradient_of("kl_rollout_current", mu.to(dtype), torch.zeros_like(mu).to(dtype), upstream)
+    assert torch.equal(ours[:, 1], (upstream / 2).to(dtype))
+    assert ours.isinf().any() == (dtype is torch.float16)
 
 
 # When it is built, and what happens if it cannot be.

@@ -227,7 +227,7 @@ bool near_block(const float* a, const float* b, int64_t n, const Reference& at, 
         V d = higher_of(a - at.a, all(LOWEST));
         V x = (b * at.over_t - a) + (b * at.over_t_rest + at.apart);
         V m = exponential(d);
-        if (masked) m = inside ? m : V{}, d = inside ? d : V{}, x = inside ? x : V{};
+        if (masked) x = inside ? x : V{};  // m is e^LOWEST there
         V curved = expm1_minus(x), rise = x + curved, moved = m * rise, p = m + moved;
         total += m, moved_sum += moved, curved_sum += m * curved, moved_x += moved * x, rises += moved * rise;
         a_m += m * d, a_p += p * d, squares += p * p;
