@@ -105,10 +105,10 @@ def test_rows_of_every_kind(compiled: None, name: str) -> None:
 
 
 def test_a_reference_that_is_far_from_the_rest_of_the_row_costs_no_digits(compiled: None) -> None:
-    mu = noise(16, 5003, scale=0.01)
+    mu = noise(16, 40_003, scale=0.01)
     pi = mu.scatter_add(1, mu.argmax(1)[:, None], torch.linspace(0.1, 0.7, 16)[:, None])
     ours, expected = (x[[0, 1, 3]] for x in (fields_of(mu, pi, None), truth(mu, pi, torch.zeros(16).long())))
-    assert float(expected.max()) < 1e-4
+    assert float(expected.max()) < 1e-3
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=0)
 
 
