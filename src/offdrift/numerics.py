@@ -231,7 +231,9 @@ _asked: ContextVar[bool | None] = ContextVar("_asked", default=None)
 
 @contextlib.contextmanager
 def compiled_passes(on: bool = True) -> Iterator[None]:
-    """Ask for compiled passes, or refuse them, within a block; overrules `OFFDRIFT_COMPILE`.
+    """Ask for compiled code, or refuse it, within a block; overrules `OFFDRIFT_COMPILE`.
+
+    That is passes over packed tokens, and exact divergences of any size (of large inputs they compile unasked).
 
     Numbers agree with the plain ways to rounding, and do not depend on the number of threads.
 
@@ -247,12 +249,14 @@ def compiled_passes(on: bool = True) -> Iterator[None]:
         _asked.reset(token)
 
 
-def asked() -> bool:
-    """Whether the user wants compiled passes here."""
+def asked(*, unasked: bool = False) -> bool:
+    """Whether the user wants compiled passes here; `unasked` is the answer where the user has said nothing."""
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return False
     choice = _asked.get()
-    return os.environ.get("OFFDRIFT_COMPILE") == "1" if choice is None else choice
+    if choice is None:
+        choice = {"1": True, "0": False}.get(os.environ.get("OFFDRIFT_COMPILE", ""))
+    return unasked if choice is None else choice
 
 
 # Sums that are the same to the last bit on any machine.

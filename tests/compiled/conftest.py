@@ -1,9 +1,10 @@
-"""A cache of libraries of one's own, and compiled passes that are asked for."""
+"""Libraries are built once for all tests here, into a folder of their own."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from offdrift.compiled import build, compiled_passes
 
@@ -19,11 +20,17 @@ def fresh(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     for name in ("TORCH_COMPILE_DISABLE", "OFFDRIFT_COMPILE", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(build, "_loaded", [])
+    monkeypatch.setattr(build, "_loaded", {})
 
 
 @pytest.fixture
 def compiled(fresh: None) -> Iterator[None]:
     with compiled_passes():
-        assert build.library() is not None
         yield
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -20,7 +20,7 @@ USE = """
 import torch
 from offdrift.compiled import build, compiled_passes, passes
 with compiled_passes():
-    print(build.library() is not None, passes.segment_sums(torch.arange(9.0), torch.tensor([0, 4, 9])).tolist())
+    print(build.library("passes") is not None, passes.segment_sums(torch.arange(9.0), torch.tensor([0, 4, 9])).tolist())
 """
 RIGHT = "True [6.0, 30.0]\n"
 
@@ -47,7 +47,7 @@ def process(here: Path) -> subprocess.Popen[str]:
 
 def with_compiler(here: Path) -> Path:
     script = here / "c++"
-    script.write_text(COMPILER.format(here=here, library=build.built()))
+    script.write_text(COMPILER.format(here=here, library=build.built("passes")))
     script.chmod(0o700)
     return here / "cache" / "offdrift"
 

@@ -202,10 +202,12 @@ def test_memory_is_bounded_by_the_chunk_whatever_the_batch(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
-def test_compiled_equals_plain(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # by the library, and by torch's compiler
+def test_compiled_equals_plain(dtype, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(chunks, "COMPILED_CHUNK", 5 * 5000)
     chunks._kernel.cache_clear()
-    mu, pi = (z.float() for z in random_pair(23, 5003, drift=0.5))
+    mu, pi = (z.to(dtype) for z in random_pair(23, 5003, drift=0.5))
     mu[0, 7], pi[1, 9], mu[2], pi[3, 3] = -math.inf, -math.inf, -math.inf, math.nan
     mu[4, ::2] = pi[4, ::2] = -math.inf
     pi[5], mu[6] = mu[5], 1e4 * mu[6]

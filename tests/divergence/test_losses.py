@@ -219,11 +219,13 @@ def test_the_backward_pass_allocates_the_gradient_and_one_chunk(of, monkeypatch)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # by the library, and by torch's compiler
 @every_loss
-def test_compiled_equals_plain(of, monkeypatch):
+def test_compiled_equals_plain(of, dtype, monkeypatch, tmp_path):
     monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(chunks, "COMPILED_CHUNK", 5 * 2003)
-    mu, pi = (z.float() for z in random_pair(23, 2003, drift=0.5))
+    mu, pi = (z.to(dtype) for z in random_pair(23, 2003, drift=0.5))
     mu[0, 7], pi[1, 9], mu[2], pi[3, 3] = -INF, -INF, -INF, NAN
     mu[4, ::2] = pi[4, ::2] = -INF
     pi.requires_grad_()

@@ -189,4 +189,4 @@ def test_importing_the_library_loads_no_engine_framework_or_report():
     )
     environment = os.environ | {"OFFDRIFT_COMPILE": "1"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.split() == ["[]", "[]"]
+    assert done.stdout.split() == ["[]", "{}"]

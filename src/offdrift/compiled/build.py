@@ -1,8 +1,8 @@
-"""Builds and loads `passes.cpp`: when, where, and what happens if it does not work.
+"""Builds and loads the C++ files of this folder: when, where, and what happens if it does not work.
 
-The library lies in `$XDG_CACHE_HOME/offdrift` (`~/.cache/offdrift`), which only the user may write, under a name made
-of all that decides its machine code: source, compiler, flags and processor. It is compiled beside that name and moved
-there whole, so that processes that build it at once disturb nobody.
+A library for each file, at its first use. It lies in `$XDG_CACHE_HOME/offdrift` (`~/.cache/offdrift`), which only the
+user may write, under a name made of all that decides its machine code: source, compiler, flags and processor. It is
+compiled beside that name and moved there whole, so that processes that build it at once disturb nobody.
 """
 
 from __future__ import annotations
@@ -17,36 +17,37 @@ import subprocess
 import tempfile
 import threading
 from pathlib import Path
+from typing import Literal
 
-from offdrift.numerics import asked
+import torch
 
 LOG = logging.getLogger("offdrift.compiled")
 
-SOURCE = Path(__file__).with_name("passes.cpp")
+Name = Literal["passes", "exact"]
+"""A C++ file of this folder."""
+
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 SECONDS = 300
 """What the compiler may take."""
 
 _lock = threading.Lock()
-_loaded: list[ctypes.CDLL | None] = []
-"""The library of this process, or None after a failure; empty before the first use."""
+_loaded: dict[Name, ctypes.CDLL | None] = {}
+"""The libraries of this process, None after a failure."""
 
 
-def library() -> ctypes.CDLL | None:
-    """The compiled library if it is asked for and works; builds it at the first use."""
-    if not asked():
-        return None
+def library(name: Name) -> ctypes.CDLL | None:
+    """The compiled library if it works; builds it at the first use. Who calls has asked whether it is wanted."""
     with _lock:
-        if not _loaded:
+        if name not in _loaded:
             try:
-                _loaded.append(ctypes.CDLL(str(built())))
+                _loaded[name] = ctypes.CDLL(str(built(name)))
             except Exception as error:  # whatever the reason, the plain way is right, only slower
-                LOG.warning("no compiled passes, the plain ones are used: %s", first_line(error))
-                _loaded.append(None)
-        return _loaded[0]
+                LOG.warning("no compiled %s, a slower way is used: %s", name, first_line(error))
+                _loaded[name] = None
+        return _loaded[name]
 
 
-def built() -> Path:
+def built(name: Name) -> Path:
     """Path of the library, compiled unless it is there.
 
     Raises: `OSError` without a compiler or a folder; `subprocess.SubprocessError` if it fails or takes too long.
@@ -55,16 +56,22 @@ def built() -> Path:
     if compiler is None:
         raise FileNotFoundError("no C++ compiler: install g++ or clang++, or name one in $CXX")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=SECONDS)
-    parts = (SOURCE.read_text(encoding="utf-8"), compiler, version.stdout, *FLAGS, processor())
-    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-    path = cache_folder() / f"passes-{name}.so"
+    source = Path(__file__).with_name(f"{name}.cpp")
+    parts = (source.read_text(encoding="utf-8"), compiler, version.stdout, *flags(), processor())
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    path = cache_folder() / f"{name}-{digest}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            command = [compiler, *FLAGS, "-o", str(made), str(SOURCE)]
+            command = [compiler, *flags(), "-o", str(made), str(source)]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS)
             made.replace(path)
     return path
+
+
+def flags() -> tuple[str, ...]:
+    """Options of the compiler; without AVX-512 where torch does without (`ATEN_CPU_CAPABILITY=avx2`)."""
+    return (*FLAGS, "-mno-avx512f") if torch.backends.cpu.get_cpu_capability() == "AVX2" else FLAGS
 
 
 def cache_folder() -> Path:

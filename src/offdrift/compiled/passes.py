@@ -11,7 +11,6 @@ gate's bound may be inside by one way and outside by the other.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable
 from functools import partial
@@ -20,10 +19,10 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn import Parameter
 
 from offdrift.compiled.build import library
-from offdrift.numerics import asked, transformed
+from offdrift.compiled.calls import call, in_memory
+from offdrift.numerics import asked
 
 Statistic = Literal["itself", "ratio", "k2", "k3", "abs_log_ratio", "ratio_error"]
 """Of a log-ratio: names of `correction.statistics`, or the number itself."""
@@ -47,18 +46,12 @@ Run = Callable[..., int]
 def _pass(name: str, *tensors: Tensor) -> Run | None:
     """The pass of this name, or None where it is not asked for, not built, or not for such tensors."""
     x = tensors[0]
-    if not asked() or x.dtype not in DTYPES or transformed():
+    if not asked() or x.dtype not in DTYPES or not in_memory(*tensors):
         return None
-    # Subclasses (of FSDP, of tracers) have no memory that could be read here.
-    plain = all(type(t) in (Tensor, Parameter) and t.is_cpu and t.layout is torch.strided for t in tensors)
-    if not plain or any(t.shape != x.shape or t.dtype != x.dtype or t.ndim != 1 for t in tensors):
+    if any(t.shape != x.shape or t.dtype != x.dtype or t.ndim != 1 for t in tensors):
         return None
-    found = library()
-    return None if found is None else partial(_run, getattr(found, f"{name}_{DTYPES[x.dtype]}"))
-
-
-def _run(function: Callable[..., int], arguments: tuple[Tensor | int, ...]) -> int:
-    return function(*(ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_int64(x) for x in arguments))
+    found = library("passes")
+    return None if found is None else partial(call, getattr(found, f"{name}_{DTYPES[x.dtype]}"))
 
 
 def _threads(n: int) -> int:

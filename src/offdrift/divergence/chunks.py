@@ -1,7 +1,9 @@
 """Functions of `[tokens, vocab]` matrices, run a few rows at a time: compiled if that pays, else plain.
 
-Compiled, a chunk goes through one generated kernel that keeps nothing but its results; plain, through the
-ordinary operators, whose temporaries then stay in the cache. The numbers agree to rounding.
+Compiled, a chunk goes through one kernel that torch generates and that keeps nothing but its results; plain, through
+the ordinary operators, whose temporaries then stay in the cache. The numbers agree to rounding. Whole rows of logits in
+float32 or half precision on a CPU have something faster, `compiled.exact`; this is for blocks of scores from hidden
+states, float64, other devices, and CPUs where that cannot be built.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from offdrift.numerics import asked
+
 T = TypeVar("T")
 
 RowFunction = Callable[..., tuple[Any, ...]]
@@ -24,7 +28,8 @@ RowFunction = Callable[..., tuple[Any, ...]]
 times as it likes, or writes its rows into one of its arguments."""
 
 COMPILE_FROM = 2**24
-"""Entries of one input from which compiling (10 to 20 s, once per process and dtype) pays."""
+"""Entries of one input from which compiling pays: 10 to 20 s, once per process and dtype; the library of `compiled`
+2 s, once per machine."""
 
 COMPILED_CHUNK = 2**21
 """Entries per compiled call: 8 MiB of each input, read three times, stay in a last-level cache."""
@@ -50,10 +55,16 @@ _broken: set[str] = set()
 
 def way(device: torch.device, entries: int, compiled: bool | None) -> Literal["compiled", "plain"]:
     """Choose how to compute an input of so many entries, as far as is known before it is tried."""
-    if compiled is False or os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+    if not compiled and device.type in _broken:
         return "plain"
-    worth_it = entries >= COMPILE_FROM and device.type not in _broken
-    return "compiled" if compiled or worth_it else "plain"
+    return "compiled" if pays(entries, compiled) and (compiled or entries >= COMPILE_FROM) else "plain"
+
+
+def pays(entries: int, compiled: bool | None) -> bool:
+    """Whether to compile for an input of so many entries: as the caller says, else the user, else by its size."""
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return False
+    return asked(unasked=entries >= COMPILE_FROM) if compiled is None else compiled
 
 
 def by_rows(

@@ -216,13 +216,60 @@ def plain_divergences(
     temperature: Float[Tensor, ""],
 ) -> ExactDivergences:
     """Compute `definition` for these rows."""
-    dtype = torch.promote_types(logits_rollout.dtype, logits.dtype)
-    log_mu, mu = plain_policy(logits_rollout.to(dtype), None)
-    log_pi, pi = plain_policy(logits.to(dtype), temperature)
-    kl, kl_back, tv, chi2 = _sums(log_mu, mu, log_pi, pi)
-    tv = tv + 0 * (mu[:, 0] + pi[:, 0])  # NaN of a row that is no distribution
-    sums = [kl, kl_back, tv, chi2, plain_entropy(log_mu, mu), plain_entropy(log_pi, pi), (pi * pi).sum(-1)]
-    return _fields(sums, log_mu, log_pi, tokens)
+    dtype = torch.promote_types(torch.promote_types(logits_rollout.dtype, logits.dtype), torch.float32)
+    # One piece of memory for all temporaries: a new one for each costs more than what is computed in it.
+    room = torch.empty(7, *logits.shape, dtype=dtype, device=logits.device)
+    below_mu, mass_mu = _masses(logits_rollout, None, room[0], out=room[1])
+    below_pi, mass_pi = _masses(logits, temperature, room[2], out=room[3])
+    totals = [x.sum(-1) for x in (mass_mu, mass_pi)]
+    log_totals = [x.log() for x in totals]
+    x = torch.sub(below_pi, below_mu, out=room[4])
+    x += (log_totals[0] - log_totals[1])[:, None]
+    if x.numel() and not max(-x.amin(), x.amax()) < SERIES_BELOW:
+        log_pair = [y.sub_(total[:, None]) for y, total in zip((below_mu, below_pi), log_totals, strict=True)]
+        policies = [y.div_(total[:, None]) for y, total in zip((mass_mu, mass_pi), totals, strict=True)]
+        return _plain_far(log_pair, policies, x, tokens, room[5:])
+    kl, kl_back, tv, chi2 = (y / totals[0] for y in _near(mass_mu, x, *room[5:]))
+    moments = [torch.mul(*both, out=room[5]).sum(-1) for both in ((mass_mu, below_mu), (mass_pi, below_pi))]
+    entropies = [log - moment / total for log, moment, total in zip(log_totals, moments, totals, strict=True)]
+    squared = torch.mul(mass_pi, mass_pi, out=room[5]).sum(-1) / totals[1].square()
+    logps = [_picked(y, tokens) - log for y, log in zip((below_mu, below_pi), log_totals, strict=True)]
+    fields = (kl, kl_back, tv.clamp(max=1.0), chi2, *entropies, squared, *logps)
+    return ExactDivergences(*fields)
+
+
+def _masses(
+    scores: Float[Tensor, "n v"],
+    temperature: Float[Tensor, ""] | None,
+    below: Float[Tensor, "n v"],
+    *,
+    out: Float[Tensor, "n v"],
+) -> tuple[Float[Tensor, "n v"], Float[Tensor, "n v"]]:
+    """Scores / temperature less the largest, written to `below`, and their exponentials."""
+    if scores.dtype is below.dtype:
+        torch.sub(scores, scores.amax(-1, keepdim=True), out=below)
+    else:
+        below.copy_(scores)
+        below -= below.amax(-1, keepdim=True)
+    if temperature is not None and temperature != 1:
+        below /= temperature
+    return below, torch.exp(below, out=out)
+
+
+def _plain_far(
+    log_pair: list[Float[Tensor, "n v"]],
+    policies: list[Float[Tensor, "n v"]],
+    x: Float[Tensor, "n v"],
+    tokens: Int[Tensor, " n"],
+    room: Float[Tensor, "2 n v"],
+) -> ExactDivergences:
+    """Compute the same where some |x| is beyond the series, or some entry is no number."""
+    (log_mu, log_pi), (mu, pi) = log_pair, policies
+    entropies = [plain_entropy(log_p, p) for log_p, p in zip(log_pair, policies, strict=True)]
+    others = (*entropies, (pi * pi).sum(-1))
+    nan_or_0 = 0 * (mu[:, 0] + pi[:, 0])  # NaN of a row that is no distribution
+    kl, kl_back, tv, chi2 = _sums(mu, pi, log_pi, x, room)
+    return _fields([kl, kl_back, tv + nan_or_0, chi2, *others], log_mu, log_pi, tokens)
 
 
 def plain_policy(
@@ -245,18 +292,19 @@ def plain_entropy(log_p: Float[Tensor, "n v"], p: Float[Tensor, "n v"]) -> Float
 
 
 def _sums(
-    log_mu: Float[Tensor, "n v"], mu: Float[Tensor, "n v"], log_pi: Float[Tensor, "n v"], pi: Float[Tensor, "n v"]
+    mu: Float[Tensor, "n v"],
+    pi: Float[Tensor, "n v"],
+    log_pi: Float[Tensor, "n v"],
+    x: Float[Tensor, "n v"],
+    room: Float[Tensor, "2 n v"],
 ) -> tuple[Float[Tensor, " n"], ...]:
-    """The sums of `all_terms` over the vocabulary."""
-    x = log_pi - log_mu
-    if not x.numel() or x.abs().amax() < SERIES_BELOW:
-        return _near(mu, x)
+    """Compute the sums of `all_terms` over the vocabulary; takes x."""
     x.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)  # neither can draw that token
     lowest, highest = x.amin(-1), x.amax(-1)
     far = (x.abs() >= SERIES_BELOW).to(x.dtype)
     x.nan_to_num_(posinf=0.0, neginf=0.0)
     x_far = x * far
-    sums = _near(mu, x - x_far)
+    sums = _near(mu, x - x_far, *room)
     mu, pi = mu * far, pi * far
     squared = x.add_(log_pi).exp_().mul_(far)  # pi^2 / mu
     moved = pi - mu
@@ -269,16 +317,18 @@ def _sums(
     return tuple(a + b + c for a, b, c in zip(sums, beyond, (lost, new, 0.0, new), strict=True))
 
 
-def _near(mu: Float[Tensor, "n v"], x: Float[Tensor, "n v"]) -> tuple[Float[Tensor, " n"], ...]:
-    """Sum the terms where every x is below the limit, by the series of `all_terms`."""
+def _near(
+    mu: Float[Tensor, "n v"], x: Float[Tensor, "n v"], series: Float[Tensor, "n v"], rise: Float[Tensor, "n v"]
+) -> tuple[Float[Tensor, " n"], ...]:
+    """Sum the terms where every x is below the limit, by the series of `all_terms`; works in the last two."""
     first, *rest = (x.new_tensor(1 / math.factorial(i)) for i in (6, 5, 4, 3, 2))
-    series = torch.add(first, x, alpha=1 / math.factorial(7))
+    torch.add(first, x, alpha=1 / math.factorial(7), out=series)
     for coefficient in rest:
-        series = torch.addcmul(coefficient, series, x)
+        torch.addcmul(coefficient, series, x, out=series)
     curved = series.mul_(x).mul_(x)  # e^x - 1 - x
-    rise = x + curved
+    torch.add(x, curved, out=rise)
     kl = curved.mul_(mu).sum(-1)
-    moved = mu * rise
+    moved = torch.mul(mu, rise, out=series)
     chi2 = rise.mul_(moved).sum(-1)
     both = torch.mul(moved, x, out=rise).sum(-1)
     return kl, both - kl, moved.abs_().sum(-1) / 2, chi2

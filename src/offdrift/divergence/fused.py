@@ -1,8 +1,9 @@
 """Exact divergences without a `[tokens, vocab]` temporary, by the fastest route of the device.
 
-On CUDA the Triton kernels; elsewhere, or where Triton is not installed, `exact.definition` a few rows at a
-time, compiled if that pays, else in its plain form. There each row of logits comes from memory once, and is read
-three times (largest entry, normalizer, sums), the second and third time from the cache.
+On CUDA the Triton kernels; on CPUs, if compiling pays, the library of `compiled.exact`, which reads each row of logits
+once from memory. Elsewhere, in float64, or where neither can be had, `exact.definition` a few rows at a time, compiled
+by torch if that pays, else in its plain form: a row is read three times (largest entry, normalizer, sums), the second
+and third time from the cache.
 
 Shape suffixes: n tokens, v vocabulary.
 """
@@ -16,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from offdrift.compiled import exact as one_sweep
 from offdrift.divergence import chunks, kernels
 from offdrift.divergence.exact import ExactDivergences, definition, plain_divergences
 from offdrift.divergence.head import check_positive
@@ -53,8 +55,8 @@ def exact_divergences(
         chi2 = sum_a pi(a)^2 / mu(a) - 1              H(p) = -sum_a p(a) log p(a)
 
     Zeros, infinities and rows that are no distribution behave as in `exact.definition`. Beyond the
-    results: compiled, some twenty numbers per token of a chunk; plain, about ten temporaries of 256
-    to 512 KiB (of one row, if larger) for each thread of a CPU. Neither grows with `n`.
+    results: compiled, two rows of float32 for each thread of a CPU; plain, about ten temporaries of 256
+    to 512 KiB (of one row, if larger). Neither grows with `n`.
 
     Args:
         logits_rollout: scores of the rollout policy as it was sampled, logits or log-probs, any
@@ -63,10 +65,12 @@ def exact_divergences(
         tokens: the drawn tokens, whose log-probs come along; NaN where one is not in the vocabulary.
         temperature: what the current policy's logits are divided by; the rollout policy's evidence
             already is what was sampled.
-        compiled: None chooses the route; True compiles and lets a failure through; False is plain.
-            `TORCH_COMPILE_DISABLE=1` in the environment never compiles.
-        tv: False leaves TV out, NaN in its place. On a GPU it alone takes a second sweep over the
-            logits, because its kink moves with the normalizers; elsewhere it saves nothing.
+        compiled: None compiles from 2^24 entries on, or where the user asked for compiled passes
+            (`OFFDRIFT_COMPILE=1`), and not where the user refused (`OFFDRIFT_COMPILE=0`); True compiles and lets
+            a failure of torch's compiler through; False is plain. `TORCH_COMPILE_DISABLE=1` in the environment
+            never compiles.
+        tv: False leaves TV out, NaN in its place: it alone takes a second sweep, because its kink moves with
+            the normalizers. Of the plain way it saves nothing.
 
     Returns: nats and probabilities, float32 or better. Gradient: none, it is evidence; `losses` has
         the divergences that carry one.
@@ -93,6 +97,9 @@ def exact_divergences(
         )
     if route_of(logits_rollout, logits, compiled=compiled) == "triton":
         return kernels.with_normalizers(logits_rollout, logits, tokens, temperature, tv=tv)[0]
+    result = one_read(logits_rollout, logits, tokens, temperature, compiled=compiled, tv=tv)
+    if result is not None:
+        return result[0]
     token_ids = torch.zeros_like(logits[:, 0], dtype=torch.int64) if tokens is None else tokens.long()
     rows = (logits_rollout, logits, token_ids)
     scale = temperature_of(logits, temperature)
@@ -100,6 +107,25 @@ def exact_divergences(
     if not tv:
         fields = fields._replace(tv=torch.full_like(fields.tv, math.nan))
     return fields if tokens is not None else fields._replace(logp_rollout=None, logp=None)
+
+
+def one_read(
+    logits_rollout: Float[Tensor, "n v"],
+    logits: Float[Tensor, "n v"],
+    tokens: Int[Tensor, " n"] | None = None,
+    temperature: float | int = 1.0,
+    *,
+    compiled: bool | None,
+    tv: bool,
+) -> tuple[ExactDivergences, Float[Tensor, "4 n"]] | None:
+    """`exact_divergences` by the library of `compiled.exact`, and its normalizers; None where another way has to."""
+    if not chunks.pays(logits.numel(), compiled):
+        return None
+    result = one_sweep.divergences(logits_rollout, logits, tokens, temperature, tv=tv)
+    if result is None:
+        return None
+    fields = ExactDivergences(*result[0])
+    return fields if tokens is not None else fields._replace(logp_rollout=None, logp=None), result[1]
 
 
 def route_of(*policies: Float[Tensor, "n v"], compiled: bool | None) -> Route:

@@ -21,10 +21,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from offdrift.compiled import exact as one_sweep
 from offdrift.divergence import kernels
 from offdrift.divergence.chunks import RowFunction, by_rows
 from offdrift.divergence.exact import log_policies, log_policy, plain_entropy, plain_policy, weighted
-from offdrift.divergence.fused import check_pair, exact_divergences, route_of, temperature_of
+from offdrift.divergence.fused import check_pair, exact_divergences, one_read, route_of, temperature_of
 
 
 def kl_rollout_current(
@@ -133,15 +134,17 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(ctx: Any, of: str, temperature: float, compiled: bool | None, *policies: Tensor) -> Tensor:
         ctx.of, ctx.temperature, ctx.compiled = of, temperature, compiled
         normalizers: tuple[Tensor, ...] = ()
+        both = (policies[-1], policies[0])
         if route_of(*policies, compiled=compiled) == "triton":
-            both = (policies[-1], policies[0])
             fields, normalizers = kernels.with_normalizers(*both, temperature=temperature, tv=False)
+            value = getattr(fields, of)
+        elif (result := one_read(*both, temperature=temperature, compiled=compiled, tv=False)) is not None:
+            fields, normalizers = result[0], result[1:]
             value = getattr(fields, of)
         elif of == "entropy":
             scale = temperature_of(policies[0], temperature)
             (value,) = by_rows(_entropy_rows, policies, scale, compiled=compiled, plain=_plain_entropy_rows)
         else:  # the loss is the very number that is measured
-            both = (policies[1], policies[0])
             fields = exact_divergences(*both, temperature=temperature, compiled=compiled)
             value = getattr(fields, of)
         ctx.num_policies = len(policies)
@@ -156,9 +159,12 @@ class _ChunkedLoss(torch.autograd.Function):
         (upstream,), (value, *saved) = grad_outputs, ctx.saved_tensors
         policies, normalizers = saved[: ctx.num_policies], saved[ctx.num_policies :]
         logits, *others = policies
-        if normalizers:
-            both, row_normalizers = (policies[-1], logits), kernels.Normalizers(*normalizers)
-            gradient = kernels.gradient(ctx.of, upstream, value, *both, row_normalizers, ctx.temperature)
+        both = (policies[-1], logits)
+        if len(normalizers) == 1:
+            gradient = one_sweep.gradient(ctx.of, upstream, value, both, *normalizers, temperature=ctx.temperature)
+        elif normalizers:
+            of_rows = kernels.Normalizers(*normalizers)
+            gradient = kernels.gradient(ctx.of, upstream, value, *both, of_rows, ctx.temperature)
         else:
             gradient = torch.empty_like(logits)
             rows = (upstream, value, gradient, *policies)
