@@ -40,7 +40,7 @@ from offdrift.logprobs import LogProbs
 from offdrift.records.atomic import write_atomically
 from offdrift.records.provenance import Sampling
 from offdrift.records.rollouts import Rollouts
-from offdrift_lab.train.data.source import rollout
+from offdrift_lab.train.data.episodes import rollout
 from offdrift_lab.train.loop.arm import start_arm
 from offdrift_lab.train.loop.context import RunContext, begin, set_up
 from offdrift_lab.train.loop.loop import train_batches

@@ -145,7 +145,7 @@ def compare(batch: Batch, mode: str, verl: Callable[..., tuple] | None, repeats:
         "ours, padded": lambda: ours_padded(batch, correction),
     }
     with compiled_passes():
-        if library() is not None:
+        if library("passes") is not None:
             arms["ours, compiled"] = lambda: ours_compiled(batch, correction)
     found: dict[str, object] = {}
     if verl is not None:

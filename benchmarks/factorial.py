@@ -30,7 +30,7 @@ from offdrift.models import load_model
 from offdrift.records.provenance import Sampling
 from offdrift.stats import over_seeds
 from offdrift_lab.evidence.budget import Mismatch, largest_gain, over_budget
-from offdrift_lab.train.data.source import rollout
+from offdrift_lab.train.data.episodes import rollout
 from offdrift_lab.train.data.tasks import find_task
 from offdrift_lab.train.sweep.sweep import Cell, load_sweep
 from offdrift_lab.train.sweep.sweep_results import number_of

@@ -47,7 +47,7 @@ from offdrift.records.rollouts import Rollouts
 from offdrift.segments import Segments
 from offdrift.stats import Mean, compare_all
 from offdrift_lab.exact.frontier import family
-from offdrift_lab.train.data.source import rollout
+from offdrift_lab.train.data.episodes import rollout
 from offdrift_lab.train.data.tasks import find_task
 
 HERE = Path(__file__).parent

@@ -23,8 +23,8 @@ from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.retention import retention_sums
 from offdrift.models import load_model
 from offdrift.records.provenance import Eviction, Sampling
+from offdrift_lab.train.data.episodes import rollout
 from offdrift_lab.train.data.prompts import prompt_ids
-from offdrift_lab.train.data.source import rollout
 from offdrift_lab.train.data.tasks import find_task
 from offdrift_lab.train.data.warmstart import warm_start
 from offdrift_lab.train.loop.loop import train

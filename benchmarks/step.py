@@ -29,6 +29,7 @@ import offdrift_lab.train.loop.step as step
 from offdrift.advantages import advantages
 from offdrift.engines.score import chunks, score
 from offdrift.logprobs import LogProbs
+from offdrift_lab.train.data.episodes import rollout
 from offdrift_lab.train.data.source import batch_seed
 from offdrift_lab.train.loop.arm import start_arm
 from offdrift_lab.train.loop.context import set_up
@@ -121,7 +122,7 @@ def bare_update(arm, index: int) -> float:
     if arm.version - run.engine.version >= recipe.lag.sync_every:
         run.engine.load_weights(arm.model.named_parameters(), version=arm.version)
     problems = run.task.sample(recipe.rollout.prompts, seed=batch_seed(recipe.seed, index))
-    drawn = source.rollout(
+    drawn = rollout(
         run.engine, problems, run.task, run.tokenizer, run.sampling, samples=recipe.rollout.samples, seed=index
     )
     whole = advantages(drawn.rewards, drawn.segments)

@@ -19,8 +19,9 @@ from offdrift.models import load_model, tiny_tokenizer
 from offdrift.records import Sampling
 from offdrift.records.rollouts import Rollouts
 from offdrift.records.store import read
+from offdrift_lab.train.data.episodes import rollout
 from offdrift_lab.train.data.problems import Problem, digest
-from offdrift_lab.train.data.source import Source, batch_seed, rollout
+from offdrift_lab.train.data.source import Source, batch_seed
 from offdrift_lab.train.data.tasks import TASKS
 from offdrift_lab.train.features.fusion import MixtureSettings, probed_difficulties
 from offdrift_lab.train.loop.loop import train

@@ -1,4 +1,4 @@
-"""Episodes: an engine and an environment take turns.
+"""Rewarded responses to the problems of a task, or episodes in which an engine and an environment take turns.
 
 All episodes that are not over are drawn together, turn by turn: the prompt of a turn is everything that stands before
 it, so any engine plays any environment. An episode is one sequence of `Rollouts`, whose tokens are the model's; what
@@ -12,8 +12,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -34,6 +36,7 @@ from offdrift.segments import Segments
 from offdrift_lab.train.data.environments import Environment, ask, start
 from offdrift_lab.train.data.problems import Problem
 from offdrift_lab.train.data.prompts import answer_ids, prompt_ids
+from offdrift_lab.train.data.tasks import Task, rewards_of
 
 ANSWERED = "\n-> "
 """Before an environment's answer in the text of an episode; a line break follows it."""
@@ -105,6 +108,43 @@ class PlayedEpisode:
         self.before += ids + new
         self.text += f"{ANSWERED}{answer.text.strip()}\n"
         return True
+
+
+def rollout(
+    engine: Engine,
+    problems: list[Problem],
+    task: Task | Environment,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    *,
+    samples: int,
+    seed: int,
+    evidence: EvidenceKind = "sampled",
+    max_turns: int = 1,
+    alphas: Float[Tensor, " g"] | None = None,
+) -> Rollouts:
+    """Draw `samples` responses, or episodes, per problem and reward them; the problem's index is the group id.
+
+    Args:
+        alphas: share of the engine's teacher in the responses to each problem.
+    """
+    if isinstance(task, Environment):
+        options: dict[str, Any] = {"samples": samples, "max_turns": max_turns, "seed": seed, "evidence": evidence}
+        return play(engine, problems, task, tokenizer, sampling, **options)
+    asked = [p for p in problems for _ in range(samples)]
+    prompts = [prompt_ids(p, tokenizer) for p in asked]
+    mixed = {} if alphas is None else {"alphas": alphas.repeat_interleave(samples).tolist()}
+    generation = engine.generate(prompts, sampling, seed=seed, evidence=evidence, **mixed)
+    responses = generation.tokens.split(generation.lengths.tolist())
+    completions = tuple(str(tokenizer.decode(r.tolist(), skip_special_tokens=True)) for r in responses)
+    rewards = rewards_of(task, completions, asked)
+    return generation.with_(
+        group_ids=torch.arange(len(problems)).repeat_interleave(samples),
+        rewards=torch.tensor(rewards.total, dtype=torch.float32),
+        components={k: torch.tensor(x, dtype=torch.float32) for k, x in rewards.components.items()} or None,
+        prompts=tuple(p.prompt for p in asked),
+        completions=completions,
+    )
 
 
 def play(

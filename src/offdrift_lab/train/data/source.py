@@ -23,14 +23,13 @@ from offdrift.engines import Engine
 from offdrift.errors import RewardError
 from offdrift.records import store
 from offdrift.records.provenance import Sampling
-from offdrift.records.rollouts import EvidenceKind, Rollouts, concatenate
+from offdrift.records.rollouts import Rollouts, concatenate
 from offdrift_lab.train.data.buffer import Buffer, Picked
 from offdrift_lab.train.data.environments import Environment
-from offdrift_lab.train.data.episodes import play
+from offdrift_lab.train.data.episodes import rollout
 from offdrift_lab.train.data.group_filter import COST, History, has_spread, joined, of_groups, penalized
 from offdrift_lab.train.data.problems import Problem, ProblemFile, digest
-from offdrift_lab.train.data.prompts import prompt_ids
-from offdrift_lab.train.data.tasks import Task, rewards_of
+from offdrift_lab.train.data.tasks import Task
 from offdrift_lab.train.features.fusion import MixtureSettings, given_difficulties, probed_difficulties
 from offdrift_lab.train.settings.recipe import Recipe
 from offdrift_lab.train.settings.rollout import SIBLINGS
@@ -382,43 +381,6 @@ class Source:
     def path(self, index: int) -> Path:
         """The file of a batch."""
         return self.folder / self.shard.file_name(index)
-
-
-def rollout(
-    engine: Engine,
-    problems: list[Problem],
-    task: Task | Environment,
-    tokenizer: PreTrainedTokenizerBase,
-    sampling: Sampling,
-    *,
-    samples: int,
-    seed: int,
-    evidence: EvidenceKind = "sampled",
-    max_turns: int = 1,
-    alphas: Float[Tensor, " g"] | None = None,
-) -> Rollouts:
-    """Draw `samples` responses, or episodes, per problem and reward them; the problem's index is the group id.
-
-    Args:
-        alphas: share of the engine's teacher in the responses to each problem.
-    """
-    if isinstance(task, Environment):
-        options: dict[str, Any] = {"samples": samples, "max_turns": max_turns, "seed": seed, "evidence": evidence}
-        return play(engine, problems, task, tokenizer, sampling, **options)
-    asked = [p for p in problems for _ in range(samples)]
-    prompts = [prompt_ids(p, tokenizer) for p in asked]
-    mixed = {} if alphas is None else {"alphas": alphas.repeat_interleave(samples).tolist()}
-    generation = engine.generate(prompts, sampling, seed=seed, evidence=evidence, **mixed)
-    responses = generation.tokens.split(generation.lengths.tolist())
-    completions = tuple(str(tokenizer.decode(r.tolist(), skip_special_tokens=True)) for r in responses)
-    rewards = rewards_of(task, completions, asked)
-    return generation.with_(
-        group_ids=torch.arange(len(problems)).repeat_interleave(samples),
-        rewards=torch.tensor(rewards.total, dtype=torch.float32),
-        components={k: torch.tensor(x, dtype=torch.float32) for k, x in rewards.components.items()} or None,
-        prompts=tuple(p.prompt for p in asked),
-        completions=completions,
-    )
 
 
 def batch_seed(seed: int, index: int, rank: int = 0) -> int:

@@ -20,7 +20,8 @@ from offdrift.errors import RecipeError
 from offdrift.numerics import clamped
 from offdrift.records.rollouts import Rollouts
 from offdrift.segments import Segments
-from offdrift_lab.train.data.source import batch_seed, rollout
+from offdrift_lab.train.data.episodes import rollout
+from offdrift_lab.train.data.source import batch_seed
 from offdrift_lab.train.features.base import Feature, Metrics
 from offdrift_lab.train.settings.optim import AcceptSettings
 from offdrift_lab.train.settings.recipe import Recipe

@@ -28,7 +28,8 @@ from offdrift.methods.load import displayed
 from offdrift.methods.method import flattened
 from offdrift.methods.published import outside_ranges
 from offdrift.models import resident, save_for_engine
-from offdrift_lab.train.data.source import Source, batch_seed, rollout
+from offdrift_lab.train.data.episodes import rollout
+from offdrift_lab.train.data.source import Source, batch_seed
 from offdrift_lab.train.features.lora_adapters import engine_weights
 from offdrift_lab.train.loop.arm import Arm, diagnosed, start_arm
 from offdrift_lab.train.loop.batch import Batch, StreamedBatch, next_batch
