@@ -21,10 +21,9 @@ def in_memory(*tensors: Tensor) -> bool:
 
 def call(function: Callable[..., int], arguments: tuple[Tensor | int | None, ...]) -> int:
     """The function with the addresses of tensors, null for None, and integers of 64 bits."""
-    return function(*(_as_c(x) for x in arguments))
-
-
-def _as_c(x: Tensor | int | None) -> ctypes.c_void_p | ctypes.c_int64:
-    if isinstance(x, int):
-        return ctypes.c_int64(x)
-    return ctypes.c_void_p(None if x is None else x.data_ptr())
+    return function(
+        *(
+            ctypes.c_int64(x) if isinstance(x, int) else ctypes.c_void_p(None if x is None else x.data_ptr())
+            for x in arguments
+        )
+    )

@@ -105,7 +105,7 @@ CAUSES = {
 }
 """What a person calls each cause; one that is not here is shown by its identifier."""
 SIDES = {
-    "raw_logprobs": "rollout log-probs that are not of what was drawn",
+    "raw_logprobs": "log-probs recorded before temperature or top-p, or swapped columns",
     "filter_or_swap": "swapped columns, or a filter that the record does not have",
     "temperature_unseen": "a temperature that agreement cannot show",
     "entropy_contradicts": "entropies that contradict the log-probs",
