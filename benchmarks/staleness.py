@@ -4,7 +4,7 @@
     python benchmarks/staleness.py runs/epochs runs/staleness-400 --json benchmarks/results/staleness_grids.json
 
 Of each run the held-out reward at the start, at its highest evaluation, and at the end, the mean of the last two
-evaluations. Written down before any run was looked at:
+evaluations after the start. Written down before any run was looked at:
 
     rises      an evaluation is above the start by three standard errors of their difference (of single responses,
                unpaired: two would be passed by chance in one of eight runs with ten evaluations)
@@ -60,7 +60,7 @@ def summary(folder: Path, row: dict) -> dict | None:
     held_out = {int(r["update"]): float(r["reward"]) for r in rows}
     responses = int(rows[0]["prompts"]) * int(rows[0]["samples"])
     values = list(held_out.values())
-    first, last = values[0], values[-LAST:]
+    first, last = values[0], values[1:][-LAST:]
     end = math.fsum(last) / len(last)
     lags = [x if (x := number(r.get("version_lag/max"))) is not None else 0.0 for r in updates]
     pairs = zip(lags, (number(r.get("full/ess_seq_frac")) for r in updates), strict=True)

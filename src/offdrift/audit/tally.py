@@ -321,7 +321,7 @@ def placed_advantages(
 
 
 def _misplaced(x: Float[np.ndarray, " b"], a: Float[np.ndarray, " b"]) -> int | None:
-    """How many of `a` are not where the rising line has them that takes sorted `x` to sorted `a`; None if none does."""
+    """Count the values of `a` away from a rising line that takes sorted `x` to sorted `a`; None without such a line."""
     ordered, goal, span = np.sort(x), np.sort(a), np.ptp(a)
     if np.ptp(x) == 0:
         return None
@@ -490,9 +490,11 @@ class Repeats:
             return Repeats()
         filled = (lengths := batch.cu_seqlens.diff()) > 0
         starts = batch.cu_seqlens[:-1][filled].numpy()
-        place = np.arange(batch.num_tokens) - np.repeat(starts, lengths[filled].numpy())
-        some = slice(None) if len(place) == 0 or place.max() < PRINTED else (place < PRINTED).nonzero()[0]
-        place, begins = place[some], np.searchsorted(np.arange(batch.num_tokens)[some], starts)
+        # Places of the tokens that are printed, made of the responses: most tokens of long ones are not looked at.
+        printed = np.minimum(lengths[filled].numpy(), PRINTED).astype(np.int64)
+        begins = np.cumsum(printed) - printed
+        place = np.arange(printed.sum()) - np.repeat(begins, printed)
+        some = np.repeat(starts, printed) + place
         terms = np.zeros(len(place), np.uint64)
         for x in policies:
             terms = terms * TOGETHER + at_least_float32(x).float().numpy().view(np.uint32)[some]
@@ -521,7 +523,7 @@ class Repeats:
         return Repeats(table, below)
 
     def copies(self) -> dict[str, Any]:
-        """What stands in the log again.
+        """Responses that stand in the log again, as counts and places.
 
         known     responses that were compared
         again     of these, those beyond the first of each; without what a greedy engine gives

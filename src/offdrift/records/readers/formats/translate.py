@@ -445,7 +445,7 @@ def cell(text: str | None) -> Any:
     """The value that a cell of a CSV holds: nothing, a number, a list of numbers, or its text.
 
     Example:
-        >>> cell("[-0.5, -1.25]"), cell("[1 2\n 3]"), cell("7"), cell(""), cell("yes")
+        >>> cell("[-0.5, -1.25]"), cell("[1 2 3]"), cell("7"), cell(""), cell("yes")
         ([-0.5, -1.25], [1, 2, 3], 7, None, 'yes')
     """
     if not text:
