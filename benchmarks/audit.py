@@ -44,6 +44,7 @@ from measure import machine
 
 from offdrift.audit.facets import AXES, Facets, runs
 from offdrift.audit.tally import Tally, Worst
+from offdrift.numerics import compiled_passes
 from offdrift.ratios import stopped_log_ratio
 from offdrift.records.batch import Logged
 from offdrift.records.readers import detect, pieces, read
@@ -106,12 +107,19 @@ def decoded_parts(log: Logged) -> dict[str, Callable[[], object]]:
     own = Facets.of(one)[1]
     return {
         "everything": lambda: Tally.of(replace(one)),
+        "everything, compiled": lambda: compiled_everything(replace(one)),
         "core statistics": lambda: DriftStats.of(one.logprobs()),
         "signature": lambda: signature(lp, advantages=one.advantages, per_sequence=own),
         "histogram": lambda: Histogram.of(raw, LOG_RATIO),
         "facets": lambda: Facets.of(replace(one)),
         "worst": lambda: Worst.of(one, "mismatch", own["mismatch"], file=""),
     }
+
+
+def compiled_everything(log: Logged) -> Tally:
+    """The same where compiled passes are asked for (`OFFDRIFT_COMPILE=1`); the plain way where there is no compiler."""
+    with compiled_passes():
+        return Tally.of(log)
 
 
 def everything(path: Path) -> Numbers:

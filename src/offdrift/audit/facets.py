@@ -109,7 +109,7 @@ class Cells:
             exponent = (batch.position.int() | 15).float().view(torch.int32).bitwise_right_shift_(23)
             cell.add_(exponent.sub_(127 + 3).clamp_(max=POSITIONS), alpha=stride["position"])
         if batch.advantages is not None:
-            cell.add_(batch.advantages.sign().int().add_(1), alpha=stride["advantage"])  # the sign of NaN is 0
+            cell.add_(_sign(batch.advantages), alpha=stride["advantage"]).add_(stride["advantage"])
         if "lag" in self.axes and batch.lag is not None:
             lag = batch.lag.clamp(max=len(LAG_BUCKET) - 1)
             cell.add_(LAG_BUCKET.index_select(0, lag), alpha=stride["lag"])
@@ -152,7 +152,7 @@ class Cells:
     def sequences(self, cell: Int[Tensor, " n"], cuts: Int[Tensor, " cuts"]) -> Float[np.ndarray, " bits"]:
         """Count the sequences that have at least one token in each bucket, by or-ing the tokens' bits."""
         starts = cuts[:-1][cuts.diff() > 0].numpy()
-        met = np.bitwise_or.reduceat(np.take(self.bits, cell.numpy()), starts)
+        met = np.bitwise_or.reduceat(torch.from_numpy(self.bits).index_select(0, cell).numpy(), starts)
         octets = met.view(np.uint8).reshape(-1, 8)
         return np.unpackbits(octets, axis=1, bitorder="little").sum(0, dtype=np.float64)
 
@@ -187,6 +187,12 @@ def _token_class(logp: Float[Tensor, " k"]) -> Int[Tensor, " k"]:
     x = at_least_float32(logp).numpy()  # numpy compares ten times as fast
     first, second, third = (below.view(np.uint8) for below in (x <= likely, x < unsure, x < rare))
     return torch.from_numpy(first + second + third).int()
+
+
+def _sign(x: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """-1, 0 or 1, as int8; of NaN 0."""
+    values = at_least_float32(x).numpy()
+    return torch.from_numpy((values > 0).view(np.int8) - (values < 0).view(np.int8))
 
 
 def _repeated(x: Int[Tensor, " runs"], lengths: Int[Tensor, " runs"]) -> Int[Tensor, " n"]:
@@ -243,6 +249,8 @@ def lanes(size: int, tokens: int) -> Int[Tensor, " tokens"]:
 
 
 SUMS = ("excess", "excess_sq", "l_limited", "abs", "excess_abs")
+APART = 3
+"""Of these, the first are added up for tokens that fell and for the others; the sizes are differences of such sums."""
 TOKEN_METRICS = (
     "k1", "k3", "abs_log_ratio_mean", "abs_log_ratio_max", "chi2_token", "ess_frac", "tv_sampled", "ratio_mean",
 )  # fmt: skip
@@ -471,8 +479,8 @@ class CellTotals:
         self.size = math.prod(self.cells.shape)
         self.present, self.parts = np.zeros(64), {on: [] for on in second}
         self.tokens, self.exact = self.table(1, LANES), {name: self.table(1, LANES) for name in batch.divergences}
-        # `SUMS` and the count of tokens within `NEAR` and beyond; of those beyond, logs of sums as well.
-        self.near = {on: self.table(len(SUMS), LANES) for on in second}
+        # `SUMS` of tokens within `NEAR`, those that fell apart from the others, and the count and logs of those beyond.
+        self.near = {on: self.table(APART, 2 * LANES) for on in second}
         self.far = {on: self.table(len(SUMS) + 1) for on in second}
         self.far_logs = {on: LogTable.empty(self.size, x.dtype) for on, x in second.items()}
         self.largest = {on: self.table(1, LANES, x.dtype) for on, x in second.items()}
@@ -487,7 +495,8 @@ class CellTotals:
         place, rollout = self.cells.of_tokens(block), at_least_float32(block.logp_rollout)
         self.present += self.cells.sequences(place, block.cu_seqlens)
         copies = lanes(self.size, 1 << (block.num_tokens - 1).bit_length())[: block.num_tokens]
-        cell = (place + copies).long()
+        lane = place + copies
+        cell = lane.long()
         self.tokens += torch.bincount(cell, minlength=LANES * self.size)
         for on, policy in seconds(block).items():
             raw = policy - rollout
@@ -504,7 +513,9 @@ class CellTotals:
                 self.far_logs[on].add(raw[beyond], where)
                 for x in (excess, limited, size_of_l):
                     x[beyond] = 0.0
-            _scatter(self.near[on], _values(excess, limited, size_of_l), cell)
+            fell = torch.from_numpy((raw.numpy() < 0).view(np.int8))
+            signed = torch.add(lane, fell, alpha=LANES * self.size).long()
+            _scatter(self.near[on], _values(excess, limited, size_of_l), signed)
         for name, x in block.divergences.items():
             self.exact[name][0].scatter_add_(0, cell, x.double())
 
@@ -518,7 +529,7 @@ class CellTotals:
         for axis, (count,) in cells.along(tokens).items():
             sums |= {f"{axis}/tokens": count, **{f"{axis}/{name}/n": count for name in names}}
         for on, far in self.far.items():
-            within = torch.cat([_whole(self.near[on]), (counted - far[-1])[None]])
+            within = torch.cat([_of_both_signs(self.near[on]), (counted - far[-1])[None]])
             for axis, columns in cells.along((within + far)[: len(SUMS)]).items():
                 sums |= {f"{axis}/{on}/{k}": x for k, x in zip(SUMS, columns, strict=True)}
             for axis, (most,) in cells.along(self.largest[on].view(LANES, -1).amax(0)[None], np.maximum).items():
@@ -551,6 +562,12 @@ def _scatter(table: Float[Tensor, "k cells"], values: Iterable[Float[Tensor, " n
 def _whole(table: Float[Tensor, "k lanes_cells"]) -> Float[Tensor, "k cells"]:
     """A table whose lanes are added up."""
     return table.view(len(table), LANES, -1).sum(1)
+
+
+def _of_both_signs(table: Float[Tensor, "k lanes_cells"]) -> Float[Tensor, "sums cells"]:
+    """`SUMS` from those that are kept of tokens that did not fall and of those that did."""
+    others, fell = table.view(APART, 2, LANES, -1).sum(2).unbind(1)
+    return torch.cat([others + fell, (others - fell)[[SUMS.index("l_limited"), SUMS.index("excess")]]])
 
 
 def _near_logs(table: Float[Tensor, "k cells"]) -> Float[Tensor, "2 cells"]:

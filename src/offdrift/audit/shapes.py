@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
 
 from offdrift.audit.facets import joined
@@ -216,7 +217,7 @@ def _summed(batch: Logged, on: str, flags: Mapping[str, np.ndarray], names: Mapp
         populations["same"] = lag == 0
     contrasts, named, steps, kinds = {}, {}, {}, {}
     step = batch.step.numpy()
-    _, moment = np.unique(step, return_inverse=True)
+    moment = np.unique(step, return_inverse=True)[1].reshape(-1)
     for people, chosen in populations.items():
         if not chosen.any():
             continue
@@ -225,9 +226,7 @@ def _summed(batch: Logged, on: str, flags: Mapping[str, np.ndarray], names: Mapp
             for sums in (contrasts, named, steps, kinds):
                 sums |= {k.replace("/all", f"/{people}", 1): v for k, v in sums.items()}
             continue
-        for name, side in sides.items():
-            like = moment.reshape(-1)[chosen] if name in flags else None
-            contrasts[f"{key}/{name}"] = _contrast(side[chosen], total[chosen], like)
+        contrasts |= {f"{key}/{name}": x for name, x in _contrasts(sides, total, chosen, flags, moment).items()}
         for kind, texts in names.items():
             named[f"{key}/{kind}"] = _fewest(_by_name(texts[chosen], total[chosen]))
         steps[key] = StepSeries.of(step[chosen], _of_series(total[chosen]))
@@ -238,9 +237,9 @@ def _summed(batch: Logged, on: str, flags: Mapping[str, np.ndarray], names: Mapp
 
 def _running(rows: np.ndarray) -> np.ndarray:
     """Sums of all tokens before each, and of all, of each row."""
-    sums = np.zeros((len(rows), rows.shape[1] + 1))
-    np.cumsum(rows, axis=1, out=sums[:, 1:])
-    return sums
+    sums = torch.zeros(len(rows), rows.shape[1] + 1, dtype=torch.float64)
+    torch.cumsum(torch.from_numpy(rows), 1, out=sums[:, 1:])  # six times as fast as numpy's along rows
+    return sums.numpy()
 
 
 def _columns(batch: Logged, on: str) -> Float[np.ndarray, "columns n"]:
@@ -310,24 +309,49 @@ def _of_tokens(batch: Logged) -> dict[str, Bool[np.ndarray, " n"]]:
     return flags
 
 
-def _contrast(side: np.ndarray, total: np.ndarray, like: np.ndarray | None) -> Float[np.ndarray, " sums"]:
+AT_ONCE = 2**14
+"""Sequences, times sides, whose contrasts are taken together: temporaries of a few MiB."""
+
+
+def _contrasts(
+    sides: Mapping[str, np.ndarray],
+    total: np.ndarray,
+    chosen: Bool[np.ndarray, " b"],
+    flags: Mapping[str, np.ndarray],
+    moment: Int[np.ndarray, " b"],
+) -> dict[str, Float[np.ndarray, " sums"]]:
+    """`_contrast` of every side, over the chosen sequences."""
+    whole, like = total[chosen], moment[chosen]
+    count, found = max(1, AT_ONCE // len(whole)), {}
+    inside = [name for name in sides if name not in flags]
+    for first in range(0, len(inside), count):
+        names = inside[first : first + count]
+        found |= zip(names, _contrast(np.stack([sides[name][chosen] for name in names]), whole, None), strict=True)
+    found |= {name: _contrast(sides[name][None, chosen], whole, like)[0] for name in flags}
+    return {name: found[name] for name in sides}
+
+
+def _contrast(
+    side: Float[np.ndarray, "k b columns"], total: Float[np.ndarray, "b columns"], like: np.ndarray | None
+) -> Float[np.ndarray, "k sums"]:
     """The numbers of both sides and their products over sequences; `like` is the step of each, or None where a sequence
     may have tokens on both sides and is compared with itself."""
     other = total - side
     numbers = []
     for x, y in ((side, other), (other, side)):
-        alike = [v[:, :2] if like is None else _added(v[:, :2], like) for v in (x, y)]
-        matched = (alike[0][:, 1] * alike[1][:, 0] / np.maximum(alike[0][:, 0] + alike[1][:, 0], 1.0)).sum()
-        numbers += [x.sum(0), [(x[:, 0] > 0).sum(), matched, np.square(x[:, -1]).sum()]]
+        a, b = (v[..., :2] if like is None else _added(v[..., :2], like) for v in (x, y))
+        matched = (a[..., 1] * b[..., 0] / np.maximum(a[..., 0] + b[..., 0], 1.0)).sum(-1)
+        counts = [(x[..., 0] > 0).sum(-1), matched, np.square(x[..., -1]).sum(-1)]
+        numbers += [x.sum(-2), np.stack(counts, -1)]
     at = [COLUMNS.index(name) for name in CROSS]
-    both = np.concatenate([side[:, at], other[:, at]], 1)
-    return np.concatenate([*numbers, (both.T @ both).reshape(-1)])
+    both = np.concatenate([side[..., at], other[..., at]], -1)
+    return np.concatenate([*numbers, (both.swapaxes(-1, -2) @ both).reshape(len(side), -1)], -1)
 
 
-def _added(rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+def _added(rows: Float[np.ndarray, "k b columns"], places: Int[np.ndarray, " b"]) -> Float[np.ndarray, "k p columns"]:
     """Rows of the same place added up."""
-    sums = np.zeros((int(places.max(initial=-1)) + 1, rows.shape[1]))
-    np.add.at(sums, places, rows)
+    sums = np.zeros((len(rows), int(places.max(initial=-1)) + 1, rows.shape[-1]))
+    np.add.at(sums, (slice(None), places), rows)
     return sums
 
 

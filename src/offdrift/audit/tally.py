@@ -105,25 +105,30 @@ def _worst_tokens(batch: Logged, on: str, per_sequence: PerSequence, file: Files
     log_ratios = _log_ratio(batch, on, rows)
     largest = _largest(log_ratios.abs(), TOKENS)
     rows, log_ratios = rows[largest], log_ratios[largest]
-    sequences = torch.searchsorted(batch.cu_seqlens, rows, right=True) - 1
-    entries = []
-    for t, log_ratio, i in zip(rows.tolist(), log_ratios.tolist(), sequences.tolist()):
-        start, end = batch.cu_seqlens[i : i + 2].tolist()
-        position = t - start if batch.position is None else int(batch.position[t])
-        share = (position + 0.5) / max(int(batch.response_lengths[i]), position + 1)
-        if batch.length_unit != "token":
-            share = (t - start + 0.5) / (end - start)
-        entry = {
-            **_place(batch, i, file),
-            "position": position,
-            "token": None if batch.tokens is None else int(batch.tokens[t]),
-            "log_ratio": log_ratio,
-            "abs_log_ratio": abs(log_ratio),
-            "logp_rollout": float(batch.logp_rollout[t]),
-            "context": _excerpt(batch.completions, i, share, CONTEXT_CHARACTERS),
+    of = torch.searchsorted(batch.cu_seqlens, rows, right=True) - 1
+    starts, ends = batch.cu_seqlens[of], batch.cu_seqlens[of + 1]
+    positions = rows - starts if batch.position is None else batch.position[rows]
+    share = (positions.double() + 0.5) / torch.maximum(batch.response_lengths[of], positions + 1)
+    if batch.length_unit != "token":
+        share = ((rows - starts).double() + 0.5) / (ends - starts)
+    columns = {
+        "position": positions.tolist(),
+        "token": [None] * len(rows) if batch.tokens is None else batch.tokens[rows].tolist(),
+        "log_ratio": log_ratios.tolist(),
+        "abs_log_ratio": log_ratios.abs().tolist(),
+        "logp_rollout": batch.logp_rollout[rows].tolist(),
+    }
+    own = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    places = {i: _place(batch, i, file) for i in of.unique().tolist()}
+    entries = [
+        {
+            **places[i],
+            **values,
+            "context": _excerpt(batch.completions, i, at, CONTEXT_CHARACTERS),
             "context_is": "near",  # located by the token's share of the response: a log has no tokenizer
         }
-        entries.append(entry)
+        for i, at, values in zip(of.tolist(), share.tolist(), own, strict=True)
+    ]
     return _best(entries, "abs_log_ratio", TOKENS)
 
 
@@ -135,7 +140,6 @@ def _sequence(batch: Logged, on: str, i: int, score: float, file: Files) -> Entr
     shown = slice(start + first, min(start + first + WINDOW, end))
     assert batch.logp_rollout is not None
     kl = batch.divergences.get("kl_rollout_old" if on == "mismatch" else "kl_rollout_current")
-    limited = clamped(l).double()
     share = (worst + 0.5) / len(l)
     return {
         **_place(batch, i, file),
@@ -144,7 +148,7 @@ def _sequence(batch: Logged, on: str, i: int, score: float, file: Files) -> Entr
         "length": int(batch.response_lengths[i]),
         "on": on,
         "max_abs_log_ratio": float(l[worst].abs()),
-        "k3_mean": float((limited.expm1() - limited).mean()),
+        "k3_mean": score / len(l),
         "k3_sum": score,
         "prompt": _excerpt(batch.prompts, i, 1.0, PROMPT_CHARACTERS),
         "completion": _excerpt(batch.completions, i, share, COMPLETION_CHARACTERS),
@@ -285,8 +289,9 @@ def _advantages(batch: Logged) -> dict[str, Tensor | float]:
     """Rewards beside mean advantages of responses, where a log has both."""
     if batch.rewards is None or batch.advantages is None:
         return {}
-    rewards, advantages = batch.rewards.double(), batch.segments.mean(batch.advantages.double())
-    both = rewards.isfinite() & advantages.isfinite() & (batch.segments.lengths > 0)
+    rewards, lengths = batch.rewards.double(), batch.segments.lengths
+    advantages = batch.segments.total(batch.advantages) / lengths.clamp(min=1)
+    both = rewards.isfinite() & advantages.isfinite() & (lengths > 0)
     r, a = rewards.where(both, 0.0), advantages.where(both, 0.0)
     sums = {"n": both.sum(), "reward": r.sum(), "reward2": r.square().sum(), "mean": a.sum(), "mean2": a.square().sum()}
     sums |= {"product": (r * a).sum()} | placed_advantages(
@@ -362,9 +367,11 @@ def _token_facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Te
     if (turns := batch.segments.turns) is not None:
         sums |= {"turns": float(len(turns)), "turns/n": batch.segments.lengths.count_nonzero()}
     if batch.advantages is not None:
-        finite = batch.advantages[batch.advantages.isfinite()]
-        sums["advantage/tokens"] = float(len(finite))
-        maxima |= _ends("advantage", finite)
+        advantages = batch.advantages
+        if not all(bool(x.isfinite()) for x in advantages.aminmax()):  # one that is not finite is at an end
+            advantages = advantages[advantages.isfinite()]
+        sums["advantage/tokens"] = float(len(advantages))
+        maxima |= _ends("advantage", advantages)
     if batch.entropy is not None:
         sums |= {"current/entropy": batch.entropy.double().sum(), "current/entropy/n": n}
         if (scored := batch.logp if batch.logp is not None else batch.logp_old) is not None:

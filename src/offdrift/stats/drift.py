@@ -436,8 +436,13 @@ def _token_pass(
 
     Three exponentials per token; on a host, where asking costs nothing, two if no |l| is beyond `NEAR`.
     """
-    largest = [largest_of(raw), largest_of(-raw)]
-    near = raw.is_cpu and raw.numel() > 0 and not transformed() and all(float(x.max()) <= NEAR for x in largest)
+    on_host = raw.is_cpu and raw.ndim == 1 and len(raw) > 0 and not transformed()
+    if on_host:  # both ends in one reading
+        low, high = raw.aminmax()
+        largest = [high, -low]
+    else:
+        largest = [largest_of(raw), largest_of(-raw)]
+    near = on_host and all(float(x.max()) <= NEAR for x in largest)
     limited = clamped(raw)
     excess = limited.expm1()  # ratio - 1, exact for small log-ratios
     p = first.exp()

@@ -181,11 +181,10 @@ def _moments(x_over: Tensor, raw_over: Tensor, size: int) -> Float[Tensor, " sum
     l_over = clamped(raw_over)
     y_over = x_over + l_over
     x, y, l, raw = x_over[:size], y_over[:size], l_over[:size], raw_over[:size]  # noqa: E741
-    added = [
-        x.sum(), torch.dot(x, x), torch.dot(x, l), y.sum(), torch.dot(y, y),
-        torch.dot(x_over[1:], y_over[:-1]), torch.dot(x_over[:-1], y_over[1:]),
-    ]  # fmt: skip
-    if raw.device.type == "cpu":  # numpy compares ten times as fast
-        sides = [np.count_nonzero(raw.numpy() > SIDE), np.count_nonzero(raw.numpy() < -SIDE)]
-        return torch.cat([torch.stack(added).double(), torch.tensor(sides, dtype=torch.float64)])
+    added = [x.sum(), torch.dot(x, x), torch.dot(x, l), y.sum(), torch.dot(y, y)]
+    if raw.device.type == "cpu":  # numpy compares ten times as fast, and takes neighbors' products three times as fast
+        a, b, r = x_over.numpy(), y_over.numpy(), raw.numpy()
+        more = [np.dot(a[1:], b[:-1]), np.dot(a[:-1], b[1:]), np.count_nonzero(r > SIDE), np.count_nonzero(r < -SIDE)]
+        return torch.cat([torch.stack(added).double(), torch.tensor([float(v) for v in more], dtype=torch.float64)])
+    added += [torch.dot(x_over[1:], y_over[:-1]), torch.dot(x_over[:-1], y_over[1:])]
     return torch.stack([v.double() for v in (*added, (raw > SIDE).count_nonzero(), (raw < -SIDE).count_nonzero())])
