@@ -502,14 +502,16 @@ class Repeats:
         begins = np.cumsum(printed) - printed
         place = np.arange(printed.sum()) - np.repeat(begins, printed)
         some = np.repeat(starts, printed) + place
-        terms = np.zeros(len(place), np.uint64)
-        for x in policies:
-            terms = terms * TOGETHER + at_least_float32(x).float().numpy().view(np.uint32)[some]
+        first, *others = (at_least_float32(x).float().numpy().take(some) for x in policies)
+        terms = first.view(np.uint32).astype(np.uint64)
+        for x in others:
+            terms = terms * TOGETHER + x.view(np.uint32)
         if batch.tokens is not None:
-            terms = terms * TOGETHER + batch.tokens.numpy().astype(np.uint64)[some]
-        terms = (terms ^ terms >> np.uint64(31)) * (mixed(np.arange(PRINTED, dtype=np.uint64)) | np.uint64(1))[place]
+            terms = terms * TOGETHER + batch.tokens.numpy().take(some).astype(np.uint64)
+        of_place = mixed(np.arange(PRINTED, dtype=np.uint64)) | np.uint64(1)
+        terms = (terms ^ terms >> np.uint64(31)) * of_place.take(place)
         prints = np.add.reduceat(terms, begins)
-        rare = np.add.reduceat(at_least_float32(policies[0]).numpy()[some], begins) < -SURPRISE
+        rare = np.add.reduceat(first, begins) < -SURPRISE
         age = None if batch.lag is None else batch.lag[starts]
         for x in (lengths[filled], None if batch.updates_before is None else batch.updates_before[filled], age):
             prints = prints if x is None else mixed(prints ^ x.numpy().astype(np.uint64))
