@@ -26,6 +26,7 @@ from offdrift.logprobs import LogProbs
 from offdrift.numerics import (
     LOG_RATIO_LIMIT,
     NEAR,
+    PASS,
     asked,
     blocks,
     clamped,
@@ -424,7 +425,7 @@ def _plain_ratios(names: list[str], logprobs: LogProbs, sums: Named, maxima: Nam
 
 
 def _joined_blocks(first: Float[Tensor, " n"], raw: Float[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor]:
-    parts = zip(*(_token_pass(*block) for block in blocks(first, raw)), strict=True)
+    parts = zip(*(_token_pass(*block) for block in blocks(first, raw, size=PASS)), strict=True)
     added, largest, in_logs = (torch.stack(x) for x in parts)
     return added.sum(0), largest.amax(0), in_logs.logsumexp(0)
 

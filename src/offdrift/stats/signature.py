@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import BLOCK, clamped
+from offdrift.numerics import PASS, clamped
 from offdrift.ratios import stopped_log_ratio
 from offdrift.segments import Segments
 from offdrift.stats.drift import SECOND
@@ -153,7 +153,7 @@ def _starts(segments: Segments, position: Tensor | None) -> Int[Tensor, " s"]:
 def _tokens(on: str, x: Tensor, raw: Tensor, starts: Tensor) -> Named:
     """Moments of x = log mu and y = x + l, over tokens and over neighbors."""
     n = len(x)
-    moments = [_moments(x[a : a + BLOCK + 1], raw[a : a + BLOCK + 1], BLOCK) for a in range(0, n, BLOCK)]
+    moments = [_moments(x[a : a + PASS + 1], raw[a : a + PASS + 1], PASS) for a in range(0, n, PASS)]
     xs, xx, xl, ys, yy, before, after, positive, negative = torch.stack(moments).sum(0)
     sums = {"x": xs, "x2": xx, "xl": xl, "positive": positive, "negative": negative}
     # Neighbors: all of the stream, less what the cut between two sequences would pair.
