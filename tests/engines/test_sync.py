@@ -8,6 +8,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from offdrift.engines.hf import TransformersEngine
+from offdrift.engines.read_back import arrived
 from offdrift.engines.sync_units import Units, weight_groups
 from offdrift.engines.verify_sync import (
     CONTEXT,
@@ -287,6 +288,45 @@ def test_one_stale_layer_or_tensor_of_a_group_is_enough(kind, dtype, stale, name
     assert engine._old
     report = examine_sync(engine, model, PROMPTS, PLAIN, seed=0)
     assert [unit.name for unit in report.stale] == [name]
+
+
+def test_tensors_that_are_shown_but_not_computed_with_are_found():
+    class Showing(Deaf):
+        def load_weights(self, weights, *, version):
+            self.shown = {name: weight.detach().bfloat16() for name, weight in weights}
+
+        def held_weights(self):
+            return self.shown.items()
+
+    model = tiny("dense")
+    engine = Showing(TransformersEngine(model, dtype="bfloat16"))
+    report = examine_sync(engine, model, PROMPTS, PLAIN, seed=0, again=False)
+    assert report.stale
+    assert not report.read_back
+
+
+@pytest.mark.parametrize(("dtype", "options"), [("bfloat16", {"quantization": "int8"}), ("float32", {})])
+def test_float32_and_rounded_weights_are_proved_by_what_they_do(dtype, options):
+    model = tiny("dense")
+    engine = TransformersEngine(model, dtype=dtype, **options)
+    report = examine_sync(engine, model, PROMPTS, PLAIN, seed=0, again=False)
+    assert (report.stale, report.read_back) == ((), False)
+
+
+def test_tensors_are_read_back_only_by_name_and_bit_and_where_they_moved():
+    model, engine = tiny("dense"), TransformersEngine(tiny("dense"), dtype="bfloat16")
+    units = Units.of(model)
+    elsewhere = [w.detach() + 1 for w in units.weights]
+    assert arrived(engine, model, units, elsewhere)
+    assert not arrived(engine, model, units, [*elsewhere[:-1], units.weights[-1].detach()])  # this one did not move
+    shown = dict(engine.held_weights())
+    name = next(iter(shown))
+    for wrong in ({n: x for n, x in shown.items() if n != name}, {**shown, name: shown[name].clone()}):
+        if name in wrong:
+            wrong[name].view(torch.int16).view(-1)[0] ^= 1
+        other = Deaf(engine)
+        other.held_weights = wrong.items
+        assert not arrived(other, model, units, elsewhere)
 
 
 def test_the_cheap_check_counts_a_single_token_up_to_one_nat():

@@ -103,15 +103,53 @@ def test_one_stale_tensor_of_28_layers_is_caught_and_named(kind, stale, name, dt
     assert report.loads <= LOADS
 
 
+class Unshown(Keeps):
+    """An engine that shows nobody its tensors, as one in another process."""
+
+    def __getattr__(self, name):
+        if name == "held_weights":
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+
 def test_once_each_is_cheaper_and_claims_no_more():
     model = deep("bias")
-    engine = TransformersEngine(model, dtype="bfloat16")
+    engine = Unshown(TransformersEngine(model, dtype="bfloat16"), model, "")
     once = examine_sync(engine, model, PROMPTS, PLAIN, seed=0, again=False)
     whole = examine_sync(engine, model, PROMPTS, PLAIN, seed=0)
     assert once.stale == whole.stale == ()
     assert once.loads < whole.loads
     assert once.proved <= whole.proved
     assert once.parts == whole.parts
+    assert not once.read_back
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "bias"])
+def test_an_engine_that_shows_its_tensors_is_read_back_in_one_load(kind):
+    model = deep(kind)
+    engine = TransformersEngine(model, dtype="bfloat16")
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    report = examine_sync(engine, model, PROMPTS, PLAIN, seed=0, again=False)
+    assert report.read_back
+    assert report.loads == 1
+    assert report.proved == report.parts == len(before) > 11 * LAYERS
+    assert 0 < report.gap < report.limit
+    held = dict(engine.held_weights())
+    for name, weight in model.named_parameters():  # both have the trainer's weights again
+        assert torch.equal(weight, before[name])
+        assert torch.equal(held[name], before[name].bfloat16())
+
+
+@pytest.mark.parametrize(("kind", "stale", "name"), FAULTS[1:3] + FAULTS[6:7], ids=lambda x: x)
+def test_what_stayed_behind_is_named_though_the_engine_can_be_read(kind, stale, name):
+    model = deep(kind)
+    engine = Keeps(TransformersEngine(model, dtype="bfloat16"), model, stale, None)
+    report = examine_sync(engine, model, PROMPTS, PLAIN, seed=0, again=False)
+    assert not report.read_back
+    if name not in FAINT or report.stale:
+        assert [unit.name for unit in report.stale] == [name]
+    else:
+        assert name in {**report.together, **dict.fromkeys(report.unverified)}
 
 
 @pytest.mark.parametrize("layer", [0, 13, 27])

@@ -53,6 +53,15 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class HoldsWeights(Protocol):
+    """An engine in this process that can show the tensors it computes with."""
+
+    def held_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Each of them once, by the trainer's names, in the engine's own precision."""
+        ...
+
+
+@runtime_checkable
 class Rescores(Protocol):
     """An engine that can be forced along tokens that were drawn before (teacher forcing).
 

@@ -258,6 +258,10 @@ class TransformersEngine(BaseEngine):
             )
         self.version = version
 
+    def held_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """The tensors of the engine's own copy, cast and rounded; see `engines.HoldsWeights`."""
+        return self.model.named_parameters()
+
     def head(self) -> Head:
         """A copy of the output head, one for all batches of a version."""
         self._head = self._head or kept(head_of(self.model))

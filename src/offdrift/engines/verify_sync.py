@@ -7,6 +7,9 @@ noise is a finding. In half precision the tensors are spread over a few loads, e
 noise, and a difference that grew is a finding if old weights in the trainer explain it, there and again when they are
 moved alone. What stayed behind is named by the gradient (`engines.sync_units`).
 
+Where the engine can show its tensors (`engines.HoldsWeights`) and one look is to suffice (`again=False`), half
+precision takes one load that moves them all: each is read back bit for bit, and engine and trainer agree as before.
+
 A tensor is proved to have arrived if staying behind would have made a larger difference than there is. What cannot be
 told alone is reported with the smallest union of tensors (layer, kind, group) that is proved, and else as unverified.
 
@@ -25,7 +28,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from offdrift.engines import Engine
+from offdrift.engines import Engine, HoldsWeights
+from offdrift.engines.read_back import arrived
 from offdrift.engines.score import score
 from offdrift.engines.sync_units import (
     Units,
@@ -194,6 +198,8 @@ class SyncReport:
     """Tensors, and experts of tensors of experts."""
     zero_update: ZeroUpdate
     """Comparison before the first perturbation, with the trainer's weights as they are."""
+    read_back: bool = False
+    """Every part was moved, loaded, and found in the engine to the last bit; log-probs agreed as before."""
     stale: tuple[Stale, ...] = ()
     together: Mapping[str, str] = field(default_factory=dict)
     """Parts that noise hides alone, and the smallest union that is proved and has them."""
@@ -209,6 +215,8 @@ class SyncReport:
         if self.stale:
             return f"stale: {', '.join(map(str, self.stale))}"
         sentences = [f"{self.proved} of {self.parts} tensors arrived, each proved alone"]
+        if self.read_back:
+            return f"every one of {self.parts} tensors was moved, loaded, and read back from the engine bit for bit"
         if self.proved == self.parts:
             sentences = [f"every one of {self.parts} tensors arrived, each proved alone"]
         unions: dict[str, list[str]] = {}
@@ -248,7 +256,8 @@ def verify_sync(
     Args:
         sampling: of the run; the probe drops its filters and stop tokens, and draws `PROBE_TOKENS` at most.
         seed: of the perturbations and the samples.
-        again: perturb once more, and further, what one load did not prove; else it is reported as a part of a union.
+        again: perturb once more, and further, what one load did not prove; else it is reported as a part of a union. An
+            engine that shows its tensors is only read, then, if its precision is half and nothing looks wrong.
         told: called before each step, with what it is.
 
     Raises: `SyncError` naming what stayed behind, with the differences in nats.
@@ -305,7 +314,10 @@ def examine_sync(
             if any(len(prompt) > CONTEXT for prompt in prompts):
                 probe = replace(probe, prompts=[prompt[-CONTEXT:] for prompt in prompts])
                 rollouts, before = probe.compared()
-            return _Proof(probe, units, zero_update).run(rollouts, before, again=again)
+            proof = _Proof(probe, units, zero_update, rollouts, before)
+            if not again and not proof.exact and (report := proof.read_back()) is not None:
+                return report
+            return proof.run(again=again)
         finally:
             engine.load_weights(model.named_parameters(), version=version)
 
@@ -397,8 +409,13 @@ class _Probe:
 class _Proof:
     """The perturbed loads, and what they prove."""
 
-    def __init__(self, probe: _Probe, units: Units, zero_update: ZeroUpdate) -> None:
-        self.probe, self.units = probe, units
+    def __init__(
+        self, probe: _Probe, units: Units, zero_update: ZeroUpdate, rollouts: Rollouts, logp: Float[Tensor, " n"]
+    ) -> None:
+        """Begin with rollouts of the probe, with equal weights; the trainer's `logp` of them beside."""
+        self.probe, self.units, self.rollouts = probe, units, rollouts
+        d = (rollouts.logp_rollout - logp).abs()
+        self.typical = max(float(d.median()), float(d.mean()) * MEDIAN_TO_MEAN, LEAST_NOISE)
         self.report = SyncReport(
             probe.engine.name,
             tokens=zero_update.tokens,
@@ -406,11 +423,10 @@ class _Proof:
             cap=zero_update.cap,
             loads=0,
             gap=0.0,
-            limit=0.0,
+            limit=LIMIT_TO_NOISE * self.typical,
             parts=len(units.parts),
             zero_update=zero_update,
         )
-        self.typical = LEAST_NOISE
         self.exact = zero_update.cap == FLOAT32_CAP
         self.least_z = least_z(units, ALPHA / LOADS)
         self.tensor = units.tensor_of_part()
@@ -418,18 +434,29 @@ class _Proof:
         self.noise = LEAST_NOISE
         self.originals: list[Tensor] = []
 
-    def run(self, rollouts: Rollouts, logp: Float[Tensor, " n"], *, again: bool) -> SyncReport:
-        """Load perturbed weights until every part is proved, something is stale, or `LOADS` are spent; or once each.
-
-        Args:
-            rollouts: of the probe, with equal weights; the trainer's `logp` of them beside.
-        """
+    def read_back(self) -> SyncReport | None:
+        """Load once with every weight moved, read all from the engine, and compare; None if that does not settle it."""
+        probe = self.probe
+        if not isinstance(probe.engine, HoldsWeights):
+            return None
+        probe.told("moving every tensor, and reading it back from the engine")
+        with restored(self.units.weights) as originals:
+            self.originals = originals
+            self.loaded([SMALLEST] * len(originals))
+            if not arrived(probe.engine, probe.model, self.units, originals):
+                return None
+            rollouts, logp = probe.compared(TOKENS)
         d = (rollouts.logp_rollout - logp).abs()
-        self.typical = max(float(d.median()), float(d.mean()) * MEDIAN_TO_MEAN, LEAST_NOISE)
-        self.report = replace(self.report, limit=LIMIT_TO_NOISE * self.typical)
+        gap = float(d.median())
+        if not (gap <= self.report.limit and float(d.mean()) <= self.report.cap):
+            return None
+        return replace(self.report, tokens=len(d), loads=1, gap=gap, read_back=True)
+
+    def run(self, *, again: bool) -> SyncReport:
+        """Load perturbed weights until every part is proved, something is stale, or `LOADS` are spent; or once each."""
         with with_gradients(self.probe.model), restored(self.units.weights) as self.originals:
             nothing = torch.zeros(len(self.originals), dtype=torch.float64)
-            plan, faint, effects = self.planned(rollouts), nothing, nothing
+            plan, faint, effects = self.planned(self.rollouts), nothing, nothing
             while plan and self.report.loads < LOADS:
                 fractions = plan.pop(0)
                 left = f"{self.report.loads + 1} of {self.report.loads + 1 + len(plan)}"
@@ -507,10 +534,14 @@ class _Proof:
 
     def moved(self, fractions: Sequence[float]) -> Rollouts:
         """Perturb, load, and sample."""
+        self.loaded(fractions)
+        return self.probe.sampled(TOKENS)
+
+    def loaded(self, fractions: Sequence[float]) -> None:
+        """Perturb, and load."""
         probe = self.probe
         perturb(self.units.weights, self.originals, fractions, seed=probe.seed + self.report.loads)
         probe.engine.load_weights(probe.model.named_parameters(), version=probe.engine.version)
-        return probe.sampled(TOKENS)
 
     def graph(self, rollouts: Rollouts) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
         """The trainer's log-probs of these tokens with their graph, and their spread."""

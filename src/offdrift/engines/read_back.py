@@ -1,0 +1,36 @@
+"""Read weights back from an engine that can show them, and compare their bits with the trainer's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from offdrift.engines import Engine, HoldsWeights
+from offdrift.engines.sync_units import Units
+
+
+@torch.no_grad()
+def arrived(engine: Engine, model: nn.Module, units: Units, originals: Sequence[Tensor]) -> bool:
+    """Whether the engine holds every weight of the trainer's, cast to its own precision, to the last bit.
+
+    Not said of an engine that shows no weights, has others by name, or keeps them in another form, nor where a weight
+    that was to be moved is in that precision what it was before: one that stayed behind would look the same.
+
+    Args:
+        originals: what each of `units.weights` was before.
+    """
+    if not isinstance(engine, HoldsWeights):
+        return False
+    held, sent = dict(engine.held_weights()), dict(model.named_parameters())
+    if held.keys() != sent.keys():
+        return False
+    if not all(_equal(held[name], weight) for name, weight in sent.items()):
+        return False
+    before = {id(weight): original for weight, original in zip(units.weights, originals, strict=True)}
+    return not any(_equal(held[name], before[id(weight)]) for name, weight in sent.items() if id(weight) in before)
+
+
+def _equal(held: Tensor, weight: Tensor) -> bool:
+    return held.shape == weight.shape and torch.equal(held, weight.to(held))
