@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import offdrift as od
+from offdrift.errors import RecordError
 
 VOCAB = 16
 
@@ -215,6 +216,22 @@ def test_a_table_whose_cells_are_lists_is_a_log(tmp_path, written):
         assert found.data["counts"]["tokens"] == by_hand.data["counts"]["tokens"]
         assert found.metrics["mismatch/k1"] == pytest.approx(by_hand.metrics["mismatch/k1"], abs=1e-7)
         assert found.metrics["reward/mean"] == by_hand.metrics["reward/mean"]
+
+
+def test_columns_of_a_table_are_mapped_as_those_of_json_lines(tmp_path):
+    rows = [{"when": i, "engine": [-0.5, -1.0], "trainer": [-0.5, -1.25], "note": "a, b"} for i in range(9)]
+    mapped = {"logp_rollout": "engine", "logp_old": "trainer", "step": "when"}
+    lines, table = tmp_path / "log.jsonl", tmp_path / "log.csv"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    by_lines, by_table = (od.audit(path, columns=mapped) for path in (lines, table))
+    assert by_table.metrics == by_lines.metrics
+    assert by_table.data["counts"] == by_lines.data["counts"]
+    with pytest.raises(RecordError, match=r"log.csv has no lp; it has when, engine, trainer, note"):
+        od.audit(table, columns={"logp_old": "lp"})
 
 
 def test_a_table_of_metrics_is_no_log_of_lists(tmp_path):

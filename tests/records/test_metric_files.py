@@ -289,3 +289,27 @@ def test_a_kl_means_what_stands_beside_it():
 def test_rows_that_skip_the_frameworks_table_hold_no_name_of_it():
     assert not [name for name in watcher.OURS if metric_names().find(name)]
     assert not watcher.OURS & {*metric_names().steps, *table.STEPS} - {"step"}
+
+
+@pytest.mark.parametrize("reward", [True, False])
+def test_tokens_under_unknown_names_are_no_metrics_though_there_is_a_reward(tmp_path, reward):
+    rows = [{"step": i, "mu": [-0.5] * (3 + i), "pi": [-0.25] * (3 + i), "reward": 0.5} for i in range(4)]
+    rows = rows if reward else [{k: x for k, x in row.items() if k != "reward"} for row in rows]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = r"mu, pi may be log-probs of tokens; say whose, such as --columns logp_rollout=mu,logp_old=pi if the engine"
+    with pytest.raises(RecordError, match=said):
+        recognize([str(file)])
+    (tmp_path / "trainer_state.json").write_text(
+        json.dumps({"log_history": [{"step": i, "reward": 0.25} for i in (1, 2)]})
+    )
+    assert recognize([str(tmp_path)]).rows[0]["reward/mean"] == 0.25  # the run's own metrics, where it has some
+
+
+def test_quantiles_beside_metrics_are_no_tokens(tmp_path):
+    rows = [
+        {"step": i, "reward": 0.5, "loss": -0.1, "quantiles": [-3.0, -2.0, -0.5], "bins": [-1, 0]} for i in range(4)
+    ]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert recognize([str(file)]).names["reward/mean"] == "reward"

@@ -66,7 +66,7 @@ def pieces(detected: Detected, *, piece_bytes: int = PIECE_BYTES) -> list[Piece]
 
             ranges = parquet.cuts(file, detected.columns or source(detected.format).columns, most)
             listed += [Piece(file, start, stop, detected.format, start + 1) for start, stop in ranges]
-        elif os.path.splitext(file)[1] in PAYLOADS:
+        elif os.path.splitext(file)[1] in {*PAYLOADS, files.TABLE}:
             listed.append(Piece(file, 0, size(file), detected.format))
         else:
             from offdrift.records.readers import jsonl
@@ -119,6 +119,15 @@ def _decoded(piece: Piece, kind: Source, detected: Detected) -> tuple[Columns | 
         tables, bad = parquet.read_objects(file, start, stop, limit)
         rows = [row for _, part in tables for row in part]
         numbers = [first + i for first, part in tables for i in range(len(part))]
+    elif file.endswith(files.TABLE):
+        from offdrift.records.readers.csv_rows import rows_of_table
+
+        try:
+            with opened(file) as f:
+                rows, bad = rows_of_table(f, limit), []
+        except RecordError as e:
+            return None, [BadRow(file, 0, str(e), rows=0)]
+        numbers = range(1, len(rows) + 1)
     else:
         from offdrift.records.readers import jsonl
 
@@ -246,6 +255,8 @@ class Look(NamedTuple):
     """Of both, those that hold numbers or lists of numbers."""
     single: tuple[str, ...] = ()
     """Of both, those that hold no list in any row; of JSON, where no schema tells."""
+    unnamed: tuple[str, ...] = ()
+    """Of both, those whose lists may be log-probs of responses, of JSON and tables."""
     source: Source | None = None
     """Kind of log, where it is recognized without looking at the names."""
     framework: str | None = None
@@ -273,6 +284,16 @@ class _Unknown(NamedTuple):
     """Its format is known, and its content is not to be read."""
     unmapped: bool = False
     """It holds no column of the name that a field is to be read from."""
+    unnamed: tuple[str, ...] = ()
+    """Its columns whose lists may be log-probs, under names that tell nothing."""
+
+
+class UnnamedColumnsError(RecordError):
+    """Logs of tokens whose columns have names that do not tell what they are."""
+
+    def __init__(self, message: str, files: Sequence[str]) -> None:
+        super().__init__(message)
+        self.files = frozenset(files)
 
 
 def look(file: str, limit: int = LIMIT) -> Look:
@@ -283,7 +304,12 @@ def look(file: str, limit: int = LIMIT) -> Look:
         if os.path.splitext(file)[1] in PAYLOADS:
             with opened(file) as f:
                 return Look(source=payload(f, file, limit, rows=False)[0])
-        return _look_at_lines(file, limit)
+        if file.endswith(files.TABLE):
+            from offdrift.records.readers.csv_rows import head_of_table
+
+            with opened(file) as f:
+                return _look_at_rows(head_of_table(f, limit))
+        return _look_at_rows(rows_of_head(file, limit))
     except (OSError, MemoryError) as e:
         raise missing(file, e) from e
 
@@ -344,8 +370,7 @@ def rows_of_head(file: str, limit: int) -> list[Row]:
     return [*rows]
 
 
-def _look_at_lines(file: str, limit: int) -> Look:
-    rows = rows_of_head(file, limit)
+def _look_at_rows(rows: Sequence[Row]) -> Look:
     names = dict.fromkeys(name for row in rows for name in row)
     inner = dict.fromkeys(
         f"{name}.{key}" for row in rows for name, value in row.items() if isinstance(value, Mapping) for key in value
@@ -360,7 +385,29 @@ def _look_at_lines(file: str, limit: int) -> Look:
 
     numeric = [n for n in (*names, *inner) if any(of_numbers(look_up(row, n)) for row in rows)]
     single = [n for n in (*names, *inner) if not any(no_number(look_up(row, n)) for row in rows)]
-    return Look(tuple(names), tuple(inner), tuple(numeric), tuple(single))
+    unnamed = like_logprobs(rows, [n for n in (*names, *inner) if n not in single])
+    return Look(tuple(names), tuple(inner), tuple(numeric), tuple(single), unnamed=unnamed)
+
+
+def like_logprobs(rows: Sequence[Row], names: Sequence[str]) -> tuple[str, ...]:
+    """Columns of lists that may be log-probs of a response each: no number above 0, and not all of them whole.
+
+    As long as another of them in every row, or of lengths that differ: a few quantiles in each row are none.
+
+    Example:
+        >>> rows = [{"mu": [-0.5, -1.0], "pi": [-0.5, -1.25], "quantiles": [-3.0, -2.0, -0.5], "n": [-1, -2]}]
+        >>> like_logprobs(rows, ["mu", "pi", "quantiles", "n"])
+        ('mu', 'pi')
+    """
+    lengths: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        lists = [x for row in rows if isinstance(x := look_up(row, name), list)]
+        numbers = [v for x in lists for v in x if v is not None]
+        in_range = all(isinstance(v, int | float) and not v > 0 for v in numbers)
+        if in_range and any(isinstance(v, float) and v == v and v % 1 for v in numbers):
+            lengths[name] = tuple(map(len, lists))
+    every = list(lengths.values())
+    return tuple(name for name, own in lengths.items() if len(set(own)) > 1 or every.count(own) > 1)
 
 
 def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING, limit: int = LIMIT) -> Detected:
@@ -387,7 +434,8 @@ def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING, limit:
     candidates = [f for f in named if f not in beside]
     kinds, unknown = _kinds(candidates, mapped, limit)
     if not kinds:
-        raise RecordError(_no_log(named, unknown, unreadable))
+        message, unnamed = _no_log(named, unknown, unreadable), [f for u in unknown if u.unnamed for f in u.files]
+        raise UnnamedColumnsError(message, unnamed) if unnamed else RecordError(message)
     best = min(kinds, key=lambda k: rank(k.source, _columns(k, mapped)))
     # What cannot be read may well be one of these, damaged: the reader will say so, file by file.
     suffix = best.files[0].rsplit(".")[-1]
@@ -466,7 +514,7 @@ def _kinds(named: Sequence[str], mapped: Mapping[str, str], limit: int) -> tuple
         if source is None:
             absent = _absent(first, mapped)
             why_not = _not_there(alike[0], first, absent) if absent else f"{alike[0]} holds {_held(first) or 'nothing'}"
-            unknown.append(_Unknown(alike, why_not, False, unmapped=bool(absent)))
+            unknown.append(_Unknown(alike, why_not, False, unmapped=bool(absent), unnamed=first.unnamed))
             continue
         same = next((k for k in kinds if k.source is source), None)
         if same is None:
@@ -568,6 +616,14 @@ def _no_log(named: Sequence[str], unknown: Sequence[_Unknown], unreadable: Seque
         )
     if all(u.damaged for u in unknown):
         return f"no log that can be read: {why}. Copy or write the file again, or leave it out"
+    if first := next((u for u in unknown if u.unnamed), None):
+        mu, *others = first.unnamed
+        columns = ",".join([f"logp_rollout={mu}", *(f"logp_old={pi}" for pi in others[:1])])
+        whose = f"the engine that sampled gave {mu}" + "".join(f" and the trainer {pi}" for pi in others[:1])
+        return (
+            f"no log that is known: {first.why.rstrip('. ')}. {', '.join(first.unnamed[:4])} may be log-probs of "
+            f"tokens; say whose, such as --columns {columns} if {whose}; docs/logs.md has the fields"
+        )
     return (
         f"no log that is known: {why}. Map the columns of another log, such "
         "as --columns logp_rollout=NAME,logp=NAME; docs/logs.md has the fields"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from offdrift.errors import RecordError
-from offdrift.records.readers.detect import NOTHING, detect
+from offdrift.records.readers.detect import NOTHING, UnnamedColumnsError, detect
 from offdrift.records.readers.files import LIMIT, Detected
 
 if TYPE_CHECKING:
@@ -25,12 +25,13 @@ def recognize(
     """
     try:
         return detect(paths, columns=columns, limit=limit)
-    except RecordError:
+    except RecordError as e:
         if columns:
             raise
         from offdrift.records.readers.metrics import find_metrics
 
-        metrics = find_metrics(paths)
+        # A log of tokens may have a reward in each row, and is no table of metrics for that.
+        metrics = find_metrics(paths, without=e.files if isinstance(e, UnnamedColumnsError) else frozenset())
         if metrics is None:
             raise
         return metrics

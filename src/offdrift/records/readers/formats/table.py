@@ -72,7 +72,7 @@ def function(name: str) -> Callable[..., Any]:
     return getattr(import_module(f"{__package__}.translate"), name)
 
 
-PAYLOADS = {".pt": "slime", ".pkl": "skyrl", ".csv": "table_of_lists"}
+PAYLOADS = {".pt": "slime", ".pkl": "skyrl"}
 """By suffix, what reads a file whose kind is told by its content."""
 
 ENGINE_ALONE = "it holds the engine's log-probs, none of the trainer's"

@@ -6,14 +6,9 @@ pickles: slime's and miles' debug dumps, SkyRL's training input. CSV whose cells
 
 from __future__ import annotations
 
-import codecs
-import csv
-import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 from offdrift.errors import RecordError
@@ -23,7 +18,6 @@ from offdrift.records.readers.formats.table import (
     MILES_ROLLOUT,
     MILES_TRAIN,
     NEMO_RL,
-    PLAIN,
     PRIME_RL,
     PRIME_RL_TRACES,
     SKYRL,
@@ -34,7 +28,6 @@ from offdrift.records.readers.formats.table import (
     Source,
 )
 from offdrift.records.readers.pickles import Array, Inert, TensorBatch, load_pickle, load_torch, plain, tensor_of
-from offdrift.records.schema import LOGPS
 
 CUT_SHORT = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "context_length")
 """Reasons to stop that are limits."""
@@ -416,57 +409,6 @@ def miles_columns(row: Mapping[str, Any]) -> Row:
         "tokens": row["tokens"][begin:],
         "group_id": prompt_id(row["tokens"][:begin]),
     }
-
-
-def table_of_lists(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Row]]:
-    """That a CSV is a log in the plain schema, and its rows: cells of log-probs are lists, as Python, JSON or NumPy
-    write them.
-
-    Raises: `RecordError` of any other CSV.
-    """
-    csv.field_size_limit(min(limit, 2**31 - 1))  # a cell is as long as a response
-    reader = csv.DictReader(codecs.iterdecode(file, "utf-8-sig"))
-    names = PLAIN.resolve(reader.fieldnames or (), {})
-    first = next(reader, {})
-    if not any(name in LOGPS and (first.get(column) or "").startswith("[") for name, column in names.items()):
-        raise RecordError("the file holds no column of log-probs, one list per row")
-    return PLAIN, ({name: cell(row.get(column)) for name, column in names.items()} for row in chain([first], reader))
-
-
-WRITTEN = {"None": None, "null": None, "NaN": math.nan, "True": 1, "False": 0, "true": 1, "false": 0}
-"""Words in lists of numbers."""
-
-
-WRAPPED = re.compile(r"\b(?:np|numpy)\.\w+\(([^()]*)\)")
-"""A number of NumPy as Python writes it in a list."""
-
-
-def cell(text: str | None) -> Any:
-    """The value that a cell of a CSV holds: nothing, a number, a list of numbers, or its text.
-
-    Example:
-        >>> cell("[-0.5, -1.25]"), cell("[1 2 3]"), cell("7"), cell(""), cell("yes")
-        ([-0.5, -1.25], [1, 2, 3], 7, None, 'yes')
-    """
-    if not text:
-        return None
-    try:
-        if text.startswith("[") and text.endswith("]"):
-            text = WRAPPED.sub(r"\1", text)
-            return [_written(word) for word in text[1:-1].replace(",", " ").split()]
-        return _written(text)
-    except ValueError:  # words; or a list that is no list of numbers, which its row's reader names
-        return text
-
-
-def _written(word: str) -> Any:
-    """A number as it is written. Raises: `ValueError`."""
-    if word in WRITTEN:
-        return WRITTEN[word]
-    try:
-        return int(word)
-    except ValueError:
-        return float(word)
 
 
 def skyrl(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Row]]:

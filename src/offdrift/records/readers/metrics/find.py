@@ -102,17 +102,18 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(name[:80] for name in names[:NAMED]) + more
 
 
-def find_metrics(paths: Sequence[str]) -> MetricLog | None:
+def find_metrics(paths: Sequence[str], *, without: frozenset[str] = frozenset()) -> MetricLog | None:
     """The metrics that paths name; None if nothing there holds any.
 
     Args:
         paths: files, which are joined, or one folder, which is searched to any depth for the metrics of one run.
+        without: files that are known to hold none.
 
     Raises: `RecordError` naming a file of metrics that is damaged, or the runs among which to choose.
     """
     if len(paths) == 1 and not is_url(paths[0]) and os.path.isdir(paths[0]):
-        return _in_folder(paths[0])
-    kinds = {file: _container(file) for file in paths if is_url(file) or os.path.isfile(file)}
+        return _in_folder(paths[0], without)
+    kinds = {file: _container(file) for file in paths if file not in without and (is_url(file) or os.path.isfile(file))}
     problem: RecordError | None = None
     for container in dict.fromkeys(kinds.values()):
         files = [file for file, kind in kinds.items() if kind is container]
@@ -153,8 +154,8 @@ def _walk(folder: str) -> list[str]:
     return files[:MOST_FILES]
 
 
-def _in_folder(folder: str) -> MetricLog | None:
-    files = [file for file in _walk(folder) if os.path.isfile(file)]
+def _in_folder(folder: str, without: frozenset[str]) -> MetricLog | None:
+    files = [file for file in _walk(folder) if os.path.isfile(file) and file not in without]
     problem: RecordError | None = None
     taken: set[str] = set()
     for container in CONTAINERS:
