@@ -90,10 +90,20 @@ def overtakes(run: dict, clip: dict) -> bool:
     return above and clip["end"] - run["end"] > ERRORS * standard_error(clip["end"], run["end"], LAST * n)
 
 
-def of_sweep(folder: Path) -> dict:
-    """The runs of a sweep that are finished, and its settings over seeds."""
+def of_sweep(folder: Path, stored: dict | None = None) -> dict:
+    """The runs of a sweep that are finished, and its settings over seeds.
+
+    Args:
+        stored: what was written of the same sweep before, for runs that the folder does not have.
+    """
     content = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
     runs = [run for row in content["runs"] if (run := summary(folder, row)) is not None]
+    here = {(named(run["arm"], run["values"]), run["seed"]) for run in runs}
+    earlier = [
+        run for sweep in (stored or {}).get("sweeps", ()) if sweep["name"] == content["name"] for run in sweep["runs"]
+    ]
+    earlier = [run for run in earlier if (named(run["arm"], run["values"]), run["seed"]) not in here]
+    runs = [{**run, "held_out": {int(at): x for at, x in run["held_out"].items()}} for run in earlier] + runs
     by_setting: dict[str, dict[int, dict]] = {}
     for run in runs:
         by_setting.setdefault(named(run["arm"], run["values"]), {})[run["seed"]] = run
@@ -120,6 +130,8 @@ def of_sweep(folder: Path) -> dict:
             row["less_baseline"] = asdict(c.difference) | {"p_holm": c.p_adjusted, "verdict": c.verdict}
         settings.append(row)
     facts = {"name": content["name"], "changes": content["changes"], "versions": content["versions"]}
+    if stored and earlier:
+        facts["earlier"] = {"machine": stored["machine"], "runs": len(earlier)}
     content = facts | {"of": len(content["runs"]), "settings": settings, "runs": runs}
     return content | ({"reuse": of_reuse(runs)} if runs and set(runs[0]["values"]) == set(REUSE) else {})
 
@@ -194,8 +206,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, help="of sweeps")
     parser.add_argument("--json", type=Path, help="the file that is written")
+    parser.add_argument(
+        "--add", type=Path, help="a file of earlier runs of these sweeps: those that no folder has count too"
+    )
     args = parser.parse_args()
-    sweeps = [of_sweep(folder) for folder in args.folders]
+    stored = json.loads(args.add.read_text(encoding="utf-8")) if args.add else None
+    sweeps = [of_sweep(folder, stored) for folder in args.folders]
     for content in sweeps:
         show(content)
     if args.json:
