@@ -60,7 +60,7 @@ def test_two_processes_that_build_at_once_both_get_the_library(fresh: None, tmp_
     assert [x.suffix for x in cache.iterdir()] == [".so"]
 
 
-def test_a_build_that_is_killed_half_way_leaves_no_library(fresh: None, tmp_path: Path) -> None:
+def test_a_build_that_is_killed_half_way_leaves_no_library_and_no_folder_for_long(fresh: None, tmp_path: Path) -> None:
     cache = with_compiler(tmp_path)
     (tmp_path / "hangs").touch()
     killed = process(tmp_path)
@@ -72,5 +72,9 @@ def test_a_build_that_is_killed_half_way_leaves_no_library(fresh: None, tmp_path
     assert [x.stat().st_size for x in cache.rglob("*.so")] == [5000]
     assert not list(cache.glob("*.so"))
     (tmp_path / "hangs").unlink()
+    (left,) = cache.iterdir()
+    hour_ago = time.time() - 3600
+    os.utime(left, (hour_ago, hour_ago))
+    (cache / f"{build.BUILDING}now").mkdir()  # of a build that is under way
     assert process(tmp_path).communicate(timeout=120)[0] == RIGHT
-    assert len(list(cache.glob("*.so"))) == 1
+    assert {x.suffix or x.name for x in cache.iterdir()} == {".so", f"{build.BUILDING}now"}

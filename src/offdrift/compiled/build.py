@@ -7,6 +7,7 @@ compiled beside that name and moved there whole, so that processes that build it
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +31,8 @@ Name = Literal["passes", "exact"]
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 SECONDS = 300
 """What the compiler may take."""
+BUILDING = "building-"
+"""Begins the names of the folders in which libraries are built."""
 
 _lock = threading.Lock()
 _loaded: dict[Name, ctypes.CDLL | None] = {}
@@ -61,12 +65,21 @@ def built(name: Name) -> Path:
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     path = cache_folder() / f"{name}-{digest}.so"
     if not path.exists():
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        _clear(path.parent)
+        with tempfile.TemporaryDirectory(prefix=BUILDING, dir=path.parent) as folder:
             made = Path(folder) / path.name
             command = [compiler, *flags(), "-o", str(made), str(source)]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS)
             made.replace(path)
     return path
+
+
+def _clear(folder: Path) -> None:
+    """Remove what builds left behind that were killed: none takes twice as long as its compiler may."""
+    for left in folder.glob(f"{BUILDING}*"):
+        with contextlib.suppress(OSError):  # another process was faster
+            if time.time() - left.stat().st_mtime > 2 * SECONDS:
+                shutil.rmtree(left)
 
 
 def flags() -> tuple[str, ...]:
