@@ -351,7 +351,8 @@ def _contrast(
 def _added(rows: Float[np.ndarray, "k b columns"], places: Int[np.ndarray, " b"]) -> Float[np.ndarray, "k p columns"]:
     """Rows of the same place added up."""
     sums = np.zeros((len(rows), int(places.max(initial=-1)) + 1, rows.shape[-1]))
-    np.add.at(sums, (slice(None), places), rows)
+    for own, values in zip(sums, rows, strict=True):
+        np.add.at(own, places, values)
     return sums
 
 
