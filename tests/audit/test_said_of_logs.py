@@ -240,3 +240,58 @@ def test_a_table_of_metrics_is_no_log_of_lists(tmp_path):
     )
     assert od.audit(tmp_path / "metrics.csv").data["kind"] == "audit"
     assert od.audit(tmp_path).metrics["mismatch/k3"] == 0.001
+
+
+@pytest.mark.parametrize("pad", [0.0, -100.0, 1e-6])
+@pytest.mark.parametrize("by_step", [False, True])
+def test_padding_counts_no_tokens_and_changes_no_verdict(tmp_path, pad, by_step):
+    rng, bare = np.random.default_rng(1), log(noise=0.1)
+    short = [
+        {k: x[: rng.integers(4, 24)] if isinstance(x, np.ndarray) else x for k, x in row.items()}
+        for row in bare
+    ]  # fmt: skip
+    short = [{**row, "logp_old": row["logp_old"][: len(row["logp_rollout"])]} for row in short]
+    short = [{**row, "logp_rollout": row["logp_rollout"][: len(row["logp_old"])]} for row in short]
+    bare = [{k: row[k] for k in ("step", "reward", "logp_rollout", "logp_old")} for row in short]
+    widths = {step: max(len(r["logp_old"]) for r in bare if r["step"] == step or not by_step) for step in range(12)}
+    padded = [
+        {
+            k: np.pad(x, (0, 3 + widths[row["step"]] - len(x)), constant_values=pad) if isinstance(x, np.ndarray) else x
+            for k, x in row.items()
+        }
+        for row in bare
+    ]
+    one, two = audited(tmp_path / "bare.jsonl", bare), audited(tmp_path / "padded.jsonl", padded)
+    more = sum(len(r["logp_old"]) for r in padded) - sum(len(r["logp_old"]) for r in bare)
+    assert two.data["coverage"]["padding"] == more > 0
+    assert f"{more:,} of" in two.data["coverage"]["sentences"][-1]
+    assert two.metrics == pytest.approx(one.metrics, nan_ok=True)
+    assert told(two) == told(one)
+    assert two.data["counts"]["tokens"] == one.data["counts"]["tokens"]
+    masked = [{**row, "mask": [1] * (len(row["logp_old"]) - 3) + [0] * 3} for row in padded]
+    assert audited(tmp_path / "masked.jsonl", masked).data["coverage"]["padding"] == 0  # a mask is believed
+
+
+def test_certain_tokens_at_the_end_are_no_padding(tmp_path):
+    """Responses of their own lengths that end in tokens of which both sides are certain."""
+    rng = np.random.default_rng(2)
+    rows = [
+        {
+            "step": i // 8,
+            **dict.fromkeys(("logp_rollout", "logp_old"), [*(-rng.random(5 + i)), 0.0, 0.0, 0.0, 0.0, 0.0]),
+        }
+        for i in range(64)
+    ]
+    assert audited(tmp_path / "log.jsonl", rows).data["coverage"]["padding"] == 0
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_a_log_of_nothing_but_zeros_stops(tmp_path, mask):
+    rows = log(steps=4)
+    for row in rows:
+        for name in ("logp_rollout", "logp_old"):
+            row[name] = np.concatenate([np.zeros(9), row[name] if mask else [], np.zeros(4)])
+        row["mask"] = [1] * 9 + [0] * (len(row["logp_old"]) - 13) + [1] * 4
+    found = audited(tmp_path / "log.jsonl", rows, without=("advantages", "entropy") + (() if mask else ("mask",)))
+    assert found.data["verdict"]["level"] == "stop"
+    assert found.data["coverage"]["sentences"][0].startswith("Every log-prob that counts is 0: a mask that is upside")

@@ -23,6 +23,7 @@ from offdrift.errors import OffdriftError
 from offdrift.judge import load_rules
 from offdrift.logprobs import LogProbs
 from offdrift.records.batch import Logged
+from offdrift.records.schema import PADDING
 from offdrift.segments import Segments
 from offdrift.texts import text_id
 
@@ -96,7 +97,7 @@ class Proof:
             )
         elif bool((~scored & (clock == first)).any()):
             why_not = "some responses have no log-probs at all, so the rest is no random sample; log every response"
-        elif unscored := sum(int(n.sum()) for n in batch.unscored.values()):
+        elif unscored := sum(int(n.sum()) for name, n in batch.unscored.items() if name != PADDING):
             why_not = f"{unscored} tokens have no log-probs; log them for every token"
         sequences = batch.select(chosen.nonzero().squeeze(-1))
         judged, lengths = "old" if old else "current", sequences.cu_seqlens.diff()

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from offdrift.audit.partial import AuditPartial, Unread
+from offdrift.records.schema import PADDING
 
 CAUSES = {
     "missing": "null or NaN",
@@ -47,6 +48,7 @@ def coverage(part: AuditPartial, *, files: Sequence[str], skipped: int = 0, size
         unscored       those which no two policies score, where the log has two policies at all
         unscored_frac  their share
         partly_frac    share that two policies score, and a third does not
+        padding        tokens at the ends of rows that every policy gives the same number
         causes         tokens by policy and cause
         partial        fields that only some sequences have: how many, of how many
         ahead_frac     share of tokens with a version lag below 0
@@ -65,8 +67,9 @@ def coverage(part: AuditPartial, *, files: Sequence[str], skipped: int = 0, size
     sequences, trainable = counts.get("sequences", 0), counts.get("trainable", 0)
     unscored = trainable - (counts.get("compared") or counts.get("tokens", 0))
     causes: dict[str, dict[str, int]] = {}
+    padded = counts.get(f"unscored/{PADDING}", 0)
     for name, n in counts.items():
-        if name.startswith("unscored/"):
+        if name.startswith("unscored/") and name != f"unscored/{PADDING}":
             policy, _, cause = name.removeprefix("unscored/").partition("/")
             causes.setdefault(policy, {})[cause] = n
     partial = {
@@ -93,8 +96,17 @@ def coverage(part: AuditPartial, *, files: Sequence[str], skipped: int = 0, size
         total = sum(numbers.values())
         tokens = f"{_count(total, 'token')} ({share(total / max(trainable, 1))})"
         missing.append(f"{tokens} without a usable {POLICIES.get(policy, policy)}: {parts}.")
+    if trainable and causes and all(of.get("zero") == trainable for of in causes.values()):
+        missing.insert(0, "Every log-prob that counts is 0: a mask that is upside down keeps the prompt or padding.")
+    if padded:
+        tokens = f"{padded:,} of {_count(padded + trainable, 'token')} ({share(padded / (padded + trainable))})"
+        missing.append(
+            f"{tokens} are padding at the ends of rows, the same number in every column: they were left out. Log a "
+            "mask that is 0 there."
+        )
     return {
         "unread_frac": unread,
+        "padding": padded,
         "cuts": lost.cuts,
         "unscored_frac": _over(unscored, trainable),
         "partly_frac": _over(counts.get("partly", 0), trainable),

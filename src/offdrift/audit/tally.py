@@ -32,7 +32,7 @@ from offdrift.logprobs import LogProbs
 from offdrift.numerics import at_least_float32, clamped, one_thread
 from offdrift.ratios import stopped_log_ratio
 from offdrift.records.batch import ROW_BITS, Files, Logged, origin
-from offdrift.records.schema import HELD, OLD_STATUS, POLICIES
+from offdrift.records.schema import HELD, OLD_STATUS, PADDING, POLICIES
 from offdrift.stats import DriftStats, Histogram, signature, summarize
 from offdrift.stats.histogram import LENGTH, LOG_RATIO, REWARD
 from offdrift.stats.signature import PerSequence
@@ -688,6 +688,8 @@ class Tally:
         whole, timeline = self.timeline.whole(), self.timeline
         unscored: Counter[str] = Counter()  # tokens that each policy does not score, for whatever cause
         for name, n in self._under("unscored/").items():
+            if name == PADDING:
+                continue
             unscored[name.partition("/")[0]] += n
         units, facets = list(self._under("unit/")), self.facets.rows()
         worst = [entry.get("worker") for entry in self.worst.sequences]

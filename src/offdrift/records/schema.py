@@ -366,6 +366,8 @@ DIVERGENCES: tuple[LogField, ...] = tuple(
 POLICIES = ("logp_rollout", "logp_old", "logp")
 """The policies that an audit compares."""
 LOGPS = (*POLICIES, "logp_last", "logp_ref")
+PADDING = "padding/end"
+"""Beside "FIELD/CAUSE" among the tokens that no policy scores: those at the ends of rows, which were left out."""
 
 BY_TOKEN = tuple(f for f in FIELDS if f.by_token)
 BY_SEQUENCE = tuple(f for f in FIELDS if not f.by_token)

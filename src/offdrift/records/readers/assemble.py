@@ -33,7 +33,7 @@ from offdrift.logprobs import POSITIVE_SLACK, UNSCORED_BELOW
 from offdrift.records.batch import Logged
 from offdrift.records.readers.columns import Columns, Lists, Numbers
 from offdrift.records.readers.files import BadRow
-from offdrift.records.schema import BY_SEQUENCE, BY_TOKEN, COLUMNS, DIVERGENCES, EITHER, LOGPS, POLICIES
+from offdrift.records.schema import BY_SEQUENCE, BY_TOKEN, COLUMNS, DIVERGENCES, EITHER, LOGPS, PADDING, POLICIES
 from offdrift.segments import cumulative
 from offdrift.texts import text_id
 
@@ -51,6 +51,13 @@ ODD_SHARE = 0.05
 ODD_TIMES = 4.0
 """How many times the same share of nearly certain tokens that must be: policies that really disagree do so about both
 kinds of token, and a column that was filled in has its zeros from nowhere."""
+
+PAD_RUN = 4
+"""Equal numbers in a row at the end of a response, in every column, from which on they may be padding."""
+PAD_ROWS = 0.25
+"""Share of the rows that end so in a padded log."""
+NOTHING_BUT_ZEROS = 64
+"""Tokens from which on a log in which no column has anything but zeros was filled with them."""
 
 Tokens = Bool[Tensor, " n"]
 Rows = Bool[Tensor, " b"]
@@ -185,11 +192,50 @@ def _unusable(name: str, values: Tensor, trains: Tokens | None) -> dict[str, Tok
     return causes | {"placeholder": values <= least, "positive": values > POSITIVE_SLACK}
 
 
+def padding(lists: Mapping[str, Lists], cuts: Int[Tensor, " cuts"]) -> Tokens | None:
+    """Tokens at the ends of rows that are padding, the same number in every column of log-probs; None if there is none.
+
+    A log without a mask, or with one that leaves nothing out, would count them as tokens on which all agree. Zeros are
+    certain tokens, too: there rows must be as long as many others, as padded ones are.
+    """
+    if (mask := lists.get("mask")) is not None and not bool(mask.values.all()):
+        return None
+    policies = [lists[name].values for name in POLICIES if name in lists]
+    rows = (cuts.diff() >= PAD_RUN).nonzero().squeeze(-1)
+    if len(policies) < 2 or len(rows) < 2:
+        return None
+    ends = cuts[1:][rows]
+    pad = policies[0][ends - 1].mode().values
+    last = ends[:, None] - torch.arange(1, PAD_RUN + 1)
+    padded = torch.stack([(x[last] == pad).all(1) for x in policies]).all(0)
+    if not pad > LOWEST or int(padded.count_nonzero()) < max(2.0, PAD_ROWS * len(rows)):
+        return None
+    if pad == 0 and len(cuts.diff()[rows].unique()) > max(1.0, PAD_ROWS * len(rows)):
+        return None
+    place = torch.arange(int(cuts[-1]))
+    other = torch.where(torch.stack([x == pad for x in policies]).all(0), -1, place)
+    lengths = cuts.diff()
+    newest = torch.segment_reduce((other + 1).double(), "max", offsets=cuts, unsafe=True, initial=0.0).long()
+    begins = torch.maximum(newest, cuts[:-1])  # behind the last token that is none
+    found = place >= torch.repeat_interleave(begins, lengths)
+    return None if bool(found.all()) or not bool(found.any()) else found
+
+
+def _all_zero(policies: Mapping[str, Lists], trains: Tokens | None) -> bool:
+    """Whether no policy has anything but zeros, on more tokens than can be certain: a mask that is upside down."""
+    values = [x.values if trains is None else x.values[trains] for x in policies.values()]
+    some = [v[:NOTHING_BUT_ZEROS] for v in values]
+    begin = all(len(v) == NOTHING_BUT_ZEROS and not bool(v.any()) for v in some)
+    return begin and not any(bool(v.any()) for v in values)
+
+
 def _filled_in(logps: Mapping[str, Lists], trains: Tokens | None) -> dict[str, Tokens]:
     """Exact zeros that were filled in: another policy finds too many of them unlikely; certain tokens it does not."""
     compared = {name: x for name, x in logps.items() if name in POLICIES}
     compared = compared if len(compared) > 1 else logps
     filled = {}
+    if compared and _all_zero(compared, trains):
+        return {name: torch.ones_like(x.values, dtype=torch.bool) for name, x in compared.items()}
     for name, x in compared.items() if len(compared) > 1 else ():
         if not _may_be_filled_in(name, compared):
             continue
@@ -377,7 +423,12 @@ def _logged(columns: Columns, step: int | None) -> tuple[Logged, dict[str, Rows]
         lengths = torch.maximum(lengths, x.lengths)
     lists = token_lists(columns, lengths)
     counted = {f.column: columns.numbers[f.column] for f in COUNTED if f.column in columns.numbers}
-    cuts = cumulative(lengths)
+    cuts, unscored = cumulative(lengths), {}
+    if (pads := padding(lists, cuts)) is not None:
+        unscored = {PADDING: Layout(cuts).count(pads)}
+        kept = cumulative(~pads)[cuts]
+        lists = {name: x.without(pads, kept) for name, x in lists.items()}
+        lengths, cuts = kept.diff(), kept
     usable = examined(lists, counted, cuts)
     keep = usable.keep
     position = positions(lists.get("position"), cuts, keep)
@@ -404,7 +455,7 @@ def _logged(columns: Columns, step: int | None) -> tuple[Logged, dict[str, Rows]
         position=position,
         divergences={f.name: lists[f.column].kept(keep) for f in DIVERGENCES if f.column in lists},
         trainable=usable.trainable,
-        unscored=usable.unscored,
+        unscored={**usable.unscored, **unscored},
         **values,
     )
     return batch, dict(usable.lacks)

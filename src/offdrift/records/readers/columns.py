@@ -56,6 +56,11 @@ class Lists:
         """The values that are True in `keep`, or all of them."""
         return self.values if keep is None else self.values[keep]
 
+    def without(self, tokens: Bool[Tensor, " n"], cuts: Int[Tensor, " cuts"]) -> Lists:
+        """All but these tokens, which leaves rows that are cut at `cuts`."""
+        missing = None if self.missing is None else self.missing[~tokens]
+        return Lists(self.values[~tokens], cuts, self.absent, missing)
+
     def filled(self, lengths: Int[Tensor, " b"]) -> Lists:
         """With a list of missing values in every row that has none; `absent` still says which."""
         if self.absent is None or not bool(self.absent.any()):
