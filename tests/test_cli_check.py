@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,32 @@ def test_an_interrupt_leaves_what_was_measured(run, tmp_path, monkeypatch):
     assert kept["factors"][0]["status"] == "skipped"
     assert kept["baseline"]["kl_mean"] > 0
     assert "Interrupted" in done.stdout
+
+
+def test_an_interrupt_that_was_swallowed_stops_before_the_next_factor(run, tmp_path, monkeypatch):
+    from offdrift.check.factors.base import Factor
+
+    class Ends:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)  # Python reports what a `__del__` raises, and goes on
+
+    ran, measured, before = [], Factor.run, signal.getsignal(signal.SIGINT)
+
+    def interrupted(self, *args):
+        ran.append(self.name)
+        Ends()
+        return measured(self, *args)
+
+    monkeypatch.setattr(Factor, "run", interrupted)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    try:
+        done = run(*TINY, "--factors", "rollout_dtype,temperature")
+    finally:
+        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert done.code == 130
+    assert len(ran) == 1
+    assert json.loads((tmp_path / "out" / "check.json").read_text())["interrupted"] is True
 
 
 @pytest.mark.parametrize(

@@ -275,13 +275,8 @@ def test_padding_counts_no_tokens_and_changes_no_verdict(tmp_path, pad, by_step)
 def test_certain_tokens_at_the_end_are_no_padding(tmp_path):
     """Responses of their own lengths that end in tokens of which both sides are certain."""
     rng = np.random.default_rng(2)
-    rows = [
-        {
-            "step": i // 8,
-            **dict.fromkeys(("logp_rollout", "logp_old"), [*(-rng.random(5 + i)), 0.0, 0.0, 0.0, 0.0, 0.0]),
-        }
-        for i in range(64)
-    ]
+    logps = [[*(-rng.random(5 + i)), 0.0, 0.0, 0.0, 0.0, 0.0] for i in range(64)]
+    rows = [{"step": i // 8, "logp_rollout": x, "logp_old": x} for i, x in enumerate(logps)]
     assert audited(tmp_path / "log.jsonl", rows).data["coverage"]["padding"] == 0
 
 

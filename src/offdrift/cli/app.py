@@ -320,6 +320,10 @@ def pairs(columns: str | None) -> dict[str, str]:
     return names
 
 
+_received: list[int] = []
+"""Signals since a command began that ask it to end; of one process, as its handlers are."""
+
+
 def interruptible() -> Callable[[], None]:
     """Have SIGTERM end the command as Ctrl-C does; returns what a long command calls now and then.
 
@@ -327,21 +331,21 @@ def interruptible() -> Callable[[], None]:
     imports, or by Python, where the signal came while a `__del__` ran (which Python reports as a traceback and ignores;
     that report is left out, since the interrupt is not lost).
     """
-    received: list[int] = []
+    _received.clear()
     report = sys.unraisablehook
 
     def unraisable(about: Any) -> None:
-        if not (received and isinstance(about.exc_value, KeyboardInterrupt)):
+        if not (_received and isinstance(about.exc_value, KeyboardInterrupt)):
             report(about)
 
     sys.unraisablehook = unraisable
 
     def interrupt(number: int, _: object) -> None:
-        received.append(number)
+        _received.append(number)
         raise KeyboardInterrupt
 
     def check() -> None:
-        if received:
+        if _received:
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)

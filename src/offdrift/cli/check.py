@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from offdrift.cli.app import BEFORE, RulesFile, Screen, app
+from offdrift.cli.app import BEFORE, RulesFile, Screen, app, interruptible
 from offdrift.cli.exit_codes import ExitCode
 from offdrift.model_names import check_model_name
 
@@ -138,8 +138,8 @@ def check(
 
     Without a model or server of your own it works offline, with SmolLM2-135M (or a tiny model) and bundled prompts. On
     SmolLM2-135M and one core of a 2.1 GHz Xeon (AVX-512) a factor takes 2 to 25 s, or 20 to 40 s if it starts an
-    engine, or 2 min if it compiles one (only with --thorough); a whole check five to six minutes. The time that it
-    takes here is said as it begins. Ctrl-C keeps what was measured; the check is then incomplete, neither passed nor
+    engine, or 2 min if it compiles one (only with --thorough); a whole check five to six minutes; how long it may
+    take here is said as it begins. Ctrl-C keeps what was measured; the check is then incomplete, neither passed nor
     failed.
 
     \b
@@ -149,7 +149,13 @@ def check(
         --rollout transformers:float16,batch_invariant=true \\
         --train transformers:float16,batch_invariant=true
     """
+    alive = interruptible()
     with screen.watching(every=True) as watch:
+
+        def told(stage: str, done: int, total: int) -> None:
+            alive()  # an interrupt that a library swallowed is one all the same
+            watch(stage, done, total)
+
         if model is not None:
             check_model_name(model)  # before anything heavy is imported
         watch("loading", 0, 1)
@@ -182,7 +188,7 @@ def check(
                 device=device,
                 rules=rules,
                 out=out,
-                progress=watch,
+                progress=told,
             )
         except KeyboardInterrupt:
             screen.warn("interrupted before anything was measured")

@@ -222,7 +222,10 @@ def _alpha(which: Which, row: Mapping[str, Any], exact: str, sampled: str, grade
     estimate = _known(row, sampled)
     if estimate is None:
         return None
-    return Alpha(which, "sampled", estimate, p95=None, low=_known(row, f"{which}/prob_diff_max") or 0.0, high=None)
+    # An estimate by weights can be above 1, which no TV is.
+    return Alpha(
+        which, "sampled", min(estimate, 1.0), p95=None, low=_known(row, f"{which}/prob_diff_max") or 0.0, high=None
+    )
 
 
 def _size(alpha: Alpha, basis: str | None) -> str:
