@@ -4,10 +4,13 @@ import csv
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import offdrift as od
 from offdrift.errors import RecordError
+from offdrift.records.readers import detect
 
 VOCAB = 16
 
@@ -290,3 +293,22 @@ def test_a_log_of_nothing_but_zeros_stops(tmp_path, mask):
     found = audited(tmp_path / "log.jsonl", rows, without=("advantages", "entropy") + (() if mask else ("mask",)))
     assert found.data["verdict"]["level"] == "stop"
     assert found.data["coverage"]["sentences"][0].startswith("Every log-prob that counts is 0: a mask that is upside")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("column", "said"), [("logprobs", True), ("values", False)])
+def test_a_column_that_may_be_the_other_policy_is_proposed(tmp_path, kind, column, said):
+    rows = [
+        {"rollout_logprobs": [-0.5, -1.25, -3.0, -0.25][: 2 + i % 3], column: [0.5] * 4, "step": i} for i in range(9)
+    ]
+    rows = [{**row, column: [-0.5] * len(row["rollout_logprobs"]) if said else row[column]} for row in rows]
+    path = tmp_path / f"log.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    sentence = detect([str(path)]).description
+    assert f"not used: {column}" in sentence
+    assert (f"{column} may be the trainer's log-probs: --columns logp_old={column}" in sentence) == said
+    if said:
+        assert "may be" not in detect([str(path)], columns={"logp_old": column}).description

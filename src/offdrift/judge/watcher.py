@@ -197,7 +197,7 @@ class Watcher:
                 # What fires as soon as anything may was so from the start.
                 first = self._begin if self._window.steps == self.patience else self._window.step
                 firing = self._firings[finding.rule] = _Firing(first, 0, finding, 0)
-                new.append(replace(finding, step=first, steps=1, severity=self._live_level(finding)))
+                new.append(replace(finding, step=self._window.step, steps=1, severity=self._live_level(finding)))
             firing.finding, firing.last, firing.steps = finding, self._window.steps, firing.steps + 1
         return [with_precursor(f, self.findings) if BEFORE in f.explanation else f for f in new]
 

@@ -39,7 +39,7 @@ from offdrift.records.readers.formats.table import (
     source,
     source_of,
 )
-from offdrift.records.schema import COLUMNS, LISTS, LOG_KEY, ROLLOUTS_KEY
+from offdrift.records.schema import COLUMNS, LISTS, LOG_KEY, POLICIES, ROLLOUTS_KEY
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -634,6 +634,17 @@ def _files(n: int) -> str:
     return f"{n} file{'' if n == 1 else 's'}"
 
 
+def _other_policy(columns: Mapping[str, str], unused: Sequence[str], lists: Sequence[str]) -> list[str]:
+    """How to map the log-probs of a second policy, where a log has one policy and a column that may hold another's."""
+    known = [name for name in POLICIES if name in columns]
+    others = [name for name in unused if name in lists or re.search(r"log_?p(rob)?s?\b", name)]
+    if len(known) != 1 or not others:
+        return []
+    missing = "logp_old" if known == ["logp_rollout"] else "logp_rollout"
+    whose = "the trainer's" if missing == "logp_old" else "the engine's"
+    return [f"{others[0]} may be {whose} log-probs: --columns {missing}={others[0]}"]
+
+
 def _sentence(
     best: _Matches,
     kinds: Sequence[_Matches],
@@ -654,6 +665,7 @@ def _sentence(
     if unused and not best.source.adapt:
         more = f" and {len(unused) - NAMED} more" if len(unused) > NAMED else ""
         parts.append(f"not used: {', '.join(unused[:NAMED])}{more}; map with --columns")
+        parts += _other_policy(columns, unused, best.first.unnamed)
     parts += [f"not reading {_files(len(k.files))} of {k.source.what}" for k in kinds if k.source is not best.source]
     parts += [f"not reading {_files(len(u.files))} ({u.why})" for u in unknown if u.refused]
     if strange := [u.files[0] for u in unknown if not u.refused]:
