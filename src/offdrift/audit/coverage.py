@@ -278,6 +278,8 @@ LOG = {
     "version": "the version of the weights that were trained",
     "group_ids": "an id of the prompt of each response",
     "tokens": "the token ids of the response",
+    "entropy": "the entropy of that distribution at each token: with tokens that were drawn from it, -log-prob is as "
+    "large on average",
     "exact": "exact divergences per token (kl_rollout_current, tv_rollout_current), from full logits or hidden states",
 }
 """How to get each field, in words."""
@@ -308,6 +310,10 @@ QUESTIONS = (
     Question("Does rejection remove entire prompt groups?", ("logp_rollout", "group_ids"), TRAINER),
     Question("Which tokens drift?", ("logp_rollout", "tokens"), TRAINER),
     Question("What can be proved about the update?", ("logp_rollout", "rewards", "exact")),
+    # Two sides that agree on the wrong temperature, base or filter agree.
+    Question(
+        "Are the log-probs natural ones of the distribution that was sampled?", ("logp_rollout", "entropy"), TRAINER
+    ),
 )
 
 
