@@ -165,7 +165,7 @@ def test_what_to_log_is_said_once_with_the_questions_it_is_for() -> None:
     # Every field that some question misses, once, however many miss it.
     assert sorted(x for x, _ in found.log) == sorted({x for q in still for x in q["log"].split("; ")})  # fmt: skip
     numbers = {x: [int(n) for n in which.removeprefix("for ").split(", ")] for x, which in found.log}  # fmt: skip
-    assert numbers[LOG["logp_rollout"]] == [1, 2, 3, 4, 5, 7, 8, 9]
+    assert numbers[LOG["logp_rollout"]] == [1, 2, 3, 4, 5, 7, 8, 9, 10]
     assert numbers[LOG["tokens"]] == [8]
     assert len(numbers) == len(LOG) - 1 == 9
     for x, which in numbers.items():

@@ -109,7 +109,9 @@ class Cells:
             exponent = (batch.position.int() | 15).float().view(torch.int32).bitwise_right_shift_(23)
             cell.add_(exponent.sub_(127 + 3).clamp_(max=POSITIONS), alpha=stride["position"])
         if batch.advantages is not None:
-            cell.add_(_sign(batch.advantages), alpha=stride["advantage"]).add_(stride["advantage"])
+            values = at_least_float32(batch.advantages).numpy()
+            sign = (values > 0).view(np.int8) - (values < 0).view(np.int8)  # 0 of NaN
+            cell.add_(torch.from_numpy(sign), alpha=stride["advantage"]).add_(stride["advantage"])
         if "lag" in self.axes and batch.lag is not None:
             lag = batch.lag.clamp(max=len(LAG_BUCKET) - 1)
             cell.add_(LAG_BUCKET.index_select(0, lag), alpha=stride["lag"])
@@ -187,12 +189,6 @@ def _token_class(logp: Float[Tensor, " k"]) -> Int[Tensor, " k"]:
     x = at_least_float32(logp).numpy()  # numpy compares ten times as fast
     first, second, third = (below.view(np.uint8) for below in (x <= likely, x < unsure, x < rare))
     return torch.from_numpy(first + second + third).int()
-
-
-def _sign(x: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """-1, 0 or 1, as int8; of NaN 0."""
-    values = at_least_float32(x).numpy()
-    return torch.from_numpy((values > 0).view(np.int8) - (values < 0).view(np.int8))
 
 
 def _repeated(x: Int[Tensor, " runs"], lengths: Int[Tensor, " runs"]) -> Int[Tensor, " n"]:

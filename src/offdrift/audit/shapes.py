@@ -321,14 +321,15 @@ def _contrasts(
     moment: Int[np.ndarray, " b"],
 ) -> dict[str, Float[np.ndarray, " sums"]]:
     """`_contrast` of every side, over the chosen sequences."""
-    whole, like = total[chosen], moment[chosen]
-    count, found = max(1, AT_ONCE // len(whole)), {}
+    everybody, like = total[chosen], moment[chosen]
+    count, contrasts = max(1, AT_ONCE // len(everybody)), {}
     inside = [name for name in sides if name not in flags]
     for first in range(0, len(inside), count):
         names = inside[first : first + count]
-        found |= zip(names, _contrast(np.stack([sides[name][chosen] for name in names]), whole, None), strict=True)
-    found |= {name: _contrast(sides[name][None, chosen], whole, like)[0] for name in flags}
-    return {name: found[name] for name in sides}
+        sums = _contrast(np.stack([sides[name][chosen] for name in names]), everybody, None)
+        contrasts |= zip(names, sums, strict=True)
+    contrasts |= {name: _contrast(sides[name][None, chosen], everybody, like)[0] for name in flags}
+    return {name: contrasts[name] for name in sides}
 
 
 def _contrast(
@@ -351,8 +352,8 @@ def _contrast(
 def _added(rows: Float[np.ndarray, "k b columns"], places: Int[np.ndarray, " b"]) -> Float[np.ndarray, "k p columns"]:
     """Rows of the same place added up."""
     sums = np.zeros((len(rows), int(places.max(initial=-1)) + 1, rows.shape[-1]))
-    for own, values in zip(sums, rows, strict=True):
-        np.add.at(own, places, values)
+    for table, values in zip(sums, rows, strict=True):
+        np.add.at(table, places, values)
     return sums
 
 

@@ -118,7 +118,7 @@ def _worst_tokens(batch: Logged, on: str, per_sequence: PerSequence, file: Files
         "abs_log_ratio": log_ratios.abs().tolist(),
         "logp_rollout": batch.logp_rollout[rows].tolist(),
     }
-    own = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    values_of = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
     places = {i: _place(batch, i, file) for i in of.unique().tolist()}
     entries = [
         {
@@ -127,7 +127,7 @@ def _worst_tokens(batch: Logged, on: str, per_sequence: PerSequence, file: Files
             "context": _excerpt(batch.completions, i, at, CONTEXT_CHARACTERS),
             "context_is": "near",  # located by the token's share of the response: a log has no tokenizer
         }
-        for i, at, values in zip(of.tolist(), share.tolist(), own, strict=True)
+        for i, at, values in zip(of.tolist(), share.tolist(), values_of, strict=True)
     ]
     return _best(entries, "abs_log_ratio", TOKENS)
 

@@ -152,7 +152,7 @@ def check(
     alive = interruptible()
     with screen.watching(every=True) as watch:
 
-        def told(stage: str, done: int, total: int) -> None:
+        def progress(stage: str, done: int, total: int) -> None:
             alive()  # an interrupt that a library swallowed is one all the same
             watch(stage, done, total)
 
@@ -188,7 +188,7 @@ def check(
                 device=device,
                 rules=rules,
                 out=out,
-                progress=told,
+                progress=progress,
             )
         except KeyboardInterrupt:
             screen.warn("interrupted before anything was measured")

@@ -65,21 +65,17 @@ def built(name: Name) -> Path:
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     path = cache_folder() / f"{name}-{digest}.so"
     if not path.exists():
-        _clear(path.parent)
+        # What builds left that were killed: none takes twice as long as its compiler may.
+        for left in path.parent.glob(f"{BUILDING}*"):
+            with contextlib.suppress(OSError):  # another process was faster
+                if time.time() - left.stat().st_mtime > 2 * SECONDS:
+                    shutil.rmtree(left)
         with tempfile.TemporaryDirectory(prefix=BUILDING, dir=path.parent) as folder:
             made = Path(folder) / path.name
             command = [compiler, *flags(), "-o", str(made), str(source)]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS)
             made.replace(path)
     return path
-
-
-def _clear(folder: Path) -> None:
-    """Remove what builds left behind that were killed: none takes twice as long as its compiler may."""
-    for left in folder.glob(f"{BUILDING}*"):
-        with contextlib.suppress(OSError):  # another process was faster
-            if time.time() - left.stat().st_mtime > 2 * SECONDS:
-                shutil.rmtree(left)
 
 
 def flags() -> tuple[str, ...]:

@@ -23,14 +23,14 @@ def arrived(engine: Engine, model: nn.Module, units: Units, originals: Sequence[
     """
     if not isinstance(engine, HoldsWeights):
         return False
-    held, sent = dict(engine.held_weights()), dict(model.named_parameters())
-    if held.keys() != sent.keys():
+    copies, sent = dict(engine.held_weights()), dict(model.named_parameters())
+    if copies.keys() != sent.keys():
         return False
-    if not all(_equal(held[name], weight) for name, weight in sent.items()):
+    if not all(_equal(copies[name], weight) for name, weight in sent.items()):
         return False
     before = {id(weight): original for weight, original in zip(units.weights, originals, strict=True)}
-    return not any(_equal(held[name], before[id(weight)]) for name, weight in sent.items() if id(weight) in before)
+    return not any(_equal(copies[name], before[id(weight)]) for name, weight in sent.items() if id(weight) in before)
 
 
-def _equal(held: Tensor, weight: Tensor) -> bool:
-    return held.shape == weight.shape and torch.equal(held, weight.to(held))
+def _equal(copy: Tensor, weight: Tensor) -> bool:
+    return copy.shape == weight.shape and torch.equal(copy, weight.to(copy))

@@ -162,7 +162,8 @@ def headlines(audit: Fields) -> list[Headline]:
             continue
         series = tuple(column(steps, metric))
         level, comparison = judge[slot].of(value) if slot in judge else ("", "")
-        if slot == "kl" and value < 0 and level == "ok" and judge[slot].of(_by_k3(metric, overall))[0] == "act":
+        k3 = f"{metric.rpartition('/')[0]}/k3"  # the estimate of the same KL in which no signs cancel
+        if slot == "kl" and value < 0 and level == "ok" and judge[slot].of(number(overall.get(k3)) or 0.0)[0] == "act":
             level, comparison = "act", NEGATIVE[1]
         if slot in judge and (now := recent(series)) is not None:
             later, words = judge[slot].of(now)
@@ -182,11 +183,6 @@ def headlines(audit: Fields) -> list[Headline]:
             series=series,
         )
     return list(chosen.values())[:3]
-
-
-def _by_k3(metric: str, overall: Fields) -> float:
-    """The estimate of the same KL in which no signs cancel; 0 if it is unknown."""
-    return number(overall.get(f"{metric.rpartition('/')[0]}/k3")) or 0.0
 
 
 WORSE = ("ok", "watch", "act")

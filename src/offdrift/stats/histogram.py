@@ -78,10 +78,10 @@ def _counted(x: Float[Tensor, " n"], grid: Grid) -> tuple[Int[Tensor, " bins"], 
     for (block,) in blocks(x) if len(x) else ():
         index, value = grid.index(block), block.double()
         counts += torch.bincount(index, minlength=grid.bins)
-        place, own = index.long(), torch.zeros_like(moments)  # a third less than weighted counts take
-        own[0].scatter_add_(0, place, value)
-        own[1].scatter_add_(0, place, value * value)
-        moments += own
+        place, of_block = index.long(), torch.zeros_like(moments)  # a third less than weighted counts take
+        of_block[0].scatter_add_(0, place, value)
+        of_block[1].scatter_add_(0, place, value * value)
+        moments += of_block
     return counts, moments
 
 

@@ -217,8 +217,8 @@ def padding(lists: Mapping[str, Lists], cuts: Int[Tensor, " cuts"]) -> Tokens | 
     lengths = cuts.diff()
     newest = torch.segment_reduce((other + 1).double(), "max", offsets=cuts, unsafe=True, initial=0.0).long()
     begins = torch.maximum(newest, cuts[:-1])  # behind the last token that is none
-    found = place >= torch.repeat_interleave(begins, lengths)
-    return None if bool(found.all()) or not bool(found.any()) else found
+    pads = place >= torch.repeat_interleave(begins, lengths)
+    return None if bool(pads.all()) or not bool(pads.any()) else pads
 
 
 def _all_zero(policies: Mapping[str, Lists], trains: Tokens | None) -> bool:
@@ -426,9 +426,9 @@ def _logged(columns: Columns, step: int | None) -> tuple[Logged, dict[str, Rows]
     cuts, unscored = cumulative(lengths), {}
     if (pads := padding(lists, cuts)) is not None:
         unscored = {PADDING: Layout(cuts).count(pads)}
-        kept = cumulative(~pads)[cuts]
-        lists = {name: x.without(pads, kept) for name, x in lists.items()}
-        lengths, cuts = kept.diff(), kept
+        cuts = cumulative(~pads)[cuts]
+        lists = {name: x.without(pads, cuts) for name, x in lists.items()}
+        lengths = cuts.diff()
     usable = examined(lists, counted, cuts)
     keep = usable.keep
     position = positions(lists.get("position"), cuts, keep)

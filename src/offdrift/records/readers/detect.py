@@ -113,29 +113,9 @@ def _decoded(piece: Piece, kind: Source, detected: Detected) -> tuple[Columns | 
             except RecordError as e:
                 return None, [BadRow(file, 0, str(e).removeprefix(f"{file}: "), rows=0)]
         return pack([_wanted(row, detected) for row in samples], range(1, len(samples) + 1), file)
-    if file.endswith(".parquet"):
-        from offdrift.records.readers import parquet
-
-        tables, bad = parquet.read_objects(file, start, stop, limit)
-        rows = [row for _, part in tables for row in part]
-        numbers = [first + i for first, part in tables for i in range(len(part))]
-    elif file.endswith(files.TABLE):
-        from offdrift.records.readers.csv_rows import rows_of_table
-
-        try:
-            with opened(file) as f:
-                rows, bad = rows_of_table(f, limit), []
-        except RecordError as e:
-            return None, [BadRow(file, 0, str(e), rows=0)]
-        numbers = range(1, len(rows) + 1)
-    else:
-        from offdrift.records.readers import jsonl
-
-        data, long, stopped = jsonl.read_lines(file, start, stop, limit)
-        rows, numbers, bad = jsonl.decode(data, piece.first_row, file, limit)
-        bad += [BadRow(file, piece.first_row + i, why) for i, why in long.items()]
-        if stopped is not None:
-            bad.append(BadRow(file, piece.first_row + data.count(b"\n"), stopped, rows=0))
+    rows, numbers, bad = objects(piece, limit)
+    if not rows:
+        return None, sorted(bad, key=lambda b: b.row)
     if kind.adapt:
         translated, numbers, strange = adapted(rows, numbers, detected, file)
         bad += strange
@@ -146,6 +126,34 @@ def _decoded(piece: Piece, kind: Source, detected: Detected) -> tuple[Columns | 
             translated = [_wanted(row, detected) for row in map(function(kind.amend), rows, translated)]
     columns, wrong = pack(translated, numbers, file)
     return columns, sorted([*bad, *wrong], key=lambda b: b.row)
+
+
+def objects(piece: Piece, limit: int) -> tuple[Sequence[Row], Sequence[int], list[BadRow]]:
+    """Rows of a piece as objects, the number of each, and what cannot be read."""
+    file, start, stop = piece.file, piece.start, piece.stop
+    if file.endswith(".parquet"):
+        from offdrift.records.readers import parquet
+
+        tables, bad = parquet.read_objects(file, start, stop, limit)
+        rows = [row for _, part in tables for row in part]
+        return rows, [first + i for first, part in tables for i in range(len(part))], bad
+    if file.endswith(files.TABLE):
+        from offdrift.records.readers.csv_rows import rows_of_table
+
+        try:
+            with opened(file) as f:
+                rows = rows_of_table(f, limit)
+        except RecordError as e:
+            return [], [], [BadRow(file, 0, str(e), rows=0)]
+        return rows, range(1, len(rows) + 1), []
+    from offdrift.records.readers import jsonl
+
+    data, long, stopped = jsonl.read_lines(file, start, stop, limit)
+    rows, numbers, bad = jsonl.decode(data, piece.first_row, file, limit)
+    bad += [BadRow(file, piece.first_row + i, why) for i, why in long.items()]
+    if stopped is not None:
+        bad.append(BadRow(file, piece.first_row + data.count(b"\n"), stopped, rows=0))
+    return rows, numbers, bad
 
 
 def adapted(
