@@ -55,7 +55,10 @@ def test_gradcheck(of, temperature):
 def test_the_loss_is_the_number_that_is_measured(of, pair):
     mu, pi = pair
     measured = getattr(exact_divergences(mu, pi, temperature=0.8), of)
-    assert torch.equal(LOSSES[of](mu, pi, temperature=0.8), measured)
+    lost = LOSSES[of](mu, pi, temperature=0.8)
+    # The entropy is measured beside eight other numbers, and its sums are put together in another order.
+    ulps = 4 * torch.finfo(measured.dtype).eps if of == "entropy" else 0.0
+    torch.testing.assert_close(lost, measured, rtol=ulps, atol=0.0, equal_nan=True)
     assert len(measured) == len(mu)
 
 

@@ -167,7 +167,7 @@ def test_what_to_log_is_said_once_with_the_questions_it_is_for() -> None:
     numbers = {x: [int(n) for n in which.removeprefix("for ").split(", ")] for x, which in found.log}  # fmt: skip
     assert numbers[LOG["logp_rollout"]] == [1, 2, 3, 4, 5, 7, 8, 9, 10]
     assert numbers[LOG["tokens"]] == [8]
-    assert len(numbers) == len(LOG) - 1 == 9
+    assert len(numbers) == len(LOG) - 1 == 10
     for x, which in numbers.items():
         assert which == [i for i, q in enumerate(still, 1) if x in q["log"].split("; ")]
     content = little() | {"questions": asked}
