@@ -376,3 +376,38 @@ def test_an_interrupted_list_goes_on_where_it_ended(faults, outside, tmp_path, m
     torch.set_num_threads(threads)
     assert sorted(run) == sorted(outside.planned("vllm", False)), "each once"
     assert not set(outside.SLOW) & set(run)
+
+
+@pytest.fixture(scope="module")
+def staleness():
+    yield from imported("staleness")
+
+
+def test_parts_of_a_sweep_that_ran_elsewhere_are_joined(staleness, tmp_path):
+    def ran(arm, seed, end):
+        return {"arm": arm, "seed": seed, "values": {}, "status": "finished", "folder": f"{arm}-{seed}"} | {"end": end}
+
+    def swept(folder, runs):
+        for run in runs:
+            files = folder / run["folder"] / "arms" / run["arm"]
+            files.mkdir(parents=True)
+            rows = [{"update": at, "reward": x, "prompts": 64, "samples": 1} for at, x in ((0, 0.25), (16, run["end"]))]
+            (files / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (files / "metrics.jsonl").write_text('{"update": 1, "version_lag/max": 1}\n')
+        settings = [{"name": arm, "arm": arm, "values": {}, "baseline": "b"} for arm in ("a", "b")]
+        content = {"name": "s", "changes": [], "versions": [], "runs": runs, "settings": settings}
+        (folder / "sweep.json").write_text(json.dumps(content))
+        return folder
+
+    ends = {"a": [0.5, 0.625, 0.5], "b": [0.25, 0.375, 0.375]}
+    of = {arm: [ran(arm, seed, end) for seed, end in enumerate(x)] for arm, x in ends.items()}
+    whole = staleness.of_sweep(swept(tmp_path / "whole", of["a"] + of["b"]))
+    part = json.loads(json.dumps(staleness.of_sweep(swept(tmp_path / "a", of["a"]))))
+    stored = {"machine": {"processor": "a"}, "sweeps": [part, {**part, "name": "another"}]}
+    joined = staleness.of_sweep(swept(tmp_path / "b", of["b"]), stored)
+    assert joined["earlier"] == {"machine": {"processor": "a"}, "runs": 3}
+    assert joined["settings"] == whole["settings"]
+    assert [r for r in joined["runs"] if r["arm"] == "a"] == [r for r in whole["runs"] if r["arm"] == "a"]
+    again = staleness.of_sweep(tmp_path / "whole", stored)  # what is here counts
+    assert "earlier" not in again
+    assert again["runs"] == whole["runs"]

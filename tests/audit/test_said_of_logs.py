@@ -273,6 +273,10 @@ def test_padding_counts_no_tokens_and_changes_no_verdict(tmp_path, pad, by_step)
     assert two.data["counts"]["tokens"] == one.data["counts"]["tokens"]
     masked = [{**row, "mask": [1] * (len(row["logp_old"]) - 3) + [0] * 3} for row in padded]
     assert audited(tmp_path / "masked.jsonl", masked).data["coverage"]["padding"] == 0  # a mask is believed
+    stated = [{**row, "response_length": len(row["logp_old"])} for row in padded]
+    assert audited(tmp_path / "stated.jsonl", stated).data["coverage"]["padding"] == 0  # and so are lengths
+    shorter = [{**row, "response_length": len(r["logp_old"])} for row, r in zip(padded, bare, strict=True)]
+    assert audited(tmp_path / "shorter.jsonl", shorter).data["coverage"]["padding"] == more
 
 
 def test_certain_tokens_at_the_end_are_no_padding(tmp_path):

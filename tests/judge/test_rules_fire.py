@@ -106,3 +106,14 @@ def test_over_a_run_the_better_explanation_needs_half_the_steps(moderate, heavy,
     levels = [0.4] * moderate + [1.2] * heavy
     rows = [{"step": 50 + i, "mismatch/chi2_token": x, "mismatch/k1": 0.01} for i, x in enumerate(levels)]
     assert [f.rule for f in diagnose(rows)] == expected
+
+
+@pytest.mark.parametrize("begins", [0, 1, 2, 3, 7])
+def test_a_finding_is_dated_from_the_step_at_which_it_would_have_fired_without_patience(begins):
+    rows = [{"step": 10 + i, "mismatch/k3": 1e-5 if i < begins else 0.5, "mismatch/pearson": 0.9999} for i in range(12)]
+    rows = [{**row, "mismatch/pearson": 0.5} if i >= begins else row for i, row in enumerate(rows)]
+    dated = [f.step for f in diagnose(rows) if f.step is not None]
+    at_once = Watcher(patience=1)
+    (first, *_) = [row["step"] for row in rows if at_once.update(row)]
+    assert min(dated) == first >= 10 + begins
+    assert begins > 0 or first == 10

@@ -60,6 +60,14 @@ def test_numbers_are_judged_by_the_thresholds_of_the_tree(metric: str, value: fl
     assert mine.comparison
 
 
+@pytest.mark.parametrize(("k3", "level"), [(2e-4, "ok"), (180.0, "act"), (None, "ok")])
+def test_a_kl_that_cancels_has_no_tick_where_the_other_estimate_is_large(k3: float | None, level: str) -> None:
+    overall = {"mismatch/k1": -6.8e-4, "mismatch/ratio_mean_z": 50.0} | ({} if k3 is None else {"mismatch/k3": k3})
+    (h, *_) = headlines({"overall": overall})
+    assert (h.metric, h.level) == ("mismatch/k1", level)
+    assert ("which KL cannot be" in h.comparison) == (level == "act")
+
+
 def test_a_correlation_is_never_rounded_up_to_one() -> None:
     (_, h) = headlines({"overall": {"full/k3": 0.0, "full/pearson": 0.9999999}})
     assert h.text == "0.99999"

@@ -74,6 +74,12 @@ def test_from_samples_the_mean_is_unbiased_and_the_largest_has_a_lower_end_alone
     assert "sampled tokens do not show" in alphas.sentence
 
 
+def test_an_estimate_above_one_is_said_as_one():
+    logs, drawn = policies(0.1, 0.1, tokens=64)
+    row = summarize(stats_of(logs, drawn)) | {"mismatch/tv_sampled": 2.9}
+    assert Alphas.of(row).mismatch.mean == 1.0
+
+
 def test_intervals_decide_only_where_they_do_not_overlap():
     logs, drawn = policies(0.2, 0.2)
     ends = torch.full((len(drawn),), 0.1)

@@ -7,22 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from offdrift.engines import Engine, HoldsWeights
+from offdrift.engines import HoldsWeights
 from offdrift.engines.sync_units import Units
 
 
 @torch.no_grad()
-def arrived(engine: Engine, model: nn.Module, units: Units, originals: Sequence[Tensor]) -> bool:
+def arrived(engine: HoldsWeights, model: nn.Module, units: Units, originals: Sequence[Tensor]) -> bool:
     """Whether the engine holds every weight of the trainer's, cast to its own precision, to the last bit.
 
-    Not said of an engine that shows no weights, has others by name, or keeps them in another form, nor where a weight
-    that was to be moved is in that precision what it was before: one that stayed behind would look the same.
+    Not said of an engine that has others by name, or keeps them in another form, nor where a weight that was to be
+    moved is in that precision what it was before: one that stayed behind would look the same.
 
     Args:
         originals: what each of `units.weights` was before.
     """
-    if not isinstance(engine, HoldsWeights):
-        return False
     copies, sent = dict(engine.held_weights()), dict(model.named_parameters())
     if copies.keys() != sent.keys():
         return False

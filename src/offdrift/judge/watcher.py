@@ -175,7 +175,8 @@ class Watcher:
         span = int(2 * self._limits["window_long"] + self._limits["window_level"])
         self._window = Window(span, *(int(self._limits[f"window_{x}"]) for x in ("trend", "long")))
         self._firings: dict[str, _Firing] = {}
-        self._begin = 0
+        self._early: dict[str, int] = {}
+        """Since when rules would have fired that patience held back."""
         self.reading = Reading()
         """The last reading."""
 
@@ -186,16 +187,16 @@ class Watcher:
 
             row = metric_names().translate(row)
         self._window.add(row, same_weights=at_same_weights(row, self.context))
-        self._begin = self._window.step if self._window.steps == 1 else self._begin
         self.reading = read(View(self._window, self.context, self._limits), READINGS)
+        findings = judge(self.reading, self.rules, self.context)
         if self._window.steps < self.patience:
+            self._early = {f.rule: self._early.get(f.rule, self._window.step) for f in findings}
             return []
-        new = []
-        for finding in judge(self.reading, self.rules, self.context):
+        early, self._early, new = self._early, {}, []
+        for finding in findings:
             firing = self._firings.get(finding.rule)
             if firing is None:
-                # What fires as soon as anything may was so from the start.
-                first = self._begin if self._window.steps == self.patience else self._window.step
+                first = early.get(finding.rule, self._window.step)
                 firing = self._firings[finding.rule] = _Firing(first, 0, finding, 0)
                 new.append(replace(finding, step=self._window.step, steps=1, severity=self._live_level(finding)))
             firing.finding, firing.last, firing.steps = finding, self._window.steps, firing.steps + 1

@@ -162,9 +162,10 @@ def headlines(audit: Fields) -> list[Headline]:
             continue
         series = tuple(column(steps, metric))
         level, comparison = judge[slot].of(value) if slot in judge else ("", "")
-        k3 = f"{metric.rpartition('/')[0]}/k3"  # the estimate of the same KL in which no signs cancel
-        if slot == "kl" and value < 0 and level == "ok" and judge[slot].of(number(overall.get(k3)) or 0.0)[0] == "act":
-            level, comparison = "act", NEGATIVE[1]
+        if slot == "kl" and value < 0:  # k3 estimates the same KL, and in it no signs cancel
+            k3 = number(overall.get(f"{metric.rpartition('/')[0]}/k3")) or 0.0
+            if judge[slot].of(k3)[0] == "act":
+                level, comparison = "act", NEGATIVE[1]
         if slot in judge and (now := recent(series)) is not None:
             later, words = judge[slot].of(now)
             if WORSE.index(later) > WORSE.index(level):  # an average hides what has only begun

@@ -56,6 +56,8 @@ PAD_RUN = 4
 """Equal numbers in a row at the end of a response, in every column, from which on they may be padding."""
 PAD_ROWS = 0.25
 """Share of the rows that end so in a padded log."""
+PEEKED = 4096
+"""Tokens that are looked at first."""
 NOTHING_BUT_ZEROS = 64
 """Tokens from which on a log in which no column has anything but zeros was filled with them."""
 
@@ -192,13 +194,19 @@ def _unusable(name: str, values: Tensor, trains: Tokens | None) -> dict[str, Tok
     return causes | {"placeholder": values <= least, "positive": values > POSITIVE_SLACK}
 
 
-def padding(lists: Mapping[str, Lists], cuts: Int[Tensor, " cuts"]) -> Tokens | None:
+def padding(lists: Mapping[str, Lists], cuts: Int[Tensor, " cuts"], stated: Numbers | None = None) -> Tokens | None:
     """Tokens at the ends of rows that are padding, the same number in every column of log-probs; None if there is none.
 
     A log without a mask, or with one that leaves nothing out, would count them as tokens on which all agree. Zeros are
     certain tokens, too: there rows must be as long as many others, as padded ones are.
+
+    Args:
+        stated: lengths of the responses, where the log has them; rows that are no longer have no padding.
     """
     if (mask := lists.get("mask")) is not None and not bool(mask.values.all()):
+        return None
+    reaches = None if stated is None else (stated.values >= cuts.diff())[~stated.missing()]
+    if reaches is not None and len(reaches) and bool(reaches.all()):
         return None
     policies = [lists[name].values for name in POLICIES if name in lists]
     rows = (cuts.diff() >= PAD_RUN).nonzero().squeeze(-1)
@@ -223,10 +231,12 @@ def padding(lists: Mapping[str, Lists], cuts: Int[Tensor, " cuts"]) -> Tokens | 
 
 def _all_zero(policies: Mapping[str, Lists], trains: Tokens | None) -> bool:
     """Whether no policy has anything but zeros, on more tokens than can be certain: a mask that is upside down."""
-    values = [x.values if trains is None else x.values[trains] for x in policies.values()]
-    some = [v[:NOTHING_BUT_ZEROS] for v in values]
-    begin = all(len(v) == NOTHING_BUT_ZEROS and not bool(v.any()) for v in some)
-    return begin and not any(bool(v.any()) for v in values)
+    values = [x.values for x in policies.values()]
+    for at in (slice(PEEKED), slice(None)):  # nearly every log has another number among the first
+        part = [v[at] if trains is None else v[at][trains[at]] for v in values]
+        if any(bool(v.any()) for v in part):
+            return False
+    return len(part[0]) >= NOTHING_BUT_ZEROS
 
 
 def _filled_in(logps: Mapping[str, Lists], trains: Tokens | None) -> dict[str, Tokens]:
@@ -424,7 +434,7 @@ def _logged(columns: Columns, step: int | None) -> tuple[Logged, dict[str, Rows]
     lists = token_lists(columns, lengths)
     counted = {f.column: columns.numbers[f.column] for f in COUNTED if f.column in columns.numbers}
     cuts, unscored = cumulative(lengths), {}
-    if (pads := padding(lists, cuts)) is not None:
+    if (pads := padding(lists, cuts, columns.numbers.get("response_length"))) is not None:
         unscored = {PADDING: Layout(cuts).count(pads)}
         cuts = cumulative(~pads)[cuts]
         lists = {name: x.without(pads, cuts) for name, x in lists.items()}

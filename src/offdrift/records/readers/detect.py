@@ -643,7 +643,7 @@ def _files(n: int) -> str:
 
 
 def _other_policy(columns: Mapping[str, str], unused: Sequence[str], lists: Sequence[str]) -> list[str]:
-    """How to map the log-probs of a second policy, where a log has one policy and a column that may hold another's."""
+    """Propose a column for the second policy, where a log has one policy and a column that may be another's."""
     known = [name for name in POLICIES if name in columns]
     others = [name for name in unused if name in lists or re.search(r"log_?p(rob)?s?\b", name)]
     if len(known) != 1 or not others:
