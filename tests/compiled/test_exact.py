@@ -242,7 +242,8 @@ def test_a_gradient_is_rounded_to_the_nearest(compiled: None, dtype: torch.dtype
 def taken(fresh: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is built, in a process whose inputs are large from 1,000 entries on."""
     names: list[str] = []
-    monkeypatch.setattr(chunks, "COMPILE_FROM", 1000)
+    for name in ("COMPILE_FROM", "LIBRARY_FROM"):
+        monkeypatch.setattr(chunks, name, 1000)
     monkeypatch.setattr(chunks, "_kernel", lambda function: names.append("torch") or function)
     built = build.built
     monkeypatch.setattr(build, "built", lambda name: names.append(name) or built(name))
@@ -268,6 +269,21 @@ def test_large_inputs_are_worth_building_it_unless_that_is_refused(
         exact_divergences(mu, pi, compiled=True)
     exact_divergences(mu.double(), pi.double())
     assert taken == ["exact", "torch"]  # what the library does not read
+
+
+def test_one_row_of_a_large_vocabulary_is_worth_building_it_and_torchs_compiler_is_not(
+    fresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(chunks, "_kernel", lambda function: taken.append("torch") or function)
+    built = build.built
+    monkeypatch.setattr(build, "built", lambda name: taken.append(name) or built(name))
+    mu = noise(1, 2**14)
+    exact_divergences(mu[:, 1:], moved(mu, 0.1)[:, 1:])
+    exact_divergences(mu.double(), moved(mu, 0.1).double())
+    assert taken == []
+    exact_divergences(mu, moved(mu, 0.1))
+    assert taken == ["exact"]
 
 
 def test_small_inputs_take_it_where_compiled_passes_are_asked_for(taken: list[str]) -> None:

@@ -274,7 +274,7 @@ def test_a_large_input_falls_back_to_plain_where_compiling_fails(monkeypatch):
     check_same(exact_divergences(mu, pi, compiled=True)[:7], expected, n=4)
 
 
-def test_small_inputs_never_wait_for_a_compiler(monkeypatch):
+def test_small_inputs_never_wait_for_torchs_compiler(monkeypatch):
     def forbidden(_):
         raise AssertionError("compiled a small input")
 

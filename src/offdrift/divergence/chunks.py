@@ -28,8 +28,10 @@ RowFunction = Callable[..., tuple[Any, ...]]
 times as it likes, or writes its rows into one of its arguments."""
 
 COMPILE_FROM = 2**24
-"""Entries of one input from which compiling pays: 10 to 20 s, once per process and dtype; the library of `compiled`
-2 s, once per machine."""
+"""Entries of one input from which torch's compiler pays: 10 to 20 s, once per process and dtype."""
+
+LIBRARY_FROM = 2**14
+"""The same for the library of `compiled`, 2 to 5 s once per machine: one row of a language model's vocabulary."""
 
 COMPILED_CHUNK = 2**21
 """Entries per compiled call: 8 MiB of each input, read three times, stay in a last-level cache."""
@@ -57,14 +59,20 @@ def way(device: torch.device, entries: int, compiled: bool | None) -> Literal["c
     """Choose how to compute an input of so many entries, as far as is known before it is tried."""
     if not compiled and device.type in _broken:
         return "plain"
-    return "compiled" if pays(entries, compiled) and (compiled or entries >= COMPILE_FROM) else "plain"
+    large = entries >= COMPILE_FROM
+    return "compiled" if _wanted(compiled, large=large) and (compiled or large) else "plain"
 
 
 def pays(entries: int, compiled: bool | None) -> bool:
-    """Whether to compile for an input of so many entries: as the caller says, else the user, else by its size."""
+    """Whether the library of `compiled` is wanted for an input of so many entries."""
+    return _wanted(compiled, large=entries >= LIBRARY_FROM)
+
+
+def _wanted(compiled: bool | None, *, large: bool) -> bool:
+    """Whether to compile: as the caller says, else the user, else if the input is large."""
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return False
-    return asked(unasked=entries >= COMPILE_FROM) if compiled is None else compiled
+    return asked(unasked=large) if compiled is None else compiled
 
 
 def by_rows(

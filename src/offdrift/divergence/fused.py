@@ -29,7 +29,7 @@ Route = Literal["triton", "compiled", "plain"]
 def route(
     device: torch.device, *dtypes: torch.dtype, entries: int = chunks.COMPILE_FROM, compiled: bool | None = None
 ) -> Route:
-    """Choose how `exact_divergences` computes inputs of these dtypes and so many entries each.
+    """Choose how `exact_divergences` computes inputs of these dtypes and so many entries each, `one_read` aside.
 
     "triton" only if `compiled` leaves the choice open; "compiled" turns into "plain" once a compiler
     has failed in this process.
@@ -65,10 +65,10 @@ def exact_divergences(
         tokens: the drawn tokens, whose log-probs come along; NaN where one is not in the vocabulary.
         temperature: what the current policy's logits are divided by; the rollout policy's evidence
             already is what was sampled.
-        compiled: None compiles from 2^24 entries on, or where the user asked for compiled passes
-            (`OFFDRIFT_COMPILE=1`), and not where the user refused (`OFFDRIFT_COMPILE=0`); True compiles and lets
-            a failure of torch's compiler through; False is plain. `TORCH_COMPILE_DISABLE=1` in the environment
-            never compiles.
+        compiled: None compiles from 2^14 entries on (from 2^24 where torch's compiler has to, as for float64), or
+            where the user asked for compiled passes (`OFFDRIFT_COMPILE=1`), and not where the user refused
+            (`OFFDRIFT_COMPILE=0`); True compiles and lets a failure of torch's compiler through; False is plain.
+            `TORCH_COMPILE_DISABLE=1` in the environment never compiles.
         tv: False leaves TV out, NaN in its place: it alone takes a second sweep, because its kink moves with
             the normalizers. Of the plain way it saves nothing.
 
