@@ -91,6 +91,7 @@ WAYS = {
     "Liger, KL loss": ("Liger, KL loss", "var(--three)", "2 4"),
     "TRL, chunked": ("TRL, chunked (in torch)", "var(--ink)", "8 3"),
     "offdrift": ("offdrift, CPU", "var(--two)", ""),
+    "offdrift, no compiler": ("offdrift, CPU, no compiler", "var(--two)", "8 3"),
     "offdrift, GPU kernels": ("offdrift, GPU kernels", "var(--two)", "3 3"),
 }
 """Ways to compute the KL: their names, colors and dashes."""
@@ -104,7 +105,7 @@ def accuracy_figure() -> str:
     x = lambda kl: round(left + (right - left) * (math.log10(kl) - low) / (0.2 - low), 1)  # noqa: E731
     y = lambda error: round(bottom - (bottom - top) * (math.log10(max(error, 1e-8)) + 8) / 10, 1)  # noqa: E731
     lines = [
-        f'<svg class="od-figure" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 480 {bottom + 106}" '
+        f'<svg class="od-figure" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 480 {bottom + 49 + 19 * math.ceil(len(WAYS) / 2)}" '
         'font-family="system-ui, sans-serif" font-size="13.5">',
         f"  {STYLE}",
     ]
