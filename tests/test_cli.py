@@ -89,6 +89,8 @@ def test_a_value_of_the_wrong_type_is_one_message(folder, tmp_path):
         ("train TINY --arms nope", ExitCode.USAGE, "tiny has the arms none, trm_max"),
         ("report nowhere", ExitCode.ERROR, "RecordError"),
         ("bound", ExitCode.USAGE, "give --T"),
+        ("sweep", ExitCode.USAGE, "Missing argument 'file'. For example: offdrift sweep recipes/sweep.toml --dry-run"),
+        ("lab lag-law", ExitCode.USAGE, "For example: offdrift lab lag-law runs/staleness"),
         ("audit log --fail-on sometimes", ExitCode.USAGE, "sometimes"),
         ("audit log --columns reward", ExitCode.USAGE, "reward"),
         ("audit log --fail-on act", ExitCode.VERDICT, ""),

@@ -113,7 +113,7 @@ def an_old_policy_with_gaps(rows: Rows) -> str:
 def no_rollout_policy(rows: Rows) -> str:
     """What TRL has without vLLM; every tenth token has drifted beyond PPO's clip."""
     for row in rows:
-        row |= {"logp_old": row.pop("logp_rollout"), "logp": row["logp_old"], "advantages": 1.0}
+        row |= {"logp_old": row.pop("logp_rollout"), "logp": row["logp_old"], "advantages": 1.0 + row["reward"]}
         row["logp_old"] = [x - 0.5 * (t % 10 == 0) for t, x in enumerate(row["logp_old"])]
     return lines(rows)
 

@@ -4,6 +4,7 @@ import pytest
 
 from offdrift.audit.compare import comparison_view
 from offdrift.audit.view import OTHER_FRAMEWORK, audit_view, spark
+from offdrift.cli.app import Screen
 from offdrift.judge.findings import Evidence, Finding
 from offdrift.show.findings import (
     CAUSES,
@@ -28,8 +29,14 @@ def test_a_finding_shows_everything_that_it_says(width: int) -> None:
                  "Fix: Run both engines", "This finding is wrong if:", "confidence high", "first at step 107"):  # fmt: skip
         assert part in words, part
     for line in SNIPPETS["verl"].strip().splitlines():
-        assert f"   {line}" in text, "a snippet's lines can be copied: nothing stands beside them"
+        assert f"\n  {line}" in text, "a snippet's lines can be copied: nothing stands beside them"
     assert max(map(len, text.splitlines())) <= width
+
+
+def test_no_line_of_a_snippet_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"offdrift check --model {'a/long/path/' * 15}MODEL"
+    Screen().show(audit_view({"findings": [finding(snippets={"shell": line})]}, 80))
+    assert f"\n  {line}\n" in capsys.readouterr().out
 
 
 def test_a_real_finding_is_read_from_its_dict() -> None:

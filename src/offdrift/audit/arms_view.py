@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -33,7 +32,5 @@ def arms_view(run: ArmsAudit, width: int = 100, *, folder: str = "") -> Renderab
     parts += [numbers, about, causes_table, Text("")]
     parts.append(Text(f"{safe(run.worst)}: {' · '.join(count_words(worst))}", style="dim"))
     for finding in in_order(worst.get("findings"), text(at(worst, "source", "framework")))[:1]:
-        parts.append(
-            Padding(shown_view(finding, width=width, folder=f"{folder}/{run.worst}" if folder else ""), (0, 0, 1, 0))
-        )
+        parts.append(Group(shown_view(finding, width=width, folder=f"{folder}/{run.worst}" if folder else ""), ""))
     return Group(*parts)

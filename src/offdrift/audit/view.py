@@ -59,7 +59,7 @@ def audit_view(audit: Fields, width: int = 100, *, folder: str = "") -> Renderab
     parts += [Text(words, style=style) for words, style in notes if words]
     parts += [verdict_view(audit.get("verdict"), width=width), _numbers(headlines(audit), width)]
     for i, finding in enumerate(findings[:FINDINGS_SHOWN]):
-        parts.append(Padding(shown_view(finding, width=width, brief=i > 0, folder=folder), (0, 0, 1, 0)))
+        parts.append(Group(shown_view(finding, width=width, brief=i > 0, folder=folder), ""))
     served = {name for finding in findings for name, _ in finding.snippets} - {SHELL, PYTHON, OWN, "vllm"}
     if framework == "plain" and served:
         parts.append(Text(safe(OTHER_FRAMEWORK.format(", ".join(sorted(served)))), style="dim"))

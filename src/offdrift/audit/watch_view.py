@@ -56,7 +56,7 @@ class LiveWatch:
             if before is None or severities.index(finding["severity"]) > severities.index(before["severity"]):
                 self.worst[source] = finding
             self.console.print(Text(f"{safe(source)}, step {finding.get('step')}", style="bold"))
-            self.console.print(finding_view(finding, self.framework, self.console.width))
+            self.console.print(finding_view(finding, self.framework, self.console.width), crop=False)
         if self.live is not None:
             self.live.update(self._view(), refresh=True)
 

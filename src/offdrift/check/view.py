@@ -126,7 +126,7 @@ def check_view(check: Fields, width: int = 100, *, folder: str = "") -> Renderab
         Text(" · ".join(about(check)), style="dim"),
         *([] if live_rows(check) else [_numbers(check)]),
         *_live(check),
-        *(Padding(shown_view(f, width=width, folder=folder), (0, 0, 1, 0)) for f in findings),
+        *(Group(shown_view(f, width=width, folder=folder), "") for f in findings),
         *([Text(cited, style="dim")] if (cited := footnote(findings)) else []),
         *([] if live_rows(check) else _noise(check)),
         *_deterministic(check),

@@ -90,7 +90,8 @@ class _Command(_Help, TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the words of the command line.
 
-        Raises: `typer.BadParameter` naming the option or argument that an empty word was given for.
+        Raises: `typer.BadParameter` naming the option or argument that an empty word was given for, or that is missing,
+            with an example of the command.
         """
         for i, word in enumerate(args):
             name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
@@ -101,7 +102,13 @@ class _Command(_Help, TyperCommand):
             arguments = [str(p.name) for p in self.params if p.param_type_name == "argument"]
             what = name or before or " ".join(arguments) or "a word"
             raise typer.BadParameter(f"{what}: '' is empty; give a value, or leave it out", ctx)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            example = re.search(rf"^ *(offdrift (?:lab )?{ctx.info_name} .*?)(?:  .*)?$", self.help or "", re.MULTILINE)
+            if type(error).__name__ == "MissingParameter" and example:
+                error.message = f"For example: {example[1]}"
+            raise
 
 
 class _CommandGroup(_Help, TyperGroup):
@@ -410,7 +417,7 @@ class Screen:
 
     def show(self, *views: Any) -> None:
         """Print tables and texts for a person."""
-        self.out.print(*views, highlight=False)
+        self.out.print(*views, highlight=False, crop=False)
 
     def wrote(self, **files: object) -> None:
         """Name the files that were written, each on its line, whole."""

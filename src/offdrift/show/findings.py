@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from textwrap import indent
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
@@ -305,14 +304,23 @@ def shown_view(s: Shown, *, width: int = 100, brief: bool = False, folder: str =
         parts.append(Text.assemble(("Fix: ", "bold green"), safe(s.fix)))
     if s.snippets and not brief:
         framework, code = s.snippets[0]
-        # Rules above and below and nothing beside the lines, so that they can be copied.
-        look: dict[str, Any] = {"box": box.HORIZONTALS, "border_style": "green", "padding": 0}
-        panel = Panel(Text(safe(code)), title=Text(safe(framework)), title_align="left", **look)
-        panel.width = min(width, 110) - 2
-        parts.append(panel)
+        end = "─" * (min(width, 110) - 2)
+        parts.append(Text(f"─ {safe(framework)} {end}"[: len(end)], style="green"))
+        # Nothing beside the lines, and none broken, so that they can be copied.
+        parts += [Whole(safe(code)), Text(end, style="green")]
     if not brief:
         parts += [Text(safe(line), style="dim") for line in s.small_print(folder)]
-    return Group(title, *(Padding(part, (0, 0, 0, 2)) for part in parts))
+    return Group(title, *(part if isinstance(part, Whole) else Padding(part, (0, 0, 0, 2)) for part in parts))
+
+
+class Whole:
+    """Lines that stay whole however narrow the terminal is, two columns in; print them with `crop=False`."""
+
+    def __init__(self, lines: str) -> None:
+        self.text = Text(indent(lines, "  "), no_wrap=True, overflow="ignore")
+
+    def __rich__(self) -> RenderableType:
+        return self.text
 
 
 def verdict_view(verdict: object, *, width: int = 100) -> RenderableType:
