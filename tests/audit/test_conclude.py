@@ -310,7 +310,7 @@ def test_what_a_log_leaves_out_is_counted_by_its_share():
         {
             "batch/unscored_frac": 6 / 38, "batch/unscored_tokens": 6, "batch/trainable_tokens": 38,
             "data/unread_frac": 0.5, "data/cuts": 1, "data/partly_frac": 2 / 38, "data/ahead_frac": 24 / 32,
-            "data/probability": 0, "data/negated": 0, "data/impossible_tokens": 0,
+            "data/probability": 0, "data/negated": 0, "data/not_per_token": 0, "data/impossible_tokens": 0,
             **{f"data/lacking_frac/{name}": 0.25 for name in ("rewards", "version", "rollout_version")},
         }
     )  # fmt: skip

@@ -316,3 +316,76 @@ def test_a_column_that_may_be_the_other_policy_is_proposed(tmp_path, kind, colum
     assert (f"{column} may be the trainer's log-probs: --columns logp_old={column}" in sentence) == said
     if said:
         assert "may be" not in detect([str(path)], columns={"logp_old": column}).description
+
+
+# -- what a column holds ---------------------------------------------------------------------------
+
+
+def test_padding_is_known_by_its_token_where_one_policy_scores_it(tmp_path):
+    """The end of sequence again and again: the engine writes 0, the trainer scores it."""
+    rng, bare = np.random.default_rng(3), log()
+    bare = [{**row, "tokens": rng.integers(1, 50, 24), "mask": None} for row in bare]
+    bare = [{k: x for k, x in row.items() if k not in ("mask", "advantages", "entropy")} for row in bare]
+    cut = [int(rng.integers(6, 24)) for _ in bare]
+    bare = [
+        {k: x[:n] if isinstance(x, np.ndarray) else x for k, x in row.items()}
+        for row, n in zip(bare, cut, strict=True)
+    ]  # fmt: skip
+    ends = {
+        "tokens": lambda n: [0] * n,
+        "logp_rollout": lambda n: [0.0] * n,
+        "logp_old": lambda n: -0.3 * rng.random(n),
+    }
+    padded = [
+        {k: np.concatenate([x, ends[k](12)]) if k in ends else x for k, x in row.items()} for row in bare
+    ]  # fmt: skip
+    one, two = audited(tmp_path / "bare.jsonl", bare), audited(tmp_path / "padded.jsonl", padded)
+    assert two.data["coverage"]["padding"] == 12 * len(bare)
+    assert one.data["coverage"]["padding"] == 0
+    assert two.metrics == pytest.approx(one.metrics, nan_ok=True)
+    assert told(two) == told(one)
+    # Without the tokens nobody knows: the trainer's numbers differ, and rows have lengths of their own.
+    assert audited(tmp_path / "bare.jsonl", padded, without=("tokens",)).data["coverage"]["padding"] == 0
+
+
+@pytest.mark.parametrize(
+    ("of_rows", "cause"),
+    [(np.cumsum, "running"), (lambda x: np.full(len(x), x.mean()), "repeated")],
+)
+@pytest.mark.parametrize("column", ["logp_rollout", "logp_old"])
+def test_sums_and_means_over_a_response_are_no_log_probs_of_its_tokens(tmp_path, of_rows, cause, column):
+    rows = changed(log(), lambda i, row: {column: of_rows(row[column])})
+    found = audited(tmp_path / "log.jsonl", rows)
+    assert ("not_per_token", "stop") in told(found)
+    assert found.data["coverage"]["causes"] == {column: {cause: 24 * len(rows)}}
+    masked = [{**row, "mask": [1] * 20 + [0] * 4} for row in rows]
+    assert audited(tmp_path / "masked.jsonl", masked).data["coverage"]["causes"] == {column: {cause: 20 * len(rows)}}
+
+
+def test_one_number_in_every_column_is_a_log_of_one_number(tmp_path):
+    rows = changed(log(), lambda i, row: {name: [-1.5] * 24 for name in ("logp_rollout", "logp_old")})
+    assert audited(tmp_path / "log.jsonl", rows).data["coverage"]["causes"] == {}
+
+
+# -- what has a place, and was not there at first --------------------------------------------------
+
+
+@pytest.mark.parametrize(("places", "rule"), [(slice(23, 24), "shape_last_token"), (slice(0, 2), "shape_support")])
+def test_a_gap_that_has_a_place_and_grows_from_nothing_is_no_fault_of_inputs_or_labels(tmp_path, places, rule):
+    """A policy that learns when to stop, sampled by weights of a while ago, has its drift at the last token."""
+
+    def moved(size):
+        def change(i, row):
+            logp = row["logp_old"].copy()
+            logp[places] -= size(row["step"]) * (1 + np.cos(i))
+            return {"logp_old": logp}
+
+        return changed(log(steps=16), change)
+
+    without = ("version", "rollout_version", "entropy")
+    growing = audited(tmp_path / "growing.jsonl", moved(lambda step: 0.5 * min(step, 5) / 5), without=without)
+    always = audited(tmp_path / "always.jsonl", moved(lambda step: 0.5), without=without)
+    assert rule in {r for r, _ in told(always)}
+    assert not {r for r, _ in told(growing)} & {rule, "shape_first_tokens", "shape_end", "misaligned"}
+    (shape, *_) = growing.data["shapes"]["found"]
+    assert shape["first"] <= shape["first_high"] < shape["gap"] / 3

@@ -281,6 +281,7 @@ FIRES: dict[str, Example] = {
     "other_base": Example(altered(both(slope=0.6931, slope_r2=0.9998, k1=-0.7, k3=1.5, ratio_mean=3.3))),
     "probabilities_logged": Example(altered({"batch/unscored_frac": 1.0, "data/probability": 1.0})),
     "negated_log_probs": Example(altered({"batch/unscored_frac": 1.0, "data/negated": 1.0})),
+    "not_per_token": Example(altered({"batch/unscored_frac": 1.0, "data/not_per_token": 1.0})),
     "unscored_most": Example(altered({"batch/unscored_frac": 0.9})),
     "unscored_many": Example(altered({"batch/unscored_frac": 0.3})),
     "unscored_some": Example(altered(lambda i, row: {"batch/tokens": 4000.0, "batch/unscored_tokens": 300.0 if i == 30 else 0.0})),

@@ -253,7 +253,7 @@ def test_every_reading_can_be_made_and_is_documented():
                 "over_steps_same": over_steps("jump")["over_steps"]},
         facets={"length": [{"low": 0, "gate/acceptance_seq": 0.9}, {"low": 9, "gate/acceptance_seq": 0.8}], **workers()},
     )  # fmt: skip
-    data = ("batch/unscored_frac", "data/unread_frac", "data/cuts", "data/partly_frac", "data/probability", "data/impossible_tokens", "data/negated", "data/ahead_frac", "data/lacking_frac/rewards")  # fmt: skip
+    data = ("batch/unscored_frac", "data/unread_frac", "data/cuts", "data/partly_frac", "data/probability", "data/impossible_tokens", "data/negated", "data/not_per_token", "data/ahead_frac", "data/lacking_frac/rewards")  # fmt: skip
     data += (
         "reuse/k3",
         "batch/updates_before",

@@ -22,6 +22,8 @@ CAUSES = {
     "probability": "a probability, not its logarithm",
     "negated": "with the sign changed",
     "zero": "filled in with 0",
+    "running": "a sum of log-probs up to its token (cumulative)",
+    "repeated": "one number at all tokens of a response",
 }
 """What is wrong with the values that the reader gives each cause."""
 
@@ -48,7 +50,7 @@ def coverage(part: AuditPartial, *, files: Sequence[str], skipped: int = 0, size
         unscored       those which no two policies score, where the log has two policies at all
         unscored_frac  their share
         partly_frac    share that two policies score, and a third does not
-        padding        tokens at the ends of rows that every policy gives the same number
+        padding        tokens at the ends of rows that are padding
         causes         tokens by policy and cause
         partial        fields that only some sequences have: how many, of how many
         ahead_frac     share of tokens with a version lag below 0
@@ -101,8 +103,8 @@ def coverage(part: AuditPartial, *, files: Sequence[str], skipped: int = 0, size
     if padded:
         tokens = f"{padded:,} of {_count(padded + trainable, 'token')} ({share(padded / (padded + trainable))})"
         missing.append(
-            f"{tokens} are padding at the ends of rows, the same number in every column: they were left out. Log a "
-            "mask that is 0 there."
+            f"{tokens} are padding, one number again and again at the ends of rows: they were left out. Log a mask "
+            "that is 0 there."
         )
     return {
         "unread_frac": unread,
@@ -232,6 +234,7 @@ def metrics(covered: Mapping[str, Any]) -> dict[str, float]:
             )
         ),
         **{f"data/{cause}": float(n > 0) for cause, n in tokens.items()},
+        "data/not_per_token": float(any(p.get(c) for p in causes.values() for c in ("running", "repeated"))),
         **({"data/again_frac": again["again"] / compared} if compared else {}),
         **({"data/again_times": float(again["evenly"] or 1)} if compared else {}),
     }

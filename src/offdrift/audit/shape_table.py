@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from offdrift.audit.shapes import BIN, BINS, COLUMNS, CROSS, FIRST, SIDE, Shapes, StepSeries
+from offdrift.audit.shapes import BIN, BINS, COLUMNS, CROSS, DATED, FIRST, SIDE, SIDES, Shapes, StepSeries
 from offdrift.judge import load_rules
 
 EARLY = 4
@@ -86,7 +86,8 @@ def shape_table(shapes: Shapes, limits: Mapping[str, float] | None = None) -> di
     looked_at        contrasts
     whole            numbers of all tokens: gap, mean ratio and its z, mean log-ratio and its z, correlation
     found            the real contrasts, the one that says most first: kind, where, gap there and elsewhere,
-                     times, z, share of the gap and of the tokens, and of the worse side mean ratio and correlation
+                     times, z, share of the gap and of the tokens, and of the worse side mean ratio, correlation, and
+                     the gap of the first step with four standard errors added (`first_high`)
     over_steps       how the gap goes over the steps: trend and numbers; of lag 0 as `over_steps_same`
     kinds            two kinds of sequences, if there are
 
@@ -114,12 +115,13 @@ def shape_table(shapes: Shapes, limits: Mapping[str, float] | None = None) -> di
     found += [] if kinds is None else [kinds]
     # Two kinds of responses that a rank, a worker or an environment explains are not a finding of their own.
     found.sort(key=lambda r: -r["says"] * (1.0 if r["kind"] in (*BY_PLACE, "kinds") else PREFERRED))
+    beginning = shapes.beginnings.get(f"{on}/{people}")
     content = {
         "on": on,
         "population": people,
         "looked_at": looked_at,
         "whole": {**_numbers(whole), **_log_ratio(everything)},
-        "found": [{k: v for k, v in r.items() if k != "real"} for r in found[:12]],
+        "found": [{k: v for k, v in r.items() if k != "real"} | at_first(r, beginning) for r in found[:12]],
         "over_steps": over_steps(shapes.steps.get(f"{on}/all"), limits),
         "over_steps_same": over_steps(shapes.steps.get(f"{on}/same"), limits),
     }
@@ -143,6 +145,20 @@ def _log_ratio(v: np.ndarray) -> dict[str, float]:
     variance = squares - side.l**2 / max(b, 1.0)
     z = side.l / math.sqrt(max(variance * b / (b - 1), 1e-300)) if b > 1 else 0.0
     return {"l_mean": side.l / max(side.n, 1.0), "l_z": z}
+
+
+def at_first(row: Mapping[str, Any], beginning: StepSeries | None) -> dict[str, float]:
+    """The gap on a contrast's worse side at the first step, and the most that it may be there, at four standard errors;
+    empty if the first step has too little of it, or is the last one, too.
+    """
+    if beginning is None or len(beginning.keys) < 2 or row.get("contrast") not in DATED:
+        return {}
+    place = DATED.index(row["contrast"]) * SIDES
+    sides = beginning.table[0, place : place + SIDES].reshape(2, -1)
+    n, gap, square = sides[0 if row["inside"] else 1].tolist()
+    if not n or not sides[:, 0].all():
+        return {}
+    return {"first": gap / n, "first_high": (gap + 4 * math.sqrt(square)) / n}
 
 
 class Found(NamedTuple):
@@ -220,7 +236,8 @@ def _rows(
             found = Found("carried", f"{found.where}, in some of the responses")
         elif not _sharp(int(name.split("_")[1]), every, limits):
             found = Found("grows", found.where)
-    return [_row(found, worse, other, times=min(times), z=min(zs), limits=limits)]
+    row = _row(found, worse, other, times=min(times), z=min(zs), limits=limits)
+    return [row | {"contrast": name, "inside": inside}]
 
 
 def _row(
@@ -280,7 +297,8 @@ def _signed(name: str, v: np.ndarray, whole: Side, limits: Mapping[str, float]) 
     real = z >= 2 * limits["shape_z"] and apart >= 0.02 and not small
     real = real and moved >= limits["shape_z"] and a.excess * b.excess < 0
     gap = max(a.mean_gap, b.mean_gap)  # the other side is shifted too: what is left is renormalized
-    return [row | {"gap": gap, "says": row["says"] + 1, "signed": apart, "real": real}]
+    signs = {"contrast": name, "inside": a.mean_gap >= b.mean_gap}
+    return [row | signs | {"gap": gap, "says": row["says"] + 1, "signed": apart, "real": real}]
 
 
 def _says(share: float, tokens: float) -> float:

@@ -59,6 +59,19 @@ LONG_ENOUGH, CELL = 16, 8
 """Tokens of a sequence, and sequences of a step, from which on they enter that histogram."""
 POINTS = 512
 """Steps that are kept apart; of more, neighbors are one."""
+EARLIEST = 8
+"""First steps of a log, of which the contrasts `DATED` are kept one by one."""
+LONGER = tuple(64 * 2**i for i in range(11))
+"""Lengths of responses that are compared with shorter ones."""
+DATED = (
+    *(f"first_{c}" for c in FIRST),
+    *(f"last_{c}{cut}" for c in LAST for cut in ("", "_of_cut")),
+    *(f"longer_{length}" for length in LONGER),
+    *("truncated", "later_turns", "seen"),
+)
+"""Contrasts that a fault in labels, inputs, positions or records makes, which is there from the first step on."""
+SIDES = 6
+"""Columns of a contrast of `DATED`: tokens, gap and sum over sequences of the squared gap, of both sides."""
 NAMES, OTHERS = 256, "(others)"
 RANK = re.compile(r"rank[_-]?(\d{1,6})(?=[._/-]|$)")
 """Where the path of a file tells the rank that wrote it."""
@@ -91,6 +104,10 @@ class StepSeries:
         keys, rows = np.concatenate([self.keys, other.keys]), np.concatenate([self.table, other.table])
         return StepSeries.of(keys, rows, max(self.width, other.width))
 
+    def earliest(self) -> StepSeries:
+        """The first `EARLIEST` steps alone."""
+        return StepSeries(self.width, self.keys[:EARLIEST], self.table[:EARLIEST])
+
 
 @dataclass(frozen=True)
 class Shapes:
@@ -100,6 +117,8 @@ class Shapes:
     named: Mapping[str, Table] = field(default_factory=dict)
     """Sums of the sequences of each worker, rank and environment, by "mismatch/all/worker"."""
     steps: Mapping[str, StepSeries] = field(default_factory=dict)
+    beginnings: Mapping[str, StepSeries] = field(default_factory=dict)
+    """Of the first steps, `SIDES` columns of each contrast of `DATED`, by population."""
     kinds: Table = field(default_factory=dict)
     """Histograms of sequences, by the whole of them and by their first and last quarter ("mismatch/all/tail"): count,
     gap, tokens and expected gap of each bin."""
@@ -128,6 +147,7 @@ class Shapes:
             joined(np.add, self.contrasts, other.contrasts),
             joined(lambda a, b: _fewest(joined(np.add, a, b)), self.named, other.named),
             joined(StepSeries.merge, self.steps, other.steps),
+            joined(lambda a, b: a.merge(b).earliest(), self.beginnings, other.beginnings),
             joined(np.add, self.kinds, other.kinds),
         )
 
@@ -154,7 +174,7 @@ def _of_sequences(batch: Logged) -> dict[str, np.ndarray]:
         later = np.ones(len(lengths), dtype=bool)
         later[first] = False
         flags["later_of_group"] = later
-    for length in (64 * 2**i for i in range(11)):
+    for length in LONGER:
         if batch.length_unit == "token" and lengths.min() <= length < lengths.max():
             flags[f"longer_{length}"] = lengths > length
     return flags
@@ -215,7 +235,7 @@ def _summed(batch: Logged, on: str, flags: Mapping[str, np.ndarray], names: Mapp
     populations: dict[str, np.ndarray] = {"all": np.ones(len(total), dtype=bool)}
     if lag is not None:
         populations["same"] = lag == 0
-    contrasts, named, steps, kinds = {}, {}, {}, {}
+    contrasts, named, steps, beginnings, kinds = {}, {}, {}, {}, {}
     step = batch.step.numpy()
     moment = np.unique(step, return_inverse=True)[1].reshape(-1)
     for people, chosen in populations.items():
@@ -223,16 +243,34 @@ def _summed(batch: Logged, on: str, flags: Mapping[str, np.ndarray], names: Mapp
             continue
         key = f"{on}/{people}"
         if people != "all" and chosen.all():  # the same sums again
-            for sums in (contrasts, named, steps, kinds):
+            for sums in (contrasts, named, steps, beginnings, kinds):
                 sums |= {k.replace("/all", f"/{people}", 1): v for k, v in sums.items()}
             continue
         contrasts |= {f"{key}/{name}": x for name, x in _contrasts(sides, total, chosen, flags, moment).items()}
         for kind, texts in names.items():
             named[f"{key}/{kind}"] = _fewest(_by_name(texts[chosen], total[chosen]))
         steps[key] = StepSeries.of(step[chosen], _of_series(total[chosen]))
+        beginnings[key] = _beginning(sides, total, chosen, step)
         for part, inner in _quarters(cuts).items():
             kinds[f"{key}/{part}"] = _histogram(size, running, inner, step=step, lag=lag, chosen=chosen)
-    return Shapes(contrasts, named, steps, kinds)
+    return Shapes(contrasts, named, steps, beginnings, kinds)
+
+
+def _beginning(
+    sides: Mapping[str, np.ndarray], total: np.ndarray, chosen: Bool[np.ndarray, " b"], step: Int[np.ndarray, " b"]
+) -> StepSeries:
+    """Both sides of each contrast of `DATED` at each of the first steps of the chosen sequences."""
+    keys = np.unique(step[chosen])[:EARLIEST]
+    early = chosen & (step <= keys[-1])
+    at_step = (step[early] == keys[:, None]).astype(np.float64)
+    everybody = total[early, :2]
+    table = np.zeros((len(keys), len(DATED), SIDES))
+    for i, name in enumerate(DATED):
+        if name in sides:
+            one = sides[name][early, :2]
+            both = np.concatenate([one, np.square(one[:, 1:]), everybody - one, np.square((everybody - one)[:, 1:])], 1)
+            table[:, i] = at_step @ both
+    return StepSeries(1, keys, table.reshape(len(keys), -1))
 
 
 def _running(rows: np.ndarray) -> np.ndarray:

@@ -33,7 +33,7 @@ from offdrift.records.atomic import remove_half_written, write_atomically
 from offdrift.records.readers import Piece, fingerprint
 from offdrift.texts import read_bytes
 
-LAYOUT = 9
+LAYOUT = 10
 """Layout of stored parts; a part of another layout is made again."""
 
 Run = Callable[[Job, list[Piece]], Iterator[tuple[int, bytes]]]

@@ -116,6 +116,7 @@ WORDINGS: dict[str, Wording] = {
     "broken": Wording("{metric} is NaN or infinite", "yes"),
     "probabilities": Wording("a column of log-probs holds probabilities ({metric})", "yes"),
     "negated": Wording("a column of log-probs holds their negatives ({metric})", "yes"),
+    "not_per_token": Wording("a column holds no log-prob for each token ({metric})", "yes"),
     "filter_unreplayed": Wording("rollouts are filtered, and the trainer scores whole vocabularies", "yes"),
     "cache_unreplayed": Wording("the engine's cache is compressed, and the trainer's attention is not", "yes"),
     "raw_stated": Wording("log-probs were taken before the temperature or filters, as the log states", "yes"),

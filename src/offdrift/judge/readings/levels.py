@@ -124,6 +124,11 @@ LEVELS.rows({
     ),
     "probabilities": ("data/probability", "1 if a column of log-probs holds probabilities: `data/probability`"),
     "negated": ("data/negated", "1 if a column of log-probs holds their negatives: `data/negated`"),
+    "not_per_token": (
+        "data/not_per_token",
+        "1 if a column of log-probs holds sums over the response so far, or one number for each response: "
+        "`data/not_per_token`",
+    ),
     "advantage_corr": (
         "advantage/reward_corr",
         "Correlation, over responses, of rewards and advantages: `advantage/reward_corr`",

@@ -48,9 +48,13 @@ TRENDS = {
 
 
 def dominant(view: View) -> Mapping[str, Any]:
-    """The shape that says most about where the gap is; empty if there is none."""
-    found = view.context.shapes.get("found") or ()
-    return found[0] if found else {}
+    """The shape that says most about where the gap is; empty if there is none.
+
+    A fault of labels, inputs, positions or records is there from the first step on. What is not is drift of the weights
+    that has a place: the end of the response, for one, if the policy learns when to stop.
+    """
+    found, times = view.context.shapes.get("found") or (), view.limits["shape_times"]
+    return next((row for row in found if row["gap"] < times * row.get("first_high", math.inf)), {})
 
 
 def _shape(view: View, kind: str) -> ReadNumber | None:

@@ -11,6 +11,8 @@ Logs hold numbers where there was nothing to log. Each such token has a cause, b
     probability  a column whose values lie between 0 and 1: probabilities, no logarithms
     negated      a column of positive values beyond 1: log-probs with the sign changed
     zero         exactly 0 where another policy finds the token unlikely: filled in
+    running      a column that falls, or stays, from token to token in nearly every row: sums of log-probs so far
+    repeated     a column with one number at all tokens of a row, in nearly every row, where another policy has many
 
 A token that a policy does not score is left out of every comparison, and its sequence stays. A row
 that a policy does not score at all keeps its tokens for the policies that do. Fields beside these
@@ -58,6 +60,8 @@ PAD_ROWS = 0.25
 """Share of the rows that end so in a padded log."""
 PEEKED = 4096
 """Tokens that are looked at first."""
+ROW_TOKENS, ROW_SHARE = 8, 0.95
+"""Tokens of a row from which on it tells what its numbers are, and the share of such rows that must tell the same."""
 NOTHING_BUT_ZEROS = 64
 """Tokens from which on a log in which no column has anything but zeros was filled with them."""
 
@@ -156,7 +160,8 @@ def _holes(
     lists: Mapping[str, Lists], trains: Tokens | None, spread: Callable[[Rows], Tokens]
 ) -> dict[str, dict[str, Tokens]]:
     """By policy and cause, tokens that may train and that it does not score; one cause per token."""
-    zero = _filled_in({name: lists[name] for name in LOGPS if name in lists}, trains)
+    logps = {name: lists[name] for name in LOGPS if name in lists}
+    zero, of_rows = _filled_in(logps, trains), _of_rows(logps, trains)
     holes: dict[str, dict[str, Tokens]] = {}
     for name, x in lists.items():
         causes: dict[str, Tokens] = {}
@@ -165,7 +170,7 @@ def _holes(
         elif name in POLICIES:
             absent = {} if x.absent is None else {"absent": spread(x.absent)}
             filled = {"zero": zero[name]} if name in zero else {}
-            causes = {**absent, **_unusable(name, x.values, trains), **filled}
+            causes = {**absent, **of_rows.get(name, {}), **_unusable(name, x.values, trains), **filled}
         free = trains
         for cause, hole in causes.items():
             tokens = hole if free is None else hole & free
@@ -195,10 +200,12 @@ def _unusable(name: str, values: Tensor, trains: Tokens | None) -> dict[str, Tok
 
 
 def padding(lists: Mapping[str, Lists], cuts: Int[Tensor, " cuts"], stated: Numbers | None = None) -> Tokens | None:
-    """Tokens at the ends of rows that are padding, the same number in every column of log-probs; None if there is none.
+    """Tokens at the ends of rows that are padding: the same number in every column of log-probs, or in one of them and
+    the same token; None if there is none.
 
-    A log without a mask, or with one that leaves nothing out, would count them as tokens on which all agree. Zeros are
-    certain tokens, too: there rows must be as long as many others, as padded ones are.
+    A log without a mask, or with one that leaves nothing out, would count them as tokens on which all agree, or one
+    policy is certain. Zeros are certain tokens, too: where the token is not known, rows must be as long as many others,
+    as padded ones are.
 
     Args:
         stated: lengths of the responses, where the log has them; rows that are no longer have no padding.
@@ -209,24 +216,46 @@ def padding(lists: Mapping[str, Lists], cuts: Int[Tensor, " cuts"], stated: Numb
     if reaches is not None and len(reaches) and bool(reaches.all()):
         return None
     policies = [lists[name].values for name in POLICIES if name in lists]
-    rows = (cuts.diff() >= PAD_RUN).nonzero().squeeze(-1)
-    if len(policies) < 2 or len(rows) < 2:
+    if len(policies) < 2:
+        return None
+    if (pads := _constant_ends(policies, cuts, alike=True)) is not None:
+        return pads
+    tokens = [lists["tokens"].values] if "tokens" in lists else []
+    ends = (_constant_ends([*tokens, x], cuts) for x in policies if tokens)
+    return next((pads for pads in ends if pads is not None), None)
+
+
+def _constant_ends(columns: list[Tensor], cuts: Int[Tensor, " cuts"], *, alike: bool = False) -> Tokens | None:
+    """Tokens at the ends of rows that are the same in each column, in many rows; the last column is of log-probs.
+
+    Args:
+        alike: the columns are of log-probs that have the same number there.
+    """
+    lengths = cuts.diff()
+    rows = (lengths >= PAD_RUN).nonzero().squeeze(-1)
+    if len(rows) < 2:
         return None
     ends = cuts[1:][rows]
-    pad = policies[0][ends - 1].mode().values
+    pads = [x[ends - 1].mode().values for x in columns]
     last = ends[:, None] - torch.arange(1, PAD_RUN + 1)
-    padded = torch.stack([(x[last] == pad).all(1) for x in policies]).all(0)
-    if not pad > LOWEST or int(padded.count_nonzero()) < max(2.0, PAD_ROWS * len(rows)):
+    padded = torch.stack([(x[last] == pad).all(1) for x, pad in zip(columns, pads, strict=True)]).all(0)
+    if not pads[-1] > LOWEST or int(padded.count_nonzero()) < max(2.0, PAD_ROWS * len(rows)):
         return None
-    if pad == 0 and len(cuts.diff()[rows].unique()) > max(1.0, PAD_ROWS * len(rows)):
+    if alike and (len({float(pad) for pad in pads}) > 1 or (pads[-1] == 0 and _of_many_lengths(lengths[rows]))):
         return None
     place = torch.arange(int(cuts[-1]))
-    other = torch.where(torch.stack([x == pad for x in policies]).all(0), -1, place)
-    lengths = cuts.diff()
+    same = torch.stack([x == pad for x, pad in zip(columns, pads, strict=True)]).all(0)
+    other = torch.where(same, -1, place)
     newest = torch.segment_reduce((other + 1).double(), "max", offsets=cuts, unsafe=True, initial=0.0).long()
     begins = torch.maximum(newest, cuts[:-1])  # behind the last token that is none
-    pads = place >= torch.repeat_interleave(begins, lengths)
-    return None if bool(pads.all()) or not bool(pads.any()) else pads
+    # A row may end in a few tokens that look like padding and are none.
+    begins = torch.where(cuts[1:] - begins < PAD_RUN, cuts[1:], begins) if not alike else begins
+    found = place >= torch.repeat_interleave(begins, lengths)
+    return None if bool(found.all()) or not bool(found.any()) else found
+
+
+def _of_many_lengths(lengths: Int[Tensor, " b"]) -> bool:
+    return len(lengths.unique()) > max(1.0, PAD_ROWS * len(lengths))
 
 
 def _all_zero(policies: Mapping[str, Lists], trains: Tokens | None) -> bool:
@@ -237,6 +266,40 @@ def _all_zero(policies: Mapping[str, Lists], trains: Tokens | None) -> bool:
         if any(bool(v.any()) for v in part):
             return False
     return len(part[0]) >= NOTHING_BUT_ZEROS
+
+
+def _of_rows(logps: Mapping[str, Lists], trains: Tokens | None) -> dict[str, dict[str, Tokens]]:
+    """By policy and cause, columns whose rows show that they hold no log-probs of single tokens."""
+    kinds = {name: _kind_of_rows(x, trains) for name, x in logps.items() if name in POLICIES and len(x.values)}
+    if None not in kinds.values() and "running" not in kinds.values():
+        return {}  # every policy repeats itself: a log of one number
+    return {name: {kind: torch.ones_like(logps[name].values, dtype=torch.bool)} for name, kind in kinds.items() if kind}
+
+
+def _kind_of_rows(x: Lists, trains: Tokens | None) -> str | None:
+    """The cause that nearly all rows of a column share; None if there is none, which the first rows tell."""
+    if trains is not None:
+        x = x.without(~trains, cumulative(trains)[x.cuts])
+    long = x.lengths >= ROW_TOKENS
+    for end in (PEEKED, len(x.values)):
+        cuts = x.cuts[x.cuts <= max(end, int(x.cuts[1]))]
+        chosen = long[: len(cuts) - 1]
+        if not bool(chosen.any()):
+            return None
+        step = x.values[: int(cuts[-1])].diff(append=x.values[:1])
+        inner = torch.ones_like(step, dtype=torch.bool)
+        inner[cuts[1:] - 1] = False
+        rising = Layout(cuts).count(inner & ~(step <= 0))
+        changed = Layout(cuts).count(inner & (step != 0))
+        first, last = (x.values[at] for at in (cuts[:-1].clamp(max=len(x.values) - 1), cuts[1:] - 1))
+        running = (rising == 0) & (last < first - 1)
+        repeated = (changed == 0) & (first < 0)
+        enough = ROW_SHARE * int(chosen.count_nonzero())
+        rows = {"running": running & chosen, "repeated": repeated & chosen}
+        kind = next((kind for kind, of in rows.items() if int(of.count_nonzero()) >= enough), None)
+        if kind is None:
+            return None
+    return kind
 
 
 def _filled_in(logps: Mapping[str, Lists], trains: Tokens | None) -> dict[str, Tokens]:
