@@ -192,6 +192,10 @@ FIRES: dict[str, Example] = {
     "support_violated": Example(altered({"data/impossible_tokens": 2.0})),
     "stale_as_logged": Example(altered({**drift(0.08), "version_lag/mean": 8.0, "version_lag/max": 8.0})),
     "stale_as_logged_mild": Example(altered({**drift(0.03), "version_lag/mean": 8.0, "version_lag/max": 8.0})),
+    "temperature_changed": Example(
+        altered({**drift(0.06, slope=0.8, slope_r2=0.95), "version_lag/mean": 0.0, "version_lag/max": 0.0}),
+        Context(shapes=over_steps("jump", "over_steps_same")),
+    ),
     "wrong_weights": Example(
         altered(lambda i, row: {**drift(rising(i, 0.2, 0.001)), "version_lag/mean": 0.0, "version_lag/max": 0.0})
     ),

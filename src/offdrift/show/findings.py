@@ -75,6 +75,7 @@ CAUSES = {
     "one_sided_cache": "a compressed key-value cache on only one side",
     "router_flips": "experts routed differently",
     "teacher_mixed": "a teacher whose logits are mixed in, on purpose",
+    "temperature_or_weights": "a temperature that changed on one side, or other weights",
     "wrong_weights": "the engine does not hold the weights it claims",
     "weights_or_configuration": "weights or configuration that differ",
     "open_settings": "sampling settings that the server fills in",
