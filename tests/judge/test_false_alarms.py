@@ -108,9 +108,15 @@ def test_rare_rewards_that_come_and_go_are_no_collapse(p):
 
 
 def test_a_fall_of_the_reward_alone_is_of_medium_confidence():
-    fall = altered(lambda i, row: {"reward/mean": 0.8 if i < 35 else 0.4})
+    fall = altered(lambda i, row: {"reward/mean": max(0.8 - 0.04 * max(i - 28, 0), 0.4)})
     (found,) = diagnose(fall)
     assert (found.rule, found.severity, found.confidence) == ("reward_collapse", "stop", "medium")
+    # At one step, while nothing of the optimizer moves: other prompts, or another reward function.
+    at_once = altered(lambda i, row: {"reward/mean": 0.8 if i < 35 else 0.4})
+    (asked,) = diagnose(at_once)
+    assert (asked.rule, asked.severity, asked.confidence) == ("reward_stepped", "act", "medium")
+    silent = [{k: x for k, x in row.items() if not k.startswith(("optim/", "objective/"))} for row in at_once]
+    assert [f.rule for f in diagnose(silent)] == ["reward_collapse"], "of the optimizer nothing is known"
     second = [{**row, "objective/clip_frac_active": 0.3} for row in fall]
     # A clip that acts is a second reading, but no fact: tasks may have become harder all the same.
     (still,) = [f for f in diagnose(second) if f.rule == "reward_collapse"]

@@ -277,9 +277,17 @@ def test_every_reading_can_be_made_and_is_documented():
     )
     rows[-1] = {**rows[-1], "optim/loss": math.nan}
     made = {**reading_after(rows, context), **reading_after([{"full/abs_log_ratio_mean": 0.1}])}
-    critic = reading_after(altered({"critic/vf_explained_var": 0.5, "weight/mean": 0.9}), Context(method="token_tis"))
-    assert set(made) | {"truncated", "critic_explains", "weight_mean"} == set(READINGS)
-    assert {"truncated", "critic_explains", "weight_mean"} <= set(critic)
+    more = {
+        "critic/vf_explained_var": 0.5,
+        "critic/vf_loss": 0.1,
+        "current/entropy": 0.4,
+        "response/truncated_frac": 0.1,
+    }
+    others = reading_after(altered({**more, "weight/mean": 0.9}), Context(method="token_tis"))
+    absent = {"truncated", "weight_mean", "critic_explains", "critic_level", "critic_loss_times"}
+    absent |= {"entropy_left", "truncated_now"}
+    assert set(made) | absent == set(READINGS)
+    assert absent <= set(others)
     assert all(math.isfinite(x) for x in made.values())
     assert all(len(d.about) > 20 or "`" in d.about for d in READINGS.values())
     assert len(READINGS) > 40

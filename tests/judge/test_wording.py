@@ -82,7 +82,7 @@ def test_a_collapse_names_what_came_before_it():
     collapse = next(f for f in told if f.rule == "reward_collapse")
     before = next(f for f in told if f.step is not None and f.step < collapse.step and f.severity != "info")
     assert collapse.explanation.endswith(LIKELY.format(step=before.step, symptom=before.symptom))
-    (alone,) = diagnose(altered(lambda i, row: {"reward/mean": 0.8 if i < 35 else 0.4}))
+    (alone,) = diagnose(altered(lambda i, row: {"reward/mean": max(0.8 - 0.04 * max(i - 28, 0), 0.4)}))
     assert alone.explanation.endswith(ALONE)
     asking = [name for name, rule in RULES.rules.items() if BEFORE in rule.explanation]
     assert asking == ["reward_collapse"]

@@ -85,6 +85,8 @@ CAUSES = {
     "weight_bias": "importance weights whose mean is not 1",
     "critic": "a critic that explains nothing",
     "advantages": "advantages that contradict the rewards",
+    "entropy": "an entropy that collapsed",
+    "reward_step": "other prompts or another reward function from one step on",
     "length": "a response length that changed",
     "no_signal": "rewards without a difference",
     "repeated_rows": "responses that stand in the log again",

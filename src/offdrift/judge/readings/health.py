@@ -139,6 +139,18 @@ def _flat_steps(view: View, metric: str) -> ReadNumber | None:
     return ReadNumber(sum(x == 0 for x in values) / len(values), metric)
 
 
+@HEALTH.reading()
+def flat_groups(view: View) -> ReadNumber | None:
+    """Share of groups in which all responses earn the same, the mean of `groups/flat_frac` over the last `window_trend`
+    steps; else 1 if half of `window_long` steps, or more, all have the same `reward/mean`. Absent of fewer steps."""
+    flat, rewards = view.recent("groups/flat_frac"), view.window.column("reward/mean", view.size("window_long"))
+    if len(flat) >= view.size("window_trend"):
+        return ReadNumber(fmean(flat), "groups/flat_frac")
+    if len(rewards) >= max(view.size("window_trend"), view.size("window_long") // 2):
+        return ReadNumber(float(min(rewards) == max(rewards)), "reward/mean")
+    return None
+
+
 HEALTH.rows(
     {
         "flat_rewards": (

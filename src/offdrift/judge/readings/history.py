@@ -237,6 +237,25 @@ def _moved(view: View, values: Sequence[float], sign: int) -> bool:
     return moved(values, view.size("window_level"), sign, **limits)
 
 
+SUDDEN = 0.7
+"""Share of a change that happens between neighboring windows of `window_level` steps, from which on it is sudden."""
+
+
+def _step_of(view: View, values: Sequence[float], sign: int) -> float:
+    """Level after a sudden change over that before it, if these steps rose (1) or fell (-1) so and a third of it is
+    left; else 1."""
+    width = view.size("window_level")
+    if len(values) < max(2 * width, view.size("window_trend")) or not _moved(view, values, sign):
+        return 1.0
+    medians = [median(values[i : i + width]) for i in range(len(values) - width + 1)]
+    changes = [sign * (medians[i + width] - medians[i]) for i in range(len(medians) - width)]
+    at = max(range(len(changes)), key=changes.__getitem__)
+    before, after = medians[at], medians[at + width]
+    left = sign * (medians[-1] - before)
+    sudden = changes[at] >= SUDDEN * (max(medians) - min(medians)) and left >= changes[at] / 3
+    return after / before if sudden and before > 0 else 1.0
+
+
 def _rising(view: View, *metrics: str) -> ReadNumber | None:
     """1 if the first of these metrics that there is rises over the long window, else 0."""
     for metric in metrics:
@@ -268,6 +287,83 @@ TRENDS.rows(
 
 
 @TRENDS.reading()
+def drift_rising(view: View) -> ReadNumber | None:
+    """1 if drift rises in the same sense, and not at one step alone: `staleness/k3`, `staleness/k1`, `full/k3`,
+    `{on}/k3` or `{on}/k1`, whichever does."""
+    metrics = ("staleness/k3", "staleness/k1", "full/k3", view.on + "/k3", view.on + "/k1")
+    logged = [(name, values) for name in metrics if (values := view.window.column(name, view.size("window_long")))]
+    for name, values in logged:
+        if (rises := _rising(view, name)) and rises.value and _step_of(view, values, 1) == 1.0:
+            return rises
+    return ReadNumber(0.0, logged[0][0]) if logged else None
+
+
+@TRENDS.reading()
+def gap_jump(view: View) -> ReadNumber | None:
+    """Gap of the engines after a step at which it jumped and stayed, over that before, of the last `window_long` steps:
+    medians of `{on}/k3`, else `{on}/k1`, else of `{on}/prob_diff_mean`; 1 without such a step."""
+    for name in ("k3", "k1", "prob_diff_mean"):
+        if values := view.window.column(f"{view.on}/{name}", view.size("window_long")):
+            return ReadNumber(_step_of(view, values, 1), f"{view.on}/{name}")
+    return None
+
+
+@TRENDS.reading()
+def reward_step(view: View) -> ReadNumber | None:
+    """Mean reward after a step at which it fell and stayed, over that before, of the last `window_long` steps: medians;
+    1 without such a step, and where held-out reward is measured."""
+    values = view.window.column(REWARD, view.size("window_long"))
+    if not values:
+        return None
+    held_out = bool(view.window.column(HELD_OUT))
+    return ReadNumber(1.0 if held_out else _step_of(view, values, -1), REWARD)
+
+
+@TRENDS.reading()
+def entropy_left(view: View) -> ReadNumber | None:
+    """Entropy of the policy now over that at the start of the last `window_long` steps, `current/entropy`: medians of
+    `window_level` steps; 1 while it falls by less than `trend_t`, `trend_walk` and `trend_drift`."""
+    return _over_first(view, "current/entropy", -1)
+
+
+@TRENDS.reading()
+def truncated_now(view: View) -> ReadNumber | None:
+    """Share of responses that reach the length limit, `response/truncated_frac`, the median of `window_level` steps, if
+    it rose over the last `window_long` by more than `trend_t`, `trend_walk` and `trend_drift`; else 0."""
+    name = "response/truncated_frac"
+    values = view.window.column(name, view.size("window_long"))
+    width = view.size("window_level")
+    if len(values) < 2 * width:
+        return None
+    now = median(values[-width:])
+    rose = now > 2 * median(values[:width]) and _moved(view, values, 1)
+    return ReadNumber(now if rose else 0.0, name)
+
+
+@TRENDS.reading()
+def critic_level(view: View) -> ReadNumber | None:
+    """Share of the variance of returns that the critic explains lately, `critic/vf_explained_var`; absent in the first
+    `trends_young` times `window_trend` steps, in which a critic is new"""
+    young = view.window.steps < view.limits["trends_young"] * view.size("window_trend")
+    return None if young else view.first("critic/vf_explained_var")
+
+
+@TRENDS.reading()
+def critic_loss_times(view: View) -> ReadNumber | None:
+    """The critic's loss now over that at the start of the last `window_long` steps, `critic/vf_loss`: medians of
+    `window_level` steps; 1 while it rises by less than `trend_t`, `trend_walk` and `trend_drift`."""
+    return _over_first(view, "critic/vf_loss", 1)
+
+
+def _over_first(view: View, name: str, sign: int) -> ReadNumber | None:
+    """A metric now over that of the first steps, if it moved in this direction, else 1."""
+    values, width = view.window.column(name, view.size("window_long")), view.size("window_level")
+    if len(values) < max(2 * width, view.size("window_trend")) or (before := median(values[:width])) <= 0:
+        return None
+    return ReadNumber(median(values[-width:]) / before if _moved(view, values, sign) else 1.0, name)
+
+
+@TRENDS.reading()
 def len_ratio(view: View) -> ReadNumber | None:
     """Mean response length now over that `window_long` steps ago, or at the start of a younger run; medians of
     `window_level` steps; 1 while lengths rise by less than `trend_t`, `trend_walk` and `trend_drift`, errors
@@ -296,12 +392,16 @@ def len_times(view: View) -> ReadNumber | None:
 
 @TRENDS.reading()
 def grad_spike(view: View) -> ReadNumber | None:
-    """Largest gradient norm of the last `window_level` steps over the median of the `window_long` before."""
+    """Largest gradient norm of the last `window_level` steps over the median of the `window_long` before; 1 while that
+    is within `trend_t` of the run's own scatter: 1.48 times the median distance of log norms from their median."""
     values = view.window.column(GRAD, view.size("window_long"))
     width = view.size("window_level")
     if len(values) < 2 * width or (usual := median(values[:-width])) <= 0:
         return None
-    return ReadNumber(max(values[-width:]) / usual, GRAD)
+    times = max(values[-width:]) / usual
+    sizes = [abs(math.log(x / usual)) for x in values[:-width] if x > 0]
+    usually = math.exp(min(view.limits["trend_t"] * 1.48 * median(sizes), 100.0))
+    return ReadNumber(times if times > usually else min(times, 1.0), GRAD)
 
 
 @TRENDS.reading()
