@@ -262,6 +262,7 @@ def test_every_reading_can_be_made_and_is_documented():
         "advantage/reward_corr",
         "advantage/reward_z",
         "advantage/misplaced_frac",
+        "version/rollout",
         "advantage/span",
         "reward/span",
         "data/again_frac",
@@ -283,9 +284,10 @@ def test_every_reading_can_be_made_and_is_documented():
         "current/entropy": 0.4,
         "response/truncated_frac": 0.1,
     }
-    others = reading_after(altered({**more, "weight/mean": 0.9}), Context(method="token_tis"))
+    more |= {"advantage/reward_corr": 0.4, "advantage/reward_z": 6.0, "weight/mean": 0.9}
+    others = reading_after(altered(lambda i, _: more | {"version/rollout": float(i)}), Context(method="token_tis"))
     absent = {"truncated", "weight_mean", "critic_explains", "critic_level", "critic_loss_times"}
-    absent |= {"entropy_left", "truncated_now"}
+    absent |= {"entropy_left", "truncated_now", "advantage_corr_high", "engine_still"}
     assert set(made) | absent == set(READINGS)
     assert absent <= set(others)
     assert all(math.isfinite(x) for x in made.values())

@@ -360,6 +360,7 @@ def _token_facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Te
         sums |= {"reuse/k3": (moved.expm1() - moved).sum(), "reuse/k3/n": n}
     if batch.rollout_version is not None:
         drawn_by, filled = batch.rollout_version.double(), batch.segments.lengths > 0
+        maxima["rollout_version_max"] = drawn_by.max()
         several = batch.segments.max(drawn_by, empty=0.0) > batch.segments.min(drawn_by, empty=0.0)
         if batch.newest_version is not None:
             several |= batch.newest_version > batch.segments.min(drawn_by, empty=0.0)

@@ -110,6 +110,7 @@ SIDES = {
     "raw_logprobs": "log-probs recorded before temperature or top-p, or swapped columns",
     "filter_or_swap": "swapped columns, or a filter that the record does not have",
     "temperature_unseen": "a temperature that agreement cannot show",
+    "entropy_off": "entropies that contradict the log-probs",
     "entropy_contradicts": "entropies that contradict the log-probs",
     "raw_stated": "log-probs recorded before temperature or top-p",
     "broken_record": "log-probs recorded before temperature or top-p",

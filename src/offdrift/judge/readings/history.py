@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 
 from offdrift.judge.findings import Context, Row, number
@@ -118,6 +119,39 @@ def mean_gap(view: View) -> ReadNumber | None:
     if kl(view) is not None or _kl_on(view, "full") is not None:
         return None
     return view.first("mismatch/abs_log_ratio_mean", "full/abs_log_ratio_mean")
+
+
+def _waits(view: View) -> tuple[list[int], int] | None:
+    """Steps between rises of the newest rollout version over the last `window_long` steps, and those since the last
+    rise (since the first step, if there was none); None of fewer than `patience` steps, or while nothing trains."""
+    rows = [row for row in view.window.rows if "version/rollout" in row][-view.size("window_long") :]
+    trains = view.window.column("version/current", len(rows))
+    if len(rows) < view.limits["patience"] or (trains and trains[-1] == trains[0]):
+        return None
+    newest, at = rows[0]["version/rollout"], [0]
+    for i, row in enumerate(rows):
+        if row["version/rollout"] > newest:
+            newest = row["version/rollout"]
+            at.append(i)
+    return [b - a for a, b in pairwise(at)], len(rows) - 1 - at[-1]
+
+
+@LAG.reading()
+def engine_still(view: View) -> ReadNumber | None:
+    """Steps since the newest version that drew a token, `version/rollout`, last rose, over the longest wait for a rise
+    before; 0 in the first `window_level` of them. Absent of fewer than two rises, and if `version/current` stands."""
+    if (waits := _waits(view)) is None or len(waits[0]) < 2:
+        return None
+    before, since = waits
+    return ReadNumber(since / max(before) if since >= view.size("window_level") else 0.0, "version/rollout")
+
+
+@LAG.reading("step")
+def engine_never(view: View) -> ReadNumber | None:
+    """Steps at all of which `version/rollout` is the same, 0 if it ever rose; absent while `version/current` stands."""
+    if (waits := _waits(view)) is None:
+        return None
+    return ReadNumber(0.0 if waits[0] else waits[1] + 1.0, "version/rollout")
 
 
 @LAG.reading()

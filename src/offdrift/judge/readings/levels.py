@@ -77,6 +77,13 @@ def _lacking(view: View) -> ReadNumber | None:
     return view.largest(*(name for name in view.newest if name.startswith("data/lacking_frac/")))
 
 
+def _advantage_corr_high(view: View) -> ReadNumber | None:
+    found, z = view.first("advantage/reward_corr"), view.level("advantage/reward_z")
+    if not found or not z or (error := abs(found.value / z)) > 1 / 15:
+        return None
+    return ReadNumber(found.value + 3 * error, found.metric)
+
+
 LEVELS.rows({
     "pearson": ("{on}/pearson", "Correlation of the two policies' probabilities: `{on}/pearson`"),
     "ppl_ratio": ("{on}/ppl_ratio", "`{on}/ppl_ratio`"),
@@ -132,6 +139,10 @@ LEVELS.rows({
     "advantage_corr": (
         "advantage/reward_corr",
         "Correlation, over responses, of rewards and advantages: `advantage/reward_corr`",
+    ),
+    "advantage_corr_high": (
+        _advantage_corr_high,
+        "The same with three standard errors, of n^-1/2 each, added: how large it may be; absent of n < 225 responses",
     ),
     "advantage_z": ("advantage/reward_z", "The same in standard errors: `advantage/reward_z`"),
     "advantages_misplaced": (
