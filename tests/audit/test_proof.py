@@ -198,7 +198,10 @@ def test_the_current_policy_is_judged_at_the_first_version_that_was_trained():
 def test_prompts_are_told_apart_by_their_texts():
     texts = tuple(f"prompt {i % 7}" for i in range(B))  # \ud800: a broken half of a character
     texts = ("\ud800", *texts[1:])
-    found = Proof.of(replace(log(), prompts=texts, group_ids=None)).as_dict()
+    proof = Proof.of(replace(log(), prompts=texts, group_ids=None))
+    assert "240 answers without group ids are to 8 distinct prompts" in proof.as_dict()["why_not"]
+    assert "give the answers to each draw a group_id" in proof.as_dict(prompts="drawn")["why_not"]
+    found = proof.as_dict(prompts="listed")
     ids = torch.tensor([99, *(i % 7 for i in range(1, B))])
     assert found["prompts"] == 8
     expected = direct(log(), ids=ids)

@@ -118,3 +118,53 @@ def test_the_view_names_both_policies(tmp_path, better):
     assert "J(A), before" in text
     assert "J(B), after" in text
     assert ("no certificate" in text) != better
+
+
+# -- prompts that come again, without group ids --------------------------------------------------------------
+
+
+def lopsided(folder: Path, *, groups: bool) -> list[Path]:
+    """One prompt has 55 % of 600 draws and loses .5 by B, the others gain .3: over draws, B is worse by .14."""
+    g = np.random.default_rng(0)
+    ids = np.where(np.arange(600) < 330, 0, np.arange(600))
+    share = {"a": np.where(ids == 0, 0.9, 0.3), "b": np.where(ids == 0, 0.4, 0.6)}
+    return [
+        rows(
+            folder / f"{name}.jsonl",
+            [
+                {"prompt": f"p{i}", "reward": int(g.random() < p)} | ({"group_id": n} if groups else {})
+                for n, (i, p) in enumerate(zip(ids, share[name], strict=True))
+            ],
+        )
+        for name in "ab"
+    ]
+
+
+def test_prompts_that_come_unequally_often_have_two_readings_also_without_group_ids(tmp_path):
+    a, b = (read_answers(path) for path in lopsided(tmp_path, groups=False))
+    with pytest.raises(
+        RecordError, match=r"A: 600 answers without group ids are to 271 distinct prompts.*listed.*drawn"
+    ):
+        certify_fresh(a, b)
+    with pytest.raises(RecordError, match=r"A: 600 answers .*give the answers to each draw a group_id of their own"):
+        certify_fresh(a, b, prompts="drawn")
+    merged = certify_fresh(a, b, prompts="listed")
+    assert merged.certified
+    assert "distinct prompts, each counted once" in merged.verdict
+    a, b = (read_answers(path) for path in lopsided(tmp_path, groups=True))
+    over_draws = certify_fresh(a, b, prompts="drawn")
+    assert not over_draws.certified
+    assert over_draws.gain.mean == pytest.approx(-0.14, abs=0.06)
+
+
+def test_as_many_answers_to_every_prompt_are_a_list_that_was_answered_several_times(tmp_path):
+    g = np.random.default_rng(1)
+    a, b = (
+        read_answers(
+            rows(tmp_path / name, [{"prompt": f"p{i % 200}", "reward": int(g.random() < p)} for i in range(800)])
+        )
+        for name, p in (("a.jsonl", 0.3), ("b.jsonl", 0.6))
+    )
+    proof = certify_fresh(a, b)
+    assert (proof.certified, proof.prompts, proof.design) == (True, 200, "listed")
+    assert "none of them came twice" not in proof.verdict

@@ -19,7 +19,7 @@ from jaxtyping import Bool, UInt64
 
 from offdrift.audit.counterfactual import mixed
 from offdrift.divergence.evidence import Divergence
-from offdrift.errors import OffdriftError
+from offdrift.errors import OffdriftError, RecordError
 from offdrift.judge import load_rules
 from offdrift.logprobs import LogProbs
 from offdrift.records.batch import Logged
@@ -63,6 +63,8 @@ class Proof:
     """Prompts whose key is divisible by 2^level are kept."""
     clustered: bool = False
     """Whether a draw is a cluster of prompts: `keys` and `draws` number those."""
+    grouped: bool = True
+    """Whether draws of one prompt are told apart, or prompts are known by their group ids alone."""
     reused: bool = False
     """Whether other rollouts of the same weights were used at other steps."""
     masked: bool = False
@@ -120,6 +122,7 @@ class Proof:
             order=(newest, int(old), -first),
             arrays=arrays,
             clustered=clustered,
+            grouped=batch.group_ids is not None,
             reused=bool((touched & (clock != first)).any()),
             masked=bool((sequences.response_lengths != lengths).any()),
             why_not=why_not,
@@ -150,6 +153,7 @@ class Proof:
             both,
             0,
             clustered=self.clustered,
+            grouped=self.grouped and other.grouped,
             reused=self.reused or other.reused,
             masked=self.masked or other.masked,
             why_not=self.why_not or other.why_not,
@@ -177,7 +181,7 @@ class Proof:
             return _none(self.why_not)
         if refused := self.refuses(prompts):
             return _none(refused)
-        prompts = "clustered" if self.clustered else prompts
+        prompts = self._design(prompts)
         from offdrift.certificate import Looks, TrustRegion  # few logs hold evidence
         from offdrift.certificate.batch import BatchEvidence
         from offdrift.certificate.certify import certify
@@ -225,6 +229,10 @@ class Proof:
         if self.clustered and prompts in ("listed", "drawn"):
             return f"the log names clusters of prompts, each one draw; leave out --prompts {prompts}"
         distinct, draws = (len(np.unique(self.arrays[name])) for name in ("keys", "draws"))
+        try:
+            self._design(prompts)
+        except RecordError as e:
+            return str(e)
         if draws > distinct and prompts is None:
             from offdrift.certificate.prompts import two_readings
 
@@ -235,6 +243,14 @@ class Proof:
                 "counted; audit fewer steps, or --prompts listed"
             )
         return ""
+
+    def _design(self, prompts: PromptDesign | None) -> PromptDesign | None:
+        """The design that holds. Raises: as `design_without_groups`."""
+        if self.clustered or self.grouped:
+            return "clustered" if self.clustered else prompts
+        from offdrift.certificate.prompts import design_without_groups
+
+        return design_without_groups(self.arrays["keys"], prompts, command="offdrift audit --prompts")
 
     def takes_for_granted(self, prompts: PromptDesign | None) -> list[str]:
         """List what the log cannot show and a certificate takes for granted, besides `ALWAYS`, rewards and lengths."""

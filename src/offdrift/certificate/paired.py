@@ -14,7 +14,14 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from offdrift.certificate.confidence import Estimate, Looks, betting, check_alpha, cluster_means
-from offdrift.certificate.prompts import AVERAGED, DESIGNS, DRAWS, PromptDesign, two_readings
+from offdrift.certificate.prompts import (
+    AVERAGED,
+    DESIGNS,
+    DRAWS,
+    PromptDesign,
+    design_without_groups,
+    two_readings,
+)
 from offdrift.certificate.samples import unit_rewards
 from offdrift.errors import BadValueError, RecordError, check_choice
 
@@ -29,6 +36,8 @@ class Answers(NamedTuple):
     rewards: Float[np.ndarray, " b"]
     clusters: Int[np.ndarray, " b"] | None = None
     """Key of what its prompt shares with others."""
+    grouped: bool = True
+    """Whether draws of one prompt are told apart; else nobody knows which answers to it are of one draw."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +128,9 @@ def certify_fresh(
         prompts: where prompts come more than once or depend on each other, as in `certify`. Of "drawn" prompts both
             policies answer each draw, and draws of one prompt are paired in their order.
 
-    Raises: `RecordError` if the policies did not answer the same prompts, or one prompt several times without
-        `prompts`; `BadValueError` for rewards that are out of range, no answers, or an alpha outside (0, 1).
+    Raises: `RecordError` if the policies did not answer the same prompts, or, without `prompts`, one prompt in several
+        draws (where nobody knows the draws: some prompts more often than others); `BadValueError` for rewards that are
+        out of range, no answers, or an alpha outside (0, 1).
 
     Example:
         >>> x = np.arange(200)
@@ -137,12 +147,18 @@ def certify_fresh(
         check_choice("prompts", prompts, DESIGNS)
     looks, sides = looks or Looks(), {"A": a, "B": b}
     units: dict[str, np.ndarray] = {}
+    designs: list[PromptDesign | None] = []
     for name, side in sides.items():
         if not len(side.rewards):
             raise BadValueError(f"{name} has no answers; there is nothing to compare")
         distinct, draws = len(np.unique(side.prompts)), len(np.unique(side.groups))
-        if draws > distinct and prompts is None:
+        try:
+            design = prompts if side.grouped else design_without_groups(side.prompts, prompts)
+        except RecordError as e:
+            raise RecordError(f"{name}: {e}") from e
+        if draws > distinct and design is None:
             raise RecordError(f"{name}: {two_readings(draws, distinct)}")
+        designs.append(design)
         units[name] = _ordered(side) if prompts == "drawn" else side.prompts
     one, other = (set(ids.tolist()) for ids in units.values())
     if one != other:
@@ -166,7 +182,7 @@ def certify_fresh(
         prompts=len(difference),
         alpha_total=alpha,
         looks=looks,
-        design=prompts,
+        design=prompts or next((design for design in designs if design), None),
     )
 
 

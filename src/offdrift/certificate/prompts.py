@@ -10,6 +10,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
+from jaxtyping import Int, UInt64
+
+from offdrift.errors import RecordError
+
 PromptDesign = Literal["listed", "drawn", "clustered"]
 DESIGNS: tuple[PromptDesign, ...] = ("listed", "drawn", "clustered")
 
@@ -30,12 +35,45 @@ DRAWS = {
 """What has to hold of prompts, by design."""
 
 
-def two_readings(draws: int, prompts: int, *, command: str = "--prompts") -> str:
+def design_without_groups(
+    prompts: Int[np.ndarray, " b"] | UInt64[np.ndarray, " b"],
+    design: PromptDesign | None,
+    *,
+    command: str = "--prompts",
+) -> PromptDesign | None:
+    """The design of answers that do not say which of them are to one draw of a prompt.
+
+    Several answers to each prompt, as many to every one, are a list that was answered several times. Draws with
+    replacement do not come out so even: where some prompts have more answers than others, nobody knows.
+
+    Args:
+        prompts: key of each answer's prompt.
+        design: as the user says.
+        command: the option that says it.
+
+    Raises: `RecordError` for prompts that were answered unequally often, without a design, and for draws that repeat
+        prompts: answers to one draw are not independent.
+    """
+    counts = np.unique(prompts, return_counts=True)[1]
+    if len(counts) == len(prompts) or design in ("listed", "clustered"):
+        return design
+    if design == "drawn":
+        raise RecordError(
+            f"{len(prompts):,} answers are to {len(counts):,} distinct prompts, and without group ids nobody knows "
+            "which of them answer one draw; give the answers to each draw a group_id of their own"
+        )
+    if counts.max() > counts.min():
+        raise RecordError(two_readings(len(prompts), len(counts), of="answers without group ids", command=command))
+    return "listed"
+
+
+def two_readings(draws: int, prompts: int, *, of: str = "groups of answers", command: str = "--prompts") -> str:
     """Return why draws that repeat prompts cannot be judged before their design is known, and how to say it.
 
     Args:
-        draws: groups of answers (or sequences, where there are no groups).
+        draws: groups of answers (or answers, where there are no groups).
         prompts: distinct prompts among them.
+        of: what is counted as draws.
         command: the option that says it.
 
     Example:
@@ -43,7 +81,7 @@ def two_readings(draws: int, prompts: int, *, command: str = "--prompts") -> str
         '40 groups of answers are to 19 distinct prompts, so that'
     """
     return (
-        f"{draws:,} groups of answers are to {prompts:,} distinct prompts, so that J has two readings, and the wrong "
+        f"{draws:,} {of} are to {prompts:,} distinct prompts, so that J has two readings, and the wrong "
         f"one is certified falsely. Say which it is. {command} listed: a fixed list was answered several times; "
         "answers to a prompt are merged, and J averages over distinct prompts, each counted once. "
         f"{command} drawn: each group's prompt was drawn anew, with replacement, from one distribution; each group "

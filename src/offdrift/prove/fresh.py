@@ -38,7 +38,7 @@ def answer_files(path: Path) -> list[Path]:
 def read_answers(path: Path, *, cluster: str | None = None) -> Answers:
     """The answers of one policy: rollouts of this library, or rows with "prompt" and "reward".
 
-    A row's "group_id" tells draws of one prompt apart, within a file; without, rows with one prompt answer one draw.
+    A row's "group_id" tells draws of one prompt apart, within a file; without, nobody knows which rows answer one draw.
 
     Args:
         path: as `answer_files`.
@@ -49,10 +49,11 @@ def read_answers(path: Path, *, cluster: str | None = None) -> Answers:
     """
     parts: list[tuple[np.ndarray, ...]] = []
     versions: set[int] = set()
-    before = 0
+    before, grouped = 0, True
     for file in answer_files(path):
-        prompts, groups, rewards, clusters, drawn_by = _rows(file, cluster)
+        prompts, groups, rewards, clusters, (of_file, drawn_by) = _rows(file, cluster)
         versions.update(drawn_by)
+        grouped &= of_file
         _, numbered = np.unique(groups, return_inverse=True)
         parts.append((prompts, numbered + before, rewards, clusters))
         before += len(groups)
@@ -61,11 +62,15 @@ def read_answers(path: Path, *, cluster: str | None = None) -> Answers:
             f"{path} holds answers of several weights (versions {sorted(versions)}); name the files of one policy"
         )
     columns = [np.concatenate(x) for x in zip(*parts, strict=True)]
-    return Answers(*columns[:3], clusters=None if cluster is None else columns[3])
+    return Answers(*columns[:3], clusters=None if cluster is None else columns[3], grouped=grouped)
 
 
-def _rows(file: Path, cluster: str | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[int]]:
-    """Keys of prompts, groups, rewards and clusters of a file's rows, and the versions of the weights that drew."""
+Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, tuple[bool, list[int]]]
+
+
+def _rows(file: Path, cluster: str | None) -> Rows:
+    """Keys of prompts, groups, rewards and clusters of a file's rows, whether they name their groups, and the versions
+    of the weights that drew."""
     if file.suffix == ".parquet":
         rows = read_rows(file, ["prompt", "reward", "group_id", *([] if cluster is None else [cluster])])
         if rows is None:
@@ -91,11 +96,11 @@ def _rows(file: Path, cluster: str | None) -> tuple[np.ndarray, np.ndarray, np.n
         np.array(draws, dtype=np.int64),
         np.array([float(row["reward"]) for row in rows]),
         np.array([0 if cluster is None else text_id(str(row[cluster])) for row in rows], dtype=np.int64),
-        [],
+        (all(row.get("group_id") is not None for row in rows), []),
     )
 
 
-def _of_rollouts(file: Path, cluster: str | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[int]]:
+def _of_rollouts(file: Path, cluster: str | None) -> Rows:
     provenance, versions = read_drawn_by(file)
     if provenance.selected:
         raise RecordError(
@@ -104,7 +109,7 @@ def _of_rollouts(file: Path, cluster: str | None) -> tuple[np.ndarray, np.ndarra
         )
     prompts, groups = (x.numpy() for x in read_prompts(file))
     named = np.zeros(len(prompts), dtype=np.int64) if cluster is None else read_clusters(file, cluster).numpy()
-    return prompts, groups, read_rewards(file).double().numpy(), named, versions
+    return prompts, groups, read_rewards(file).double().numpy(), named, (True, versions)
 
 
 def _key(prompt: Any) -> int:
