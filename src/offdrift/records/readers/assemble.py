@@ -241,7 +241,8 @@ def _constant_ends(columns: list[Tensor], cuts: Int[Tensor, " cuts"], *, alike: 
     padded = torch.stack([(x[last] == pad).all(1) for x, pad in zip(columns, pads, strict=True)]).all(0)
     if not pads[-1] > LOWEST or int(padded.count_nonzero()) < max(2.0, PAD_ROWS * len(rows)):
         return None
-    if alike and (len({float(pad) for pad in pads}) > 1 or (pads[-1] == 0 and _of_many_lengths(lengths[rows]))):
+    of_many_lengths = len(lengths[rows].unique()) > max(1.0, PAD_ROWS * len(rows))
+    if alike and (len({float(pad) for pad in pads}) > 1 or (pads[-1] == 0 and of_many_lengths)):
         return None
     place = torch.arange(int(cuts[-1]))
     same = torch.stack([x == pad for x, pad in zip(columns, pads, strict=True)]).all(0)
@@ -252,10 +253,6 @@ def _constant_ends(columns: list[Tensor], cuts: Int[Tensor, " cuts"], *, alike: 
     begins = torch.where(cuts[1:] - begins < PAD_RUN, cuts[1:], begins) if not alike else begins
     found = place >= torch.repeat_interleave(begins, lengths)
     return None if bool(found.all()) or not bool(found.any()) else found
-
-
-def _of_many_lengths(lengths: Int[Tensor, " b"]) -> bool:
-    return len(lengths.unique()) > max(1.0, PAD_ROWS * len(lengths))
 
 
 def _all_zero(policies: Mapping[str, Lists], trains: Tokens | None) -> bool:
@@ -271,13 +268,19 @@ def _all_zero(policies: Mapping[str, Lists], trains: Tokens | None) -> bool:
 def _of_rows(logps: Mapping[str, Lists], trains: Tokens | None) -> dict[str, dict[str, Tokens]]:
     """By policy and cause, columns whose rows show that they hold no log-probs of single tokens."""
     kinds = {name: _kind_of_rows(x, trains) for name, x in logps.items() if name in POLICIES and len(x.values)}
-    if None not in kinds.values() and "running" not in kinds.values():
-        return {}  # every policy repeats itself: a log of one number
-    return {name: {kind: torch.ones_like(logps[name].values, dtype=torch.bool)} for name, kind in kinds.items() if kind}
+    wrong = (
+        {"running", "repeated"} if {"running", "varied"} & set(kinds.values()) else set()
+    )  # else a log of one number
+    return {
+        name: {kind: torch.ones_like(logps[name].values, dtype=torch.bool)}
+        for name, kind in kinds.items()
+        if kind in wrong and kind is not None
+    }
 
 
 def _kind_of_rows(x: Lists, trains: Tokens | None) -> str | None:
-    """The cause that nearly all rows of a column share; None if there is none, which the first rows tell."""
+    """What nearly all rows of a column are: "running", "repeated" or "varied"; None if they are several, or hold NaN,
+    which the first rows tell."""
     if trains is not None:
         x = x.without(~trains, cumulative(trains)[x.cuts])
     long = x.lengths >= ROW_TOKENS
@@ -295,7 +298,8 @@ def _kind_of_rows(x: Lists, trains: Tokens | None) -> str | None:
         running = (rising == 0) & (last < first - 1)
         repeated = (changed == 0) & (first < 0)
         enough = ROW_SHARE * int(chosen.count_nonzero())
-        rows = {"running": running & chosen, "repeated": repeated & chosen}
+        varied = (changed > 0) & (rising > 0) & (Layout(cuts).count(inner & step.isnan()) == 0)
+        rows = {"running": running & chosen, "repeated": repeated & chosen, "varied": varied & chosen}
         kind = next((kind for kind, of in rows.items() if int(of.count_nonzero()) >= enough), None)
         if kind is None:
             return None
