@@ -351,6 +351,7 @@ def _token_facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Te
         sums |= {"version_lag": batch.lag.sum(), "version_lag/n": n}
         maxima["version_lag_max"] = batch.lag.max()
         maxima["-version_lag_min"] = -batch.lag.min()
+    if batch.version is not None:
         maxima |= {"version_max": batch.version.max(), "-version_min": -batch.version.min()}
     if batch.updates_before is not None:
         before = batch.updates_before.double() * batch.segments.lengths
