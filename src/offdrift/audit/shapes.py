@@ -259,7 +259,7 @@ def _summed(batch: Logged, on: str, flags: Mapping[str, np.ndarray], names: Mapp
 def _beginning(
     sides: Mapping[str, np.ndarray], total: np.ndarray, chosen: Bool[np.ndarray, " b"], step: Int[np.ndarray, " b"]
 ) -> StepSeries:
-    """Both sides of each contrast of `DATED` at each of the first steps of the chosen sequences."""
+    """Sum both sides of each contrast of `DATED`, at each of the first steps of the chosen sequences."""
     keys = np.unique(step[chosen])[:EARLIEST]
     early = chosen & (step <= keys[-1])
     at_step = (step[early] == keys[:, None]).astype(np.float64)

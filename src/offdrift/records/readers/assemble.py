@@ -279,8 +279,8 @@ def _of_rows(logps: Mapping[str, Lists], trains: Tokens | None) -> dict[str, dic
 
 
 def _kind_of_rows(x: Lists, trains: Tokens | None) -> str | None:
-    """What nearly all rows of a column are: "running", "repeated" or "varied"; None if they are several, or hold NaN,
-    which the first rows tell."""
+    """Tell whether nearly all rows of a column are "running", "repeated" or "varied"; None if they are several, or hold
+    NaN, which the first rows tell."""
     if trains is not None:
         x = x.without(~trains, cumulative(trains)[x.cuts])
     long = x.lengths >= ROW_TOKENS
