@@ -575,12 +575,12 @@ UNSTATED = {"parameters": "size", "tokens": "length", "kl": "KL", "lr": "learnin
 """How it is named where a source does not say it."""
 EVIDENCE_ABOUT = """A verdict is about the testbed beside it, mostly models of a million parameters on two CPU cores, and not about the
 claim at every size. What training came to is called reproduced or falsified only with eight independent seeds or pairs,
-or an exact sign-flip p below .05; four pairs cannot come below .125. Less is **undecided**. **Other regime**: the claim
-was tried, and in every testbed model, length, drift or learning rate are ten times or more from the source's, or the cause of
-drift is another one; what was found here stands before the regime. Where a source does not state the size of its model, what
-training came to here is undecided. These rules are code (`offdrift_lab.evidence.claims`). [Where regimes of sources were
-read](#regimes-of-the-sources) stands at the end. Claims
-about the rounding of engines, about simulations and about statistics have no regime.
+or an exact sign-flip p below .05, and never with a p of its own pairs above that; four pairs cannot come below .125. Less
+is **undecided**. **Other regime**: the claim was tried, and in every testbed model, length, drift or learning rate are ten
+times or more from the source's, or the cause of drift is another one; what was found here stands before the regime. Where a
+source does not state the size of its model, what training came to here is undecided. Verdicts are stated, and these rules
+refuse them as code (`offdrift_lab.evidence.claims`): this page is not written while one says more than they allow. [Where
+regimes of sources were read](#regimes-of-the-sources) stands at the end. Simulations and statistics have no regime.
 
 Brackets are 95 % intervals; those of rewards are of the held-out prompts alone, unless seeds are named, and leave out
 the scatter between seeds, which may be larger. "Shows" is the smallest true difference, in reward where no unit is named, that
@@ -649,10 +649,10 @@ def _regime(row: dict[str, Any]) -> str:
     """What was tested beside what the source has, and the power of it."""
     seeds, far = row.get("seeds"), row["far"]
     parts = [f"*found here*: {row['found'].removesuffix(' here')}; *differs*: {', '.join(far)}"] * bool(far)
-    parts += [f"{'one seed: power unknown' if seeds == 1 else f'{seeds} seeds or pairs'}"] if seeds else []
+    testbeds = f" on {len(row['contrast'])} testbeds" if len(row.get("contrast", ())) > 1 else ""
+    parts += [f"{'one seed: power unknown' if seeds == 1 else f'{seeds} seeds or pairs{testbeds}'}"] if seeds else []
     if row["seen"]:
-        shows = f"shows {row['seen'].smallest:.2g} {row.get('unit', '')}".strip()
-        parts.append(shows + (f" ({row['seen'].pairs} pairs)" if row["seen"].pairs != seeds else ""))
+        parts.append(f"shows {row['seen'].smallest:.2g} {row.get('unit', '')}".strip())
     elif seeds and seeds > 1:
         parts.append("single pairs are not stored: power unknown")
     p = row["p_sign_flip"]
@@ -665,7 +665,7 @@ def _regime(row: dict[str, Any]) -> str:
         parts.append(f"*source*: {_units(row['of_source'])}" + "; size not stated" * (not row["stated"]))
     elif row["kind"] == "runs":
         parts.append("*source*: this library" if row.get("about") == "library" else "*source*: states no regime")
-    return "<br>".join(parts) or ("exact" if row["kind"] == "exact" else "")
+    return "<br>".join(parts) or ("exact" if row["kind"] == "exact" else row.get("no_regime", ""))
 
 
 def _units(values: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import runpy
 import shlex
 import tomllib
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from benchmarks.regimes import TESTBEDS, recipe_of, settings_of
 from typer.main import get_command
 
 from offdrift.cli import application
+from offdrift.errors import BadValueError
 from offdrift_lab.evidence import claims
 from offdrift_lab.train.settings.recipe import load_recipe
 from offdrift_lab.train.sweep.sweep import load_sweep
@@ -21,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 DOCUMENT = tomllib.loads((ROOT / "docs" / "evidence.toml").read_text(encoding="utf-8"))
 RESULTS = ROOT / "benchmarks" / "results"
 CLAIMS = claims.judged(ROOT / "docs" / "evidence.toml", RESULTS)
-FIELDS = {"claim", "source", "testbed", "command", "notes", "numbers", "found", "kind"}
-OPTIONAL = {"why", "data", "seeds", "p", "about", "here", "there", "contrast", "unit"}
+FIELDS = {"claim", "source", "testbed", "command", "notes", "numbers", "verdict", "kind"}
+OPTIONAL = {"why", "found", "data", "seeds", "p", "about", "here", "there", "contrast", "unit", "no_regime"}
 COMMANDS = sorted({command for row in CLAIMS for command in row["command"]})
 OF_SOURCES = {"Trust Region Masking": "trm", "M2PO": "m2po", "VESPO": "vespo", "OAPL": "oapl", "survey of": "survey"}
 """Regimes of the sources that most claims about training come from, by how their names begin."""
@@ -31,10 +33,7 @@ OF_SOURCES = {"Trust Region Masking": "trm", "M2PO": "m2po", "VESPO": "vespo", "
 @pytest.mark.parametrize("row", DOCUMENT["claim"], ids=[row["claim"][:40] for row in CLAIMS])
 def test_a_claim_has_every_field_and_what_it_names_exists(row):
     assert set(row) - OPTIONAL == FIELDS
-    assert row["found"] in {*claims.VERDICTS} - {"other regime"}
-    # What was not decided says why; what was, has a command and numbers.
-    assert ("why" in row) == (row["found"] in ("undecided", "untestable here"))
-    assert bool(row["command"]) == (row["found"] != "untestable here")
+    assert bool(row["command"]) == (row["verdict"] != "untestable here")
     assert bool(re.search(r"\d", row["numbers"])) == bool(row["command"])
     assert all((ROOT / file).is_file() for file in row.get("data", ()))
     page, _, heading = row["notes"].partition("#")
@@ -47,28 +46,90 @@ def test_there_are_enough_claims_and_none_twice():
     assert {row["verdict"] for row in CLAIMS} == set(claims.VERDICTS)
 
 
-@pytest.mark.parametrize("row", CLAIMS, ids=[row["claim"][:40] for row in CLAIMS])
-def test_no_verdict_is_forbidden(row):
-    assert row["kind"] in ("runs", "counts", "exact", "none")
-    assert ("seeds" in row) == (row["kind"] == "runs")
-    assert row.get("about", "library") == "library"
-    # n pairs have 2^n patterns of signs, two of which are as far out as can be.
-    assert "p" not in row or row["p"] >= 2 / 2 ** row["seeds"]
-    if row["verdict"] in claims.DECIDED:
-        assert not row["far"]
-        assert row["kind"] != "runs" or row["stated"] or row.get("about") == "library"
-        p = row["p_sign_flip"]
-        assert row["kind"] != "runs" or row["seeds"] >= claims.SEEDS or (p is not None and p < claims.LEVEL)
-    if row["verdict"] == "other regime":
-        assert row["far"]
-        assert row["found"] in claims.DECIDED
+def planted(claim: str, *without: str, **changed: Any) -> dict[str, Any]:
+    """A row of the page with other fields."""
+    row = next(row for row in DOCUMENT["claim"] if row["claim"].startswith(claim))
+    return {k: v for k, v in row.items() if k not in without} | changed
+
+
+CLIP = "PPO's clip on tokens exacerbates"
+GRIDS = "Routing replay lowers the mean mismatch"
+PLANTS = {
+    "another regime is no verdict": planted(CLIP, "found", verdict="falsified here"),
+    "runs called counts": planted(CLIP, "found", "there", "contrast", verdict="falsified here", kind="counts"),
+    "runs called enumerated": planted(
+        CLIP, "found", "there", "contrast", "seeds", verdict="falsified here", kind="exact"
+    ),
+    "runs called a simulation": planted(
+        CLIP,
+        "found",
+        "there",
+        "here",
+        "seeds",
+        "contrast",
+        verdict="falsified here",
+        kind="counts",
+        no_regime="simulation",
+    ),
+    "one seed": planted("Keeping the sampling mask", "why", "there", verdict="reproduced", no_regime="simulation"),
+    "one seed at another regime": planted(
+        "Keeping the sampling mask", "why", verdict="other regime", found="reproduced"
+    ),
+    "four pairs called eight": planted("Updates that rest on few", seeds=8),
+    "four pairs called eight, decided": planted("Updates that rest on few", "why", verdict="reproduced", seeds=8),
+    "a p that the pairs do not have": planted("Updates that rest on few", p=0.01),
+    "a difference that is not told from 0": planted(
+        "Truncated token weights keep training stable when", "why", verdict="undecided", found="falsified here"
+    ),
+    "undecided without a reason": planted("Updates that rest on few", "why"),
+    "counts without the source's regime": planted(GRIDS, "found", "there", "here", verdict="falsified here"),
+    "the source's regime without one's own": planted(GRIDS, "found", "here", verdict="falsified here"),
+    "another regime that is the same": planted(
+        "Where a mask rejects a whole", verdict="other regime", found="reproduced"
+    ),
+    "a verdict that is none": planted(CLIP, verdict="true"),
+}
+
+
+@pytest.mark.parametrize("row", PLANTS.values(), ids=PLANTS)
+def test_a_verdict_that_says_too_much_is_refused(row, tmp_path):
+    # As a file: tables of regimes, and the one claim.
+    content = (ROOT / "docs" / "evidence.toml").read_text(encoding="utf-8").partition("[[claim]]")[0]
+    content += "[[claim]]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in row.items())
+    (tmp_path / "evidence.toml").write_text(content, encoding="utf-8")
+    with pytest.raises(BadValueError, match="says more than its rules allow"):
+        claims.judged(tmp_path / "evidence.toml", RESULTS)
+
+
+def _toml(value: Any) -> str:
+    """A value on one line of TOML."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f'"{k}" = {_toml(v)}' for k, v in value.items()) + " }"
+    return f"[{', '.join(map(_toml, value))}]" if isinstance(value, list) else json.dumps(value, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("claim", [CLIP, GRIDS, "Keeping the sampling mask", "Updates that rest on few"])
+def test_the_same_rows_unchanged_are_not(claim, tmp_path):
+    content = (ROOT / "docs" / "evidence.toml").read_text(encoding="utf-8").partition("[[claim]]")[0]
+    content += "[[claim]]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in planted(claim).items())
+    (tmp_path / "evidence.toml").write_text(content, encoding="utf-8")
+    assert len(claims.judged(tmp_path / "evidence.toml", RESULTS)) == 1
+
+
+@pytest.mark.parametrize(
+    "row", [r for r in CLAIMS if r.get("contrast") and "interval" not in r["contrast"][0]], ids=str
+)
+def test_what_pairs_come_to_stands_among_the_numbers(row):
+    for contrast in row["contrast"]:
+        mean = fmean(claims.pairs(contrast, RESULTS))
+        texts = {f"{mean:{sign}.{digits}f}".replace("0.", ".", 1) for sign in "+ " for digits in (2, 3)}
+        assert any(text.strip() in row["numbers"] for text in texts), mean
 
 
 @pytest.mark.parametrize("row", [r for r in CLAIMS if r["kind"] == "runs"], ids=lambda row: row["claim"][:40])
 def test_what_runs_came_to_has_a_regime_and_a_power(row):
     assert row["testbeds"]
     assert row["seeds"] == 1 or row["seen"] or "p" in row
-    assert row["seen"] is None or row["seen"].pairs <= max(row["seeds"], 52)
     of_source = {regime for name, regime in OF_SOURCES.items() if row["source"].startswith(name)}
     assert (
         not of_source or row.get("about") == "library" or {row.get("there")} == of_source or "collapse" in row["claim"]
@@ -89,6 +150,12 @@ def test_the_page_says_both_regimes_and_the_power_or_why_it_is_unknown():
 @pytest.mark.parametrize(("name", "regime"), DOCUMENT["sources"].items())
 def test_a_regime_of_a_source_says_where_it_was_read(name, regime):
     assert regime["read"]
+    # The size is one that the text names, and none of those is smaller.
+    sizes = [
+        float(n) * {"B": 1e9, "T": 1e12}[unit]
+        for n, unit in re.findall(r"(?<![A-Z\d.])(\d+(?:\.\d+)?)(B|T)\b", regime["read"])
+    ]
+    assert "parameters" not in regime or regime["parameters"] == min(sizes)
     assert set(regime) <= {*claims.COMPARED, "cause", "read"}
     assert any(row.get("there") == name for row in CLAIMS)
 

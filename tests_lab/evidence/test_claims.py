@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,49 +10,83 @@ import pytest
 
 from offdrift.errors import BadValueError
 from offdrift_lab.evidence.claims import (
+    Seen,
     causes_of,
     differs,
     judged,
     pairs,
+    refused,
     seen,
     sign_flip_p,
     smallest_difference,
-    verdict,
 )
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-GOOD = {"found": "reproduced", "kind": "runs", "seeds": 8}
+GOOD = {"verdict": "reproduced", "kind": "runs", "seeds": 8, "p": 0.01, "here": ["a"], "there": "b"}
+COUNTS = {"verdict": "reproduced", "kind": "counts", "here": ["a"], "there": "b"}
+OTHER = {"verdict": "other regime", "found": "reproduced"}
+LATER = {"verdict": "undecided", "why": "few"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "far", "p", "expected"),
+    ("row", "far", "stated", "part"),
     [
-        ({}, [], None, "reproduced"),
-        ({"seeds": 4}, [], None, "undecided"),
-        ({"seeds": 4}, [], 0.125, "undecided"),
-        ({"seeds": 7}, [], 0.02, "reproduced"),
-        ({"seeds": 1, "found": "falsified here"}, ["lr"], None, "undecided"),
-        ({}, ["tokens"], 0.01, "other regime"),
-        ({"kind": "counts"}, ["cause"], None, "other regime"),
-        ({"found": "undecided"}, ["lr"], None, "undecided"),
-        ({"found": "untestable here", "kind": "none"}, [], None, "untestable here"),
+        (GOOD, [], True, None),
+        (GOOD | {"p": 0.06}, [], True, "p of its own pairs is 0.06"),
+        (GOOD | {"seeds": 7, "p": 0.02}, [], True, None),
+        (GOOD | {"seeds": 7, "p": 0.06}, [], True, "7 seeds with p = 0.06"),
+        (GOOD | {"seeds": 4, "p": 0.01}, [], True, "not below 2 of 2\\^seeds patterns"),
+        ({k: x for k, x in GOOD.items() if k != "p"}, [], True, "neither stored pairs nor p"),
+        (GOOD, ["tokens"], True, "at another regime"),
+        (GOOD | OTHER, ["tokens"], True, None),
+        (GOOD | OTHER, [], True, "the regimes do not differ"),
+        (GOOD | OTHER | {"found": "undecided"}, ["lr"], True, "found undecided"),
+        (GOOD | OTHER | {"seeds": 4, "p": 0.125}, ["lr"], True, "4 seeds"),
+        (GOOD, [], False, "states no size"),
+        (GOOD | {"about": "library"}, [], False, None),
+        (GOOD | LATER | {"found": "reproduced"}, [], False, None),
+        (COUNTS, [], False, None),
+        (COUNTS, ["cause"], True, "at another regime"),
+        ({"verdict": "reproduced", "kind": "counts"}, [], True, "without the regime of its source"),
+        ({"verdict": "reproduced", "kind": "counts", "about": "library"}, [], True, None),
+        ({"verdict": "reproduced", "kind": "counts", "no_regime": "statistics"}, [], True, None),
+        (
+            {
+                "verdict": "reproduced",
+                "kind": "counts",
+                "no_regime": "statistics",
+                "command": ["offdrift sweep a.toml"],
+            },
+            [],
+            True,
+            "no_regime = 'statistics'",
+        ),
+        ({"verdict": "reproduced", "kind": "exact"}, [], True, None),
+        (
+            {"verdict": "reproduced", "kind": "exact", "command": ["offdrift sweep a.toml"]},
+            [],
+            True,
+            "enumerate nothing",
+        ),
+        ({"verdict": "reproduced", "kind": "none"}, [], True, "without a number"),
+        ({"verdict": "untestable here", "kind": "none"}, [], True, "without `why`"),
+        (GOOD | {"why": "few"}, [], True, "needs no `why`"),
+        (GOOD | {"found": "reproduced"}, [], True, "`found` stands beside"),
+        (COUNTS | {"seeds": 8}, [], True, "are of runs"),
+        ({k: x for k, x in GOOD.items() if k != "here"}, [], True, "without `here`"),
     ],
 )
-def test_a_verdict_is_what_the_rules_allow(changes, far, p, expected):
-    assert verdict(GOOD | changes, far, p) == expected
+def test_a_verdict_may_stand_or_is_refused_with_the_reason(row, far, stated, part):
+    reasons = refused(row, far, stated=stated)
+    assert reasons == [] if part is None else re.search(part, " ".join(reasons))
 
 
-@pytest.mark.parametrize(
-    ("changes", "far", "expected"),
-    [
-        ({}, [], "undecided"),
-        ({}, ["cause"], "other regime"),
-        ({"about": "library"}, [], "reproduced"),
-        ({"kind": "counts"}, [], "reproduced"),
-    ],
-)
-def test_runs_decide_nothing_about_a_source_that_states_no_size(changes, far, expected):
-    assert verdict(GOOD | changes, far, 0.01, stated=False) == expected
+def test_as_many_seeds_as_pairs_are_stored_and_their_own_p():
+    power = Seen(0.1, 8, 0.3, 0.2)
+    row = {k: x for k, x in GOOD.items() if k != "p"}
+    assert refused(row, [], power) == ["reproduced, and p of its own pairs is 0.3: undecided"]
+    assert "12, and 8 pairs are stored" in " ".join(refused(row | LATER | {"seeds": 12}, [], power))
+    assert refused(row, [], Seen(0.1, 8, 0.01, 0.2)) == []
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""Verdicts of docs/evidence.toml, made by rules from what was found, from regimes and from stored results.
+"""Verdicts of docs/evidence.toml, which people state and rules refuse, by regimes and by stored results.
 
-`found` is what the runs here say of a claim; `verdict` is what may be said of the claim. They differ where too few
-seeds were run, where the source does not state its regime, and where model, length, drift or learning rate are ten
-times or more from the source's, or the cause of drift is another one. `seen` is the smallest difference that the runs
-would have shown, from their stored pairs.
+`verdict` is what is said of a claim. `found` is what the runs here say where the verdict cannot: where the source does
+not state its regime, and where model, length, drift or learning rate are ten times or more from the source's, or the
+cause of drift is another one. `refused` lists the rules that a row breaks, and `judged` lets none pass. `seen` is the
+smallest difference that the runs would have shown, from their stored pairs.
 """
 
 from __future__ import annotations
@@ -26,6 +26,16 @@ Row = Mapping[str, Any]
 VERDICTS = ("reproduced", "falsified here", "other regime", "undecided", "untestable here")
 """Everything that can have come of a claim."""
 DECIDED = ("reproduced", "falsified here")
+KINDS = ("runs", "counts", "exact", "none")
+"""What a number of a claim is: what training came to, cases with a scatter of their own, enumerated, or no number."""
+EXACT = ("offdrift lab ", "offdrift bound ", "python benchmarks/arithmetic.py")
+"""How the commands of enumerated claims begin."""
+TRAINING = ("offdrift sweep ", "offdrift train ")
+NO_REGIME = {
+    "simulation": ("offdrift lab ", "python benchmarks/plan_"),
+    "statistics": ("offdrift lab coverage ",),
+}
+"""Counts that depend on no model, and how the commands begin that make them."""
 RATIO, SEEDS, LEVEL = 10.0, 8, 0.05
 """Factor from which on a regime is another one; seeds or pairs that decide, or the sign-flip p that does."""
 COMPARED = ("parameters", "tokens", "kl", "lr")
@@ -149,12 +159,11 @@ def _runs(document: Any, contrast: Row) -> Iterator[dict[str, Any]]:
 
 
 def stack_runs(stacks: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Differences that a factorial has stored by stack and seed; `repaired` stacks are within the budget."""
-    for i, stack in enumerate(stacks):
+    """Differences that a factorial has stored; `repaired` stacks are within the budget. Stacks share their seeds."""
+    for stack in stacks:
         for arm in ("token_tis", "trm_max"):
             for seed, difference in enumerate(stack[arm]):
-                values = {"repaired": not stack["over"]}
-                yield {"arm": arm, "values": values, "seed": i * len(stack[arm]) + seed, "end": difference}
+                yield {"arm": arm, "values": {"repaired": not stack["over"]}, "seed": seed, "end": difference}
 
 
 def row_runs(row: Row) -> Iterator[dict[str, Any]]:
@@ -243,46 +252,92 @@ def causes_of(text: str) -> set[str]:
     return {part.split()[0].strip(",") for part in re.split(r"; ", text) if part.strip()}
 
 
-def verdict(row: Row, far: Sequence[str], p: float | None = None, *, stated: bool = True) -> str:
-    """Verdict on a claim: the finding, unless a rule forbids it.
+def refused(row: Row, far: Sequence[str] = (), power: Seen | None = None, *, stated: bool = True) -> list[str]:
+    """Rules that a claim's row breaks; none where its verdict may stand.
 
     Args:
         far: parts of the regime that differ, of `differs`.
-        p: sign-flip p of the claim's pairs, if there is one.
+        power: of the claim's stored pairs, of `seen`.
         stated: whether the source states the size of its model. Where it does not, what training came to here cannot be
             said of the claim.
 
     Example:
-        >>> row = {"found": "reproduced", "kind": "runs", "seeds": 4}
-        >>> verdict(row, [], p=0.125), verdict(row, [], p=0.01), verdict(row | {"seeds": 8}, ["lr"])
-        ('undecided', 'reproduced', 'other regime')
-        >>> verdict(row, [], p=0.01, stated=False)
-        'undecided'
+        >>> row = {"verdict": "reproduced", "kind": "runs", "seeds": 4, "p": 0.125, "here": ["a"], "there": "b"}
+        >>> refused(row)
+        ['4 seeds with p = 0.125: eight, or an exact p below 0.05, or undecided']
+        >>> refused(row | {"seeds": 8, "p": 0.01}, ["lr"])
+        ['reproduced at another regime (lr): other regime']
+        >>> refused(row | {"seeds": 8, "p": 0.01})
+        []
     """
-    finding = row["found"]
+    return [*_misfits(row, power), *_unfounded(row, far, power, stated=stated)]
+
+
+def _misfits(row: Row, power: Seen | None) -> Iterator[str]:
+    """Fields of a row that contradict each other or what is stored."""
+    verdict, kind, commands = row["verdict"], row["kind"], row.get("command", ())
+    if verdict not in VERDICTS or kind not in KINDS:
+        yield f"verdict {verdict!r}, kind {kind!r}: of {VERDICTS} and {KINDS}"
+    if ("found" in row) != (verdict == "other regime") and not ("found" in row and verdict == "undecided"):
+        yield f"`found` stands beside other regime, and beside undecided where the source states no size, not {verdict}"
+    if ("why" in row) != (verdict in ("undecided", "untestable here")):
+        yield f"{verdict} {'needs no' if 'why' in row else 'without'} `why`"
+    if kind == "exact" and not all(c.startswith(EXACT) for c in commands):
+        yield "exact: its commands enumerate nothing"
+    if kind in ("exact", "none") and any(c.startswith(TRAINING) for c in commands):
+        yield f"{kind}, and its commands train"
+    if (kind == "runs") != ("seeds" in row) or (kind != "runs" and {"contrast", "p"} & set(row)):
+        yield "seeds, contrast and p are of runs, and runs have seeds"
+    if power is not None and power.pairs != row.get("seeds"):
+        yield f"seeds = {row.get('seeds')}, and {power.pairs} pairs are stored"
+    if "p" in row and ((power is not None and power.p is not None) or row["p"] < 2 / 2 ** row.get("seeds", 0)):
+        yield "p is stated only where no single pairs are stored, and not below 2 of 2^seeds patterns"
+    if "there" in row and not row.get("here"):
+        yield "`there` without `here`"
+    free = row.get("no_regime")
+    if free is not None and (kind != "counts" or not all(c.startswith(NO_REGIME.get(free, ())) for c in commands)):
+        yield f"no_regime = {free!r}: counts of {tuple(NO_REGIME)}, by the commands that make them"
+
+
+def _unfounded(row: Row, far: Sequence[str], power: Seen | None, *, stated: bool) -> Iterator[str]:
+    """What a verdict claims beyond its runs or its regime."""
+    verdict, kind, of_source = row["verdict"], row["kind"], row.get("about") != "library"
+    finding = row.get("found", verdict)
+    if verdict == "other regime" and (not far or finding not in DECIDED):
+        yield "other regime, and the regimes do not differ" if not far else f"other regime, found {finding}"
     if finding not in DECIDED:
-        return finding
-    if row["kind"] == "runs" and row["seeds"] < SEEDS and (1.0 if p is None else p) >= LEVEL:
-        return "undecided"
+        return
+    if kind == "none":
+        yield f"{finding} without a number"
+    p = power.p if power is not None and power.p is not None else row.get("p")
+    if kind == "runs" and row.get("seeds", 0) < SEEDS and (p is None or p >= LEVEL):
+        yield f"{row.get('seeds')} seeds with p = {p}: eight, or an exact p below {LEVEL}, or undecided"
+    elif p is not None and p >= LEVEL:
+        yield f"{finding}, and p of its own pairs is {p:.2g}: undecided"
+    if kind == "runs" and power is None and p is None:
+        yield f"{finding} on runs with neither stored pairs nor p"
+    if verdict not in DECIDED or not of_source:
+        return
     if far:
-        return "other regime"
-    if row["kind"] == "runs" and not stated and row.get("about") != "library":
-        return "undecided"
-    return finding
+        yield f"{verdict} at another regime ({', '.join(far)}): other regime"
+    elif kind in ("runs", "counts") and "there" not in row and "no_regime" not in row:
+        yield f"{verdict} without the regime of its source: `here` and `there`, or `no_regime`"
+    elif kind == "runs" and not stated:
+        yield f"{verdict} of a source that states no size: undecided"
 
 
 def judged(evidence: Path, results: Path) -> list[dict[str, Any]]:
-    """Claims of a file with their verdicts, regimes and power, in order.
+    """Claims of a file with their findings, regimes and power, in order.
 
     Args:
         evidence: the file: `[sources]` and `[testbeds]`, regimes by name, and `[[claim]]`.
         results: the folder of stored results; its regimes.json has the testbeds that were measured.
 
-    Raises: `BadValueError` for a regime or a contrast that is not there.
+    Raises: `BadValueError` for a regime or a contrast that is not there, and for every verdict that is `refused`.
     """
     document = tomllib.loads(evidence.read_text(encoding="utf-8"))
     testbeds = {**_stored(results / "regimes.json"), **document["testbeds"]}
-    rows = []
+    rows, wrong = [], []
     for row in document["claim"]:
         unknown = [name for name in row.get("here", []) if name not in testbeds]
         if unknown or row.get("there", "") not in {"", *document["sources"]}:
@@ -294,5 +349,8 @@ def judged(evidence: Path, results: Path) -> list[dict[str, Any]]:
         far = differs(list(here.values()), there)
         stated = "parameters" in there
         made = {"testbeds": here, "of_source": there, "far": far, "seen": power, "p_sign_flip": p, "stated": stated}
-        rows.append({**row, **made, "verdict": verdict(row, far, p, stated=stated)})
+        rows.append({"found": row["verdict"], **row, **made})
+        wrong += [f"{row['claim']!r}: {why}" for why in refused(row, far, power, stated=stated)]
+    if wrong:
+        raise BadValueError(f"{evidence.name} says more than its rules allow:\n" + "\n".join(wrong))
     return rows
