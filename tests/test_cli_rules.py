@@ -287,7 +287,7 @@ STORED = f"Judged by {NAME}, as stored with the run."
 STARTED = f"was started with {NAME}"
 GIVEN = f"given with --rules; the run {STARTED}."
 OF_SWEEP = "as stored with the sweep."
-FELL = "the reward fell 1 % below its best"
+FELL = "reward fell 1 % below its best"
 
 
 def test_a_run_stores_content_and_digest_of_its_rules(trained_run):

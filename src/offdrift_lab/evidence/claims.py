@@ -96,7 +96,8 @@ def pairs(contrast: Row, results: Path) -> list[float]:
             the reward before training, or "nothing" where differences are stored; `where` and `less_where`, values of
             settings, or a list of such values (runs of all that match are averaged by seed); `what`, "end" or "change",
             the end less the start; `sweep` and `changes` where a file has several. What is taken off may be in
-            another file: `less_data`, `less_sweep`, and `start_of`, the arm whose start it is.
+            another file, or of other changes: `less_data`, `less_sweep`, `less_changes`, and `start_of`, the arm whose
+            start it is.
         results: the folder of stored results.
 
     Raises: `BadValueError` where no seed has both.
@@ -107,7 +108,8 @@ def pairs(contrast: Row, results: Path) -> list[float]:
     if less == "nothing":
         return [ends[seed] for seed in sorted(ends)]
     if "less_data" in contrast:
-        other = {**contrast, "sweep": contrast.get("less_sweep")}
+        of = {"sweep": contrast.get("less_sweep"), "changes": contrast.get("less_changes", contrast.get("changes", []))}
+        other = {**contrast, **{k: x for k, x in of.items() if x is not None}}
         runs = list(_runs(_stored(results / contrast["less_data"]), other))
     if less == "start":
         less, what = contrast.get("start_of", contrast["arm"]), "start"

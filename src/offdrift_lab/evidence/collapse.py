@@ -135,6 +135,34 @@ def collapse(
     return min(drops, key=lambda c: c.step or 0, default=Collapse(None, ""))
 
 
+def held_out_collapse(
+    points: Sequence[tuple[int, float]], *, recovery: int, limits: Mapping[str, float] | None = None
+) -> int | None:
+    """Update from which on a held-out reward is lost, by `reward_lost` or more of its best; None if it never is.
+
+    Lost is what stays down for `recovery` updates, or to the last evaluation: a run that ends low has not recovered.
+
+    Args:
+        points: updates and held-out rewards, in order; positive where the run is healthy.
+
+    Example:
+        >>> held_out_collapse([(0, 0.5), (8, 0.9), (16, 0.6), (24, 0.8), (32, 0.1)], recovery=100)
+        32
+        >>> held_out_collapse([(0, 0.5), (8, 0.9), (16, 0.6), (24, 0.8)], recovery=100) is None
+        True
+    """
+    left = 1 - (load_rules().limits if limits is None else limits)["reward_lost"]
+    best, start = -math.inf, None
+    for update, reward in points:
+        if best > 0 and reward <= left * best + 1e-12:
+            start = update if start is None else start
+            if update - start >= recovery:
+                break
+        else:
+            start, best = None, max(best, reward)
+    return start
+
+
 def ahead(steps: int, collapsed: Collapse, horizon: int | None = None) -> list[bool]:
     """Per step: does the collapse begin within the next `horizon` updates (default `collapse_within`)?
 

@@ -295,6 +295,31 @@ def test_collapses_are_counted(tmp_path):
     assert [row["collapsed"] for row in results(grid)["settings"]] == [0, 2]
 
 
+def test_a_collapse_is_one_of_the_held_out_reward(tmp_path):
+    grid = sweep_of(
+        tmp_path, "seeds = 3\n[set]\nbatches = 40\nlog.eval_every = 4\n[compare]\ncollapse_after = 10", BASE
+    )
+    fill(grid, lambda setting, seed, update: 0.8)
+    # Seed 0: the weights that drew lag behind, and the training reward does not show it. Seed 1: the other way round.
+    # Seed 2: the last evaluation alone is low.
+    held_out = {0: lambda u: 0.1 if u >= 20 else 0.8, 1: lambda u: 0.8, 2: lambda u: 0.1 if u == 40 else 0.8}
+    for cell in grid.cells:
+        rows = cell.files.rows("eval")
+        assert len(rows) == 11
+        text = "".join(json.dumps(row | {"reward": held_out[cell.seed](row["update"])}) + "\n" for row in rows)
+        (cell.files.path / "eval.jsonl").write_text(text)
+        rows = [
+            row | {"reward/mean": 0.1 if cell.seed == 1 and row["update"] > 20 else 0.8}
+            for row in cell.files.rows("metrics")
+        ]
+        (cell.files.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert {run["seed"]: run["collapsed"] for run in results(grid)["runs"]} == {0: True, 1: False, 2: True}
+    for cell in grid.cells:  # with one evaluation, by the training reward
+        file = cell.files.path / "eval.jsonl"
+        file.write_text(file.read_text().splitlines()[0] + "\n")
+    assert {run["seed"]: run["collapsed"] for run in results(grid)["runs"]} == {0: False, 1: True, 2: False}
+
+
 @pytest.mark.parametrize("width", [80, 132])
 def test_the_table_fits_and_the_page_has_every_setting(tmp_path, width):
     grid = sweep_of(tmp_path, "seeds = 3\n[values]\nlag.sync_every = [1, 2]")

@@ -17,7 +17,7 @@ from offdrift.judge import load_rules
 from offdrift.show.json_access import mapping, number
 from offdrift.show.numbers import short
 from offdrift.stats import Comparison, Mean, compare_all, over_seeds
-from offdrift_lab.evidence.collapse import collapse
+from offdrift_lab.evidence.collapse import collapse, held_out_collapse
 from offdrift_lab.train.sweep.sweep import HELD_OUT, Cell, CompareSettings, Grid, Setting, nodes_of, stored_json
 
 SMOOTHED = 5
@@ -42,11 +42,16 @@ def curve(cell: Cell, metric: str) -> list[tuple[int, float]]:
 
 
 def collapsed(cell: Cell, compare: CompareSettings, limits: Mapping[str, float] | None = None) -> bool:
-    """Whether the run's smoothed reward fell by `reward_lost` and stayed there (`offdrift_lab.evidence.collapse`).
+    """Whether the run's held-out reward fell by `reward_lost` and stayed there (`offdrift_lab.evidence.collapse`).
+
+    Without a second evaluation the smoothed training reward stands in for it, which is that of the policy that drew:
+    where weights are old it falls late, and rises again.
 
     Args:
         limits: thresholds by name (`Rules.limits`), if not the built-in ones.
     """
+    if len(held_out := curve(cell, HELD_OUT)) > 1:
+        return held_out_collapse(held_out, recovery=patience(cell, compare, limits), limits=limits) is not None
     rewards = [value for _, value in curve(cell, "reward/mean")]
     smooth = [
         math.fsum(part) / len(part) for i in range(len(rewards)) if (part := rewards[max(0, i + 1 - SMOOTHED) : i + 1])
@@ -228,7 +233,10 @@ def explained(document: Mapping[str, Any]) -> list[str]:
     patience_words = " to ".join(map(str, {min(document["collapse_after"]): 0, max(document["collapse_after"]): 0}))
     lost = f"{100 * document.get('reward_lost', load_rules().limits['reward_lost']):g} %"
     patience_words += " update" if patience_words == "1" else " updates"
-    lines.append(f"Collapsed: the reward fell {lost} below its best and stayed there for {patience_words}.")
+    lines.append(
+        f"Collapsed: the held-out reward fell {lost} below its best and stayed there for {patience_words} or to the end "
+        "(the training reward, where it was evaluated less than twice)."
+    )
     return [*lines, *troubles(document)]
 
 
