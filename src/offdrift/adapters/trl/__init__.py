@@ -43,6 +43,7 @@ from offdrift.methods import Method, override
 from offdrift.methods import method as row
 
 if TYPE_CHECKING:
+    from offdrift.adapters.trl.head import ReferenceDistance
     from offdrift.records.recorder import Recorder
 
     Base = Any  # a `GRPOTrainer`, which is looked up when it is needed
@@ -67,6 +68,8 @@ class OffdriftMixin(Base):
         rules: a TOML file over the built-in rules.
         on_idle: whether a correction that cannot act is an error or a warning.
         metrics: those that TRL logs, as `Adapter` takes them.
+        exact_reference: whether the exact KL to the reference policy is logged, `offdrift/reference/kl_exact`; costs a
+            pass of the reference at every pass that trains. See `trl.head`.
 
     Raises: `FrameworkError` for a TRL that is missing or too old; `MethodError` for a method that cannot
         be used so, or a setting that would be ignored; `EvidenceError` if it needs whole distributions;
@@ -75,6 +78,7 @@ class OffdriftMixin(Base):
 
     offdrift: Adapter
     """Metrics, findings (`trainer.offdrift.findings`) and records of the run."""
+    _reference: ReferenceDistance | None = None
 
     def __init__(
         self,
@@ -87,6 +91,7 @@ class OffdriftMixin(Base):
         rules: Path | None = None,
         on_idle: OnIdle = "error",
         metrics: Choice | None = None,
+        exact_reference: bool = False,
         **named: Any,
     ) -> None:
         require("trl")
@@ -99,6 +104,10 @@ class OffdriftMixin(Base):
         options = {"record": folder, "context": context, "rules": rules, "on_idle": on_idle, "metrics": metrics}
         adapter = Adapter(method, framework="trl", settings=settings, gather=self._everyone, **options)
         self._attach(adapter, mode, on_idle)
+        if exact_reference:
+            from offdrift.adapters.trl.head import ReferenceDistance
+
+            self._reference = ReferenceDistance(self)
         if self.use_vllm and self.vllm_mode == "colocate":
             mend_sync(self.vllm_generation)
 
@@ -215,7 +224,9 @@ class OffdriftMixin(Base):
         also = {"optim/loss": sum(losses) / len(losses), "unscored_tokens": sum(unscored)}
         if self.use_vllm:  # TRL hands its engine the weights, draws, and scores with the same ones
             also["old/version_lag"] = 0.0
-        for name, value in self.offdrift.end_step(step, also=also).items():
+        exact = {} if self._reference is None else self._reference.row(self._everyone)
+        told = self.offdrift.end_step(step, also=also | exact)
+        for name, value in {**told, **{f"offdrift/{name}": value for name, value in exact.items()}}.items():
             self._metrics["train"][name].append(value)
         if self._mode == "loss" and self._observed is not None:
             self.offdrift.method = self.offdrift.method.next(self._observed)

@@ -234,8 +234,8 @@ def explained(document: Mapping[str, Any]) -> list[str]:
     lost = f"{100 * document.get('reward_lost', load_rules().limits['reward_lost']):g} %"
     patience_words += " update" if patience_words == "1" else " updates"
     lines.append(
-        f"Collapsed: the held-out reward fell {lost} below its best and stayed there for {patience_words} or to the end "
-        "(the training reward, where it was evaluated less than twice)."
+        f"Collapsed: the held-out reward fell {lost} below its best and stayed there for {patience_words} or to the "
+        "end (the training reward, where it was evaluated less than twice)."
     )
     return [*lines, *troubles(document)]
 
