@@ -2,9 +2,11 @@
 
     offdrift sweep recipes/epochs.toml --jobs 2
     python benchmarks/staleness.py runs/epochs runs/staleness-400 --json benchmarks/results/staleness_grids.json
+    python benchmarks/staleness.py --keep FILE --json FILE         what is stored, measured again
 
-Of each run the held-out reward at the start, at its highest evaluation, and at the end, the mean of the last two
-evaluations after the start. Written down before any run was looked at:
+Of each run the held-out reward at the start, at its highest evaluation, and at the end, the mean of the evaluations in the
+last tenth of its updates, the last one at least. (Until 2026-11-29 the last two, which of a run that is evaluated three
+times is half of it; `--keep FILE` makes a stored file anew by this definition.) Written down before any run was looked at:
 
     rises      an evaluation is above the start by three standard errors of their difference (of single responses,
                unpaired: two would be passed by chance in one of eight runs with ten evaluations)
@@ -34,7 +36,7 @@ from offdrift.records.atomic import plain
 from offdrift.show.json_access import number, read_lines
 from offdrift.stats import compare_all, over_seeds
 
-ERRORS, KEPT, LAST, STRETCH = 3.0, 0.7, 2, 0.75
+ERRORS, KEPT, LAST, STRETCH = 3.0, 0.7, 0.1, 0.75
 CLIPS = ("ppo_clip", "ppo_bypass")
 """Arms that are PPO's clip on all of the lag."""
 REUSE = ("optim.epochs", "optim.minibatches")
@@ -59,9 +61,6 @@ def summary(folder: Path, row: dict) -> dict | None:
         return None
     held_out = {int(r["update"]): float(r["reward"]) for r in rows}
     responses = int(rows[0]["prompts"]) * int(rows[0]["samples"])
-    values = list(held_out.values())
-    first, last = values[0], values[1:][-LAST:]
-    end = math.fsum(last) / len(last)
     lags = [x if (x := number(r.get("version_lag/max"))) is not None else 0.0 for r in updates]
     pairs = zip(lags, (number(r.get("full/ess_seq_frac")) for r in updates), strict=True)
     ess = [x for lag, x in pairs if lag >= STRETCH * max(lags) and x is not None]
@@ -72,14 +71,29 @@ def summary(folder: Path, row: dict) -> dict | None:
         "updates": len(updates),
         "lag": max(lags),
         "ess": median(ess) if ess else None,
+        **rewards_of(held_out, responses),
+        "held_out": held_out,
+        "responses": responses,
+    }
+
+
+def rewards_of(held_out: dict[int, float], responses: int) -> dict:
+    """What a run's evaluations come to."""
+    values = list(held_out.values())
+    first, last = values[0], at_the_end(held_out)
+    end = math.fsum(last) / len(last)
+    return {
         "start": first,
         "highest": max(values[1:]),
         "end": end,
         "rises": any(v - first > ERRORS * standard_error(v, first, responses) for v in values[1:]),
         "falls": end < KEPT * first,
-        "held_out": held_out,
-        "responses": responses,
     }
+
+
+def at_the_end(held_out: dict[int, float]) -> list[float]:
+    """The evaluations in the last tenth of the updates."""
+    return [value for at, value in held_out.items() if at >= (1 - LAST) * max(held_out)]
 
 
 def overtakes(run: dict, clip: dict) -> bool:
@@ -87,7 +101,8 @@ def overtakes(run: dict, clip: dict) -> bool:
     n = run["responses"]
     pairs = [(v, clip["held_out"][at]) for at, v in run["held_out"].items() if at in clip["held_out"]]
     above = any(a - b > ERRORS * standard_error(a, b, n) for a, b in pairs)
-    return above and clip["end"] - run["end"] > ERRORS * standard_error(clip["end"], run["end"], LAST * n)
+    many = n * len(at_the_end(run["held_out"]))
+    return above and clip["end"] - run["end"] > ERRORS * standard_error(clip["end"], run["end"], many)
 
 
 def of_sweep(folder: Path, stored: dict | None = None) -> dict:
@@ -103,15 +118,42 @@ def of_sweep(folder: Path, stored: dict | None = None) -> dict:
         run for sweep in (stored or {}).get("sweeps", ()) if sweep["name"] == content["name"] for run in sweep["runs"]
     ]
     earlier = [run for run in earlier if (named(run["arm"], run["values"]), run["seed"]) not in here]
-    runs = [{**run, "held_out": {int(at): x for at, x in run["held_out"].items()}} for run in earlier] + runs
+    runs = [measured(run) for run in earlier] + runs
+    names = {s["name"]: named(s["arm"], s["values"]) for s in content["settings"]}
+    against = {names[s["name"]]: names[s["baseline"]] for s in content["settings"] if s["baseline"] in names}
+    facts = {"name": content["name"], "changes": content["changes"], "versions": content["versions"]}
+    if stored and earlier:
+        facts["earlier"] = {"machine": stored["machine"], "runs": len(earlier)}
+    return facts | {"of": len(content["runs"])} | over_settings(runs, against)
+
+
+def measured(run: dict) -> dict:
+    """A stored run, its rewards measured as they are today."""
+    held_out = {int(at): x for at, x in run["held_out"].items()}
+    return {**run, **rewards_of(held_out, run["responses"]), "held_out": held_out}
+
+
+def again(sweep: dict) -> dict:
+    """A stored sweep, measured as it would be today; against a baseline is what was against one."""
+    compared = {row["setting"]: "less_baseline" in row for row in sweep["settings"]}
+    base = [row for row in sweep["settings"] if not compared[row["setting"]]]
+    against = {}
+    for row in sweep["settings"]:
+        if compared[row["setting"]]:
+            near = [b for b in base if b["values"] == row["values"]] or [b for b in base if b["arm"] == row["arm"]]
+            against[row["setting"]] = (near or base)[0]["setting"]
+    kept = {key: sweep[key] for key in sweep if key not in ("settings", "runs", "reuse")}
+    return kept | over_settings([measured(run) for run in sweep["runs"]], against)
+
+
+def over_settings(runs: list[dict], against: dict[str, str]) -> dict:
+    """Runs, and their settings over seeds, those of `against` compared with their baselines."""
     by_setting: dict[str, dict[int, dict]] = {}
     for run in runs:
         by_setting.setdefault(named(run["arm"], run["values"]), {})[run["seed"]] = run
     for run in runs:
         rows = [by_setting.get(named(clip, run["values"]), {}).get(run["seed"]) for clip in CLIPS]
         run["overtakes"] = [overtakes(run, clip) for clip in rows if clip is not None and clip is not run]
-    names = {s["name"]: named(s["arm"], s["values"]) for s in content["settings"]}
-    against = {names[s["name"]]: names[s["baseline"]] for s in content["settings"] if s["baseline"] in names}
     against = {s: b for s, b in against.items() if s in by_setting and b in by_setting}
     change = {s: {seed: r["end"] - r["start"] for seed, r in rows.items()} for s, rows in by_setting.items()}
     decided = dict(zip(against, compare_all([(change[s], change[b]) for s, b in against.items()], larger="better")))
@@ -129,10 +171,7 @@ def of_sweep(folder: Path, stored: dict | None = None) -> dict:
             c = decided[name]
             row["less_baseline"] = asdict(c.difference) | {"p_holm": c.p_adjusted, "verdict": c.verdict}
         settings.append(row)
-    facts = {"name": content["name"], "changes": content["changes"], "versions": content["versions"]}
-    if stored and earlier:
-        facts["earlier"] = {"machine": stored["machine"], "runs": len(earlier)}
-    content = facts | {"of": len(content["runs"]), "settings": settings, "runs": runs}
+    content = {"settings": settings, "runs": runs}
     return content | ({"reuse": of_reuse(runs)} if runs and set(runs[0]["values"]) == set(REUSE) else {})
 
 
@@ -204,18 +243,26 @@ def by_number(item: tuple[str, list[int]]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path, help="of sweeps")
+    parser.add_argument("folders", nargs="*", type=Path, help="of sweeps")
     parser.add_argument("--json", type=Path, help="the file that is written")
     parser.add_argument(
         "--add", type=Path, help="a file of earlier runs of these sweeps: those that no folder has count too"
     )
+    parser.add_argument("--keep", type=Path, help="a stored file, whose sweeps that no folder has are measured again")
     args = parser.parse_args()
     stored = json.loads(args.add.read_text(encoding="utf-8")) if args.add else None
     sweeps = [of_sweep(folder, stored) for folder in args.folders]
+    before = json.loads(args.keep.read_text(encoding="utf-8")) if args.keep else {"sweeps": []}
+    here = {(sweep["name"], *sweep["changes"]) for sweep in sweeps}
+    kept = [again(sweep) for sweep in before["sweeps"] if (sweep["name"], *sweep["changes"]) not in here]
+    if sweeps:  # made here; the others say where they were
+        kept = [{"machine": before["machine"], **sweep} for sweep in kept]
+    sweeps += kept
     for content in sweeps:
         show(content)
     if args.json:
-        text = json.dumps(plain({"machine": machine("transformers"), "sweeps": sweeps}))
+        where = machine("transformers") if args.folders else before["machine"]
+        text = json.dumps(plain({"machine": where, "sweeps": sweeps}))
         # Six digits, as in packed runs, and no indentation: the file has every evaluation of every run.
         args.json.write_text(json.dumps(json.loads(text, parse_float=lambda x: float(f"{float(x):.6g}"))) + "\n")
 

@@ -100,7 +100,7 @@ BLIND = """## What cannot be seen
 
 - Log-probs of both sides taken before the temperature agree perfectly although neither is that of the
   sampled distribution. No statistic of the log-ratio can tell. Where the log has entropies,
-  mean(log p + H(p)) = 0 of honest draws can (`entropy_contradicts`); where it has none and states a
+  mean(log p + H(p)) = 0 of honest draws says that one of the two is another (`entropy_off`); where it has none and states a
   temperature, `temperature_unseen` names the measurement.
 - Which of two engines computes the better probability: only that they differ.
 - A lag that is not logged, from an engine that drifts for another reason: `engine_or_lag` and the rules that begin

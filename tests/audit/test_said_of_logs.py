@@ -128,7 +128,7 @@ def test_advantages_of_something_else_are_not_accused(tmp_path):
 def test_raw_log_probs_of_both_sides_contradict_logged_entropies(tmp_path):
     raw = log(temperature=0.7, recorded=1.0)
     found = audited(tmp_path / "raw.jsonl", raw)
-    assert told(found) == [("entropy_contradicts", "act")]
+    assert told(found) == [("entropy_off", "watch")]
     assert found.metrics["record/entropy_gap"] > 0.2
     assert told(audited(tmp_path / "right.jsonl", log(temperature=0.7))) == []
     hidden = audited(tmp_path / "hidden.jsonl", raw, without=["entropy"])

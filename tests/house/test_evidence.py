@@ -22,9 +22,9 @@ from offdrift_lab.train.sweep.sweep import load_sweep
 ROOT = Path(__file__).parents[2]
 DOCUMENT = tomllib.loads((ROOT / "docs" / "evidence.toml").read_text(encoding="utf-8"))
 RESULTS = ROOT / "benchmarks" / "results"
-CLAIMS = claims.judged(ROOT / "docs" / "evidence.toml", RESULTS)
+CLAIMS = claims.examined(ROOT / "docs" / "evidence.toml", RESULTS)
 FIELDS = {"claim", "source", "testbed", "command", "notes", "numbers", "verdict", "kind"}
-OPTIONAL = {"why", "found", "data", "seeds", "p", "about", "here", "there", "contrast", "unit", "no_regime"}
+OPTIONAL = {"why", "found", "data", "seeds", "p", "about", "here", "there", "contrast", "unit", "no_regime", "says"}
 COMMANDS = sorted({command for row in CLAIMS for command in row["command"]})
 OF_SOURCES = {"Trust Region Masking": "trm", "M2PO": "m2po", "VESPO": "vespo", "OAPL": "oapl", "survey of": "survey"}
 """Regimes of the sources that most claims about training come from, by how their names begin."""
@@ -46,6 +46,11 @@ def test_there_are_enough_claims_and_none_twice():
     assert {row["verdict"] for row in CLAIMS} == set(claims.VERDICTS)
 
 
+@pytest.mark.parametrize("row", CLAIMS, ids=[row["claim"][:40] for row in CLAIMS])
+def test_no_verdict_says_more_than_its_rules_allow(row):
+    assert row["refused"] == []
+
+
 def planted(claim: str, *without: str, **changed: Any) -> dict[str, Any]:
     """A row of the page with other fields."""
     row = next(row for row in DOCUMENT["claim"] if row["claim"].startswith(claim))
@@ -54,41 +59,49 @@ def planted(claim: str, *without: str, **changed: Any) -> dict[str, Any]:
 
 CLIP = "PPO's clip on tokens exacerbates"
 GRIDS = "Routing replay lowers the mean mismatch"
+DISPO, GMPO = "DISPO trains stably", "GMPO trains stably"
+FIGURES = {"data": "figures.json", "sweep": "figures-lag", "less": "start"}
 PLANTS = {
     "another regime is no verdict": planted(CLIP, "found", verdict="falsified here"),
-    "runs called counts": planted(CLIP, "found", "there", "contrast", verdict="falsified here", kind="counts"),
+    "runs called counts": planted(CLIP, "found", "contrast", "seeds", "says", verdict="falsified here", kind="counts"),
+    "runs called counts, and no word of the source": planted(
+        CLIP, "found", "there", "contrast", "seeds", "says", verdict="falsified here", kind="counts"
+    ),
     "runs called enumerated": planted(
-        CLIP, "found", "there", "contrast", "seeds", verdict="falsified here", kind="exact"
+        CLIP, "found", "there", "contrast", "seeds", "says", verdict="falsified here", kind="exact",
+        command=["offdrift lab masking"],
     ),
     "runs called a simulation": planted(
-        CLIP,
-        "found",
-        "there",
-        "here",
-        "seeds",
-        "contrast",
-        verdict="falsified here",
-        kind="counts",
-        no_regime="simulation",
+        CLIP, "found", "there", "here", "seeds", "contrast", "says", verdict="falsified here", kind="counts",
+        no_regime="simulation", command=["offdrift lab lag-law a"],
     ),
-    "one seed": planted("Keeping the sampling mask", "why", "there", verdict="reproduced", no_regime="simulation"),
-    "one seed at another regime": planted(
-        "Keeping the sampling mask", "why", verdict="other regime", found="reproduced"
-    ),
+    "one seed": planted("Keeping the sampling mask", "why", "there", verdict="reproduced"),
+    "one seed at another regime": planted("Keeping the sampling mask", "why", verdict="other regime", found="reproduced"),
     "four pairs called eight": planted("Updates that rest on few", seeds=8),
     "four pairs called eight, decided": planted("Updates that rest on few", "why", verdict="reproduced", seeds=8),
     "a p that the pairs do not have": planted("Updates that rest on few", p=0.01),
+    "a p in place of the pairs": planted(DISPO, "contrast", p=0.01),
     "a difference that is not told from 0": planted(
         "Truncated token weights keep training stable when", "why", verdict="undecided", found="falsified here"
     ),
+    "a difference that is told, and left undecided": planted(GMPO, "found", "says", verdict="undecided", why="few"),
+    "the wrong way round": planted(DISPO, found="reproduced"),
+    "a claim of the other sign": planted(DISPO, says="less"),
+    "no word of the direction": planted(DISPO, "says"),
+    "the same seeds twice": planted(
+        DISPO, contrast=[{"data": "staleness_more.json", "arm": a, "less": "start"} for a in ("dispo", "gmpo")], seeds=16
+    ),
+    "pairs of another sweep": planted(DISPO, contrast=[FIGURES | {"arm": "loose_max"}], says="more", found="reproduced"),
     "undecided without a reason": planted("Updates that rest on few", "why"),
-    "counts without the source's regime": planted(GRIDS, "found", "there", "here", verdict="falsified here"),
-    "the source's regime without one's own": planted(GRIDS, "found", "here", verdict="falsified here"),
-    "another regime that is the same": planted(
-        "Where a mask rejects a whole", verdict="other regime", found="reproduced"
+    "counts without the source's regime": planted(GRIDS, "why", "there", "here", verdict="falsified here"),
+    "the source's regime without one's own": planted(GRIDS, "why", "here", verdict="falsified here"),
+    "a source that states no size": planted(GRIDS, "why", verdict="falsified here", there="tis"),
+    "another regime that is the same": planted("Where a mask rejects a whole", verdict="other regime", found="reproduced"),
+    "two testbeds, each near in one part": planted(
+        CLIP, "found", verdict="falsified here", here=["backwards, lag 15", "SmolLM2, lag 8"]
     ),
     "a verdict that is none": planted(CLIP, verdict="true"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("row", PLANTS.values(), ids=PLANTS)
@@ -164,6 +177,15 @@ def test_a_regime_of_a_source_says_where_it_was_read(name, regime):
 def test_no_contrast_is_copied_from_a_text(contrast):
     assert not {"low", "high", "mean"} & set(contrast)
     assert (RESULTS / contrast["data"]).is_file()
+
+
+@pytest.mark.parametrize(("name", "regime"), DOCUMENT["testbeds"].items())
+def test_a_testbed_that_is_written_by_hand_is_a_model_that_runs_here(name, regime):
+    measured = json.loads((RESULTS / "regimes.json").read_text(encoding="utf-8"))
+    sizes = [row["parameters"] for row in measured.values()]
+    sizes += [134_515_008, 50_000]  # SmolLM2-135M; the policy of frontier_neural.py
+    assert min(abs(regime["parameters"] / size - 1) for size in sizes) < 0.02, name
+    assert regime.get("cause") or regime.get("lr"), name
 
 
 @pytest.mark.parametrize("name", TESTBEDS)

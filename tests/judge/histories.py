@@ -155,7 +155,6 @@ FIRES: dict[str, Example] = {
     "raw_stated": Example(clean(), Context(raw_stated=True)),
     "one_sided_filter": Example(altered(both(k1=0.048, k3=0.0015, ratio_mean=0.9535, ratio_mean_z=-20.0))),
     "entropy_off": Example(altered({"record/entropy_gap": 0.1, "record/entropy_z": 40.0, "batch/tokens": 3000.0})),
-    "entropy_contradicts": Example(altered({"record/entropy_gap": 0.4, "record/entropy_z": 40.0, "batch/tokens": 3000.0})),
     "temperature_unseen": Example(clean(), Context(temperature=0.7)),
     "length_changed": Example(altered(lambda i, row: {"response/length_mean": (600.0 if i > 30 else 200.0) * (1 + 0.02 * math.sin(i))})),
     "filter_or_swap": Example(

@@ -13,6 +13,7 @@ from offdrift_lab.evidence.claims import (
     Seen,
     causes_of,
     differs,
+    has_runs,
     judged,
     pairs,
     refused,
@@ -22,72 +23,129 @@ from offdrift_lab.evidence.claims import (
 )
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-GOOD = {"verdict": "reproduced", "kind": "runs", "seeds": 8, "p": 0.01, "here": ["a"], "there": "b"}
+ROW = {"verdict": "reproduced", "kind": "runs", "seeds": 8, "here": ["a"], "there": "b", "says": "more"}
+PAIRS = Seen(0.1, 8, 0.01, 0.2, 0.3)
+OWN = {"verdict": "reproduced", "kind": "runs", "seeds": 8, "p": 0.01, "about": "library"}
 COUNTS = {"verdict": "reproduced", "kind": "counts", "here": ["a"], "there": "b"}
+BARE = {"verdict": "reproduced", "kind": "counts"}
+EXACT = {"verdict": "reproduced", "kind": "exact"}
 OTHER = {"verdict": "other regime", "found": "reproduced"}
 LATER = {"verdict": "undecided", "why": "few"}
+SWEEP = {"command": ["offdrift sweep a.toml"]}
 
 
 @pytest.mark.parametrize(
     ("row", "far", "stated", "part"),
     [
-        (GOOD, [], True, None),
-        (GOOD | {"p": 0.06}, [], True, "p of its own pairs is 0.06"),
-        (GOOD | {"seeds": 7, "p": 0.02}, [], True, None),
-        (GOOD | {"seeds": 7, "p": 0.06}, [], True, "7 seeds with p = 0.06"),
-        (GOOD | {"seeds": 4, "p": 0.01}, [], True, "not below 2 of 2\\^seeds patterns"),
-        ({k: x for k, x in GOOD.items() if k != "p"}, [], True, "neither stored pairs nor p"),
-        (GOOD, ["tokens"], True, "at another regime"),
-        (GOOD | OTHER, ["tokens"], True, None),
-        (GOOD | OTHER, [], True, "the regimes do not differ"),
-        (GOOD | OTHER | {"found": "undecided"}, ["lr"], True, "found undecided"),
-        (GOOD | OTHER | {"seeds": 4, "p": 0.125}, ["lr"], True, "4 seeds"),
-        (GOOD, [], False, "states no size"),
-        (GOOD | {"about": "library"}, [], False, None),
-        (GOOD | LATER | {"found": "reproduced"}, [], False, None),
-        (COUNTS, [], False, None),
+        (ROW, [], True, None),
+        (ROW, ["tokens"], True, "at another regime"),
+        (ROW | OTHER, ["tokens"], True, None),
+        (ROW | OTHER, [], True, "the regimes do not differ"),
+        (ROW, [], False, "states no size"),
+        (ROW | {"about": "library"}, [], False, None),
+        (ROW | LATER | {"found": "reproduced"}, [], False, None),
+        (ROW | LATER | {"found": "reproduced"}, [], True, "`found` stands beside"),
+        (ROW | {"found": "reproduced"}, [], True, "`found` stands beside"),
+        (ROW | {"why": "few"}, [], True, "needs no `why`"),
+        ({k: x for k, x in ROW.items() if k != "here"}, [], True, "without `here`"),
+        (COUNTS, [], True, None),
+        (COUNTS, [], False, "states no size"),
         (COUNTS, ["cause"], True, "at another regime"),
-        ({"verdict": "reproduced", "kind": "counts"}, [], True, "without the regime of its source"),
-        ({"verdict": "reproduced", "kind": "counts", "about": "library"}, [], True, None),
-        ({"verdict": "reproduced", "kind": "counts", "no_regime": "statistics"}, [], True, None),
-        (
-            {
-                "verdict": "reproduced",
-                "kind": "counts",
-                "no_regime": "statistics",
-                "command": ["offdrift sweep a.toml"],
-            },
-            [],
-            True,
-            "no_regime = 'statistics'",
-        ),
-        ({"verdict": "reproduced", "kind": "exact"}, [], True, None),
-        (
-            {"verdict": "reproduced", "kind": "exact", "command": ["offdrift sweep a.toml"]},
-            [],
-            True,
-            "enumerate nothing",
-        ),
+        (COUNTS | OTHER | {"found": "undecided"}, ["lr"], True, "found undecided"),
+        (COUNTS | {"seeds": 8}, [], True, "are of runs"),
+        (BARE, [], True, "without the regime of its source"),
+        (BARE | {"about": "library"}, [], True, None),
+        (BARE | {"no_regime": "statistics"}, [], True, None),
+        (BARE | {"no_regime": "statistics"} | SWEEP, [], True, "no_regime = 'statistics'"),
+        (EXACT, [], True, None),
+        (EXACT | SWEEP, [], True, "enumerate nothing"),
         ({"verdict": "reproduced", "kind": "none"}, [], True, "without a number"),
         ({"verdict": "untestable here", "kind": "none"}, [], True, "without `why`"),
-        (GOOD | {"why": "few"}, [], True, "needs no `why`"),
-        (GOOD | {"found": "reproduced"}, [], True, "`found` stands beside"),
-        (COUNTS | {"seeds": 8}, [], True, "are of runs"),
-        ({k: x for k, x in GOOD.items() if k != "here"}, [], True, "without `here`"),
     ],
 )
 def test_a_verdict_may_stand_or_is_refused_with_the_reason(row, far, stated, part):
-    reasons = refused(row, far, stated=stated)
+    reasons = refused(row, far, [PAIRS] if row["kind"] == "runs" else [], stated=stated)
     assert reasons == [] if part is None else re.search(part, " ".join(reasons))
 
 
-def test_as_many_seeds_as_pairs_are_stored_and_their_own_p():
-    power = Seen(0.1, 8, 0.3, 0.2)
-    row = {k: x for k, x in GOOD.items() if k != "p"}
-    assert len(refused(row, [], power)) == 1
-    assert refused(row | LATER, [], power) == []
-    assert len(refused(row | LATER | {"seeds": 12}, [], power)) == 1
-    assert refused(row, [], Seen(0.1, 8, 0.01, 0.2)) == []
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({}, None),
+        ({"p": 0.06}, "p of its own pairs is 0.06"),
+        ({"seeds": 7, "p": 0.02}, None),
+        ({"seeds": 7, "p": 0.06}, "7 seeds with p = 0.06"),
+        ({"seeds": 4, "p": 0.01}, "not below 2 of 2\\^seeds patterns"),
+        ({"about": "sources"}, "stated only of what is the library"),
+    ],
+)
+def test_a_p_is_stated_of_the_librarys_own_alone(changes, part):
+    reasons = refused(OWN | changes)
+    assert reasons == [] if part is None else re.search(part, " ".join(reasons))
+
+
+@pytest.mark.parametrize(
+    ("changes", "powers", "part"),
+    [
+        ({}, [PAIRS], None),
+        ({}, [PAIRS._replace(p=0.3)], "p of its own pairs is 0.3"),
+        (LATER, [PAIRS._replace(p=0.3)], None),
+        (LATER, [PAIRS], "of its 8 pairs is 0.01: a finding"),
+        (LATER | {"seeds": 12}, [PAIRS._replace(p=0.3)], "and 8 pairs are stored"),
+        ({}, [PAIRS._replace(mean=-0.3)], "the claim says more"),
+        ({"says": "less"}, [PAIRS], "the claim says less"),
+        ({"verdict": "falsified here"}, [PAIRS._replace(mean=-0.3)], None),
+        ({"verdict": "falsified here"}, [PAIRS], "the claim says more"),
+        ({"says": "less", "verdict": "falsified here"}, [PAIRS], None),
+        # Beyond the patterns that can be enumerated Student's p stands in.
+        ({"seeds": 83}, [PAIRS._replace(p=None, pairs=83, student=0.001)], None),
+        ({"seeds": 83}, [PAIRS._replace(p=None, pairs=83, student=0.3)], "p of its own pairs is 0.3"),
+        ({}, [PAIRS._replace(p=None, student=None)], "whose p is known"),
+        # Two testbeds of four pairs each are not one of eight.
+        ({}, [PAIRS, PAIRS._replace(pairs=4, p=0.125), PAIRS._replace(pairs=4, p=0.125)], "each by itself"),
+        ({"seeds": 16}, [PAIRS._replace(pairs=16), PAIRS, PAIRS._replace(p=0.02)], None),
+        ({"p": 0.01}, [PAIRS], "p is computed from stored pairs"),
+    ],
+)
+def test_a_finding_is_what_stored_pairs_come_to(changes, powers, part):
+    reasons = refused(ROW | changes, [], powers)
+    assert reasons == [] if part is None else re.search(part, " ".join(reasons))
+
+
+def test_a_finding_says_in_which_direction():
+    row = {k: x for k, x in ROW.items() if k != "says"}
+    assert re.search("`says` does not tell", " ".join(refused(row, [], [PAIRS])))
+
+
+@pytest.mark.parametrize(
+    ("contrasts", "command", "part"),
+    [
+        ([{"data": "a.json", "sweep": "s"}], "offdrift sweep recipes/s.toml", None),
+        ([{"data": "a.json", "sweep": "s"}], "offdrift sweep recipes/t.toml", "which no command runs"),
+        ([{"data": "a.json"}, {"data": "a.json", "arm": "other"}], "offdrift sweep recipes/s.toml", "count twice"),
+        ([{"data": "a.json"}, {"data": "a.json", "changes": ["x=1"]}], "offdrift sweep recipes/s.toml", None),
+    ],
+)
+def test_contrasts_are_of_runs_that_a_command_makes_and_of_each_once(contrasts, command, part):
+    reasons = refused(ROW | {"contrast": contrasts, "command": [command]}, [], [PAIRS])
+    assert reasons == [] if part is None else re.search(part, " ".join(reasons))
+
+
+@pytest.mark.parametrize("kind", ["exact", "none"])
+def test_what_holds_training_runs_is_neither_enumerated_nor_free_of_a_regime(kind):
+    row = {"verdict": "untestable here", "why": "x", "kind": kind}
+    assert refused(row) == []
+    assert re.search("train", " ".join(refused(row, trained=["figures.json"])))
+    free = {"verdict": "undecided", "why": "x", "kind": "counts", "no_regime": "simulation"}
+    assert refused(free) == []
+    assert re.search("no_regime", " ".join(refused(free, trained=["figures.json"])))
+
+
+def test_a_result_with_training_runs_is_known_by_its_content():
+    names = ("figures", "staleness", "staleness_grids", "severity", "pretrained")
+    assert [name for name in names if not has_runs(RESULTS / f"{name}.json")] == []
+    names = ("arithmetic", "masking", "flips", "coverage", "audit", "plan_real")
+    assert [name for name in names if has_runs(RESULTS / f"{name}.json")] == []
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,12 @@ def test_decisions_of_the_stored_runs_are_those_of_the_page():
     again = foreseen.judged(runs, lambda others: lambda run, at: foreseen.told(run, rule, at))
     assert json.loads(json.dumps(again)) == found[f"rule {rule}"]
     assert json.loads(json.dumps(foreseen.decisions(runs, "systems_fix"))) == found["decisions"]["systems_fix"]
+    sweeps = stored("foreseen_sweeps")["runs"]
+    again = foreseen.judged(sweeps, lambda _: lambda run, at: foreseen.told(run, rule, at), runs)
+    assert json.loads(json.dumps(again)) == found["sweeps"][f"rule {rule}"]
+    assert json.loads(json.dumps(foreseen.as_told(sweeps, "grad_spike"))) == found["sweeps"]["as told"]["grad_spike"]
+    of_pretrained = list(stored("pretrained")["runs"].values())
+    assert json.loads(json.dumps(foreseen.pretrained(of_pretrained))) == found["pretrained"]
 
 
 def run(cell, rewards, told=None):
@@ -52,8 +58,22 @@ def test_a_finding_of_healthy_runs_is_no_foresight():
     lost, kept = [1.0] * 8 + [0.5] * 4, [1.0] * 12
     runs = [run(c, lost, 4) for c in "abc"] + [run(c, kept, 4) for c in "abcdefgh"]
     found = foreseen.judged(runs, lambda others: lambda r, at: foreseen.told(r, "grad_spike", at))
-    # The threshold that the other recipes allow lets no alarm through.
+    # The threshold that the other recipes allow lets no alarm through; as told it is one, everywhere.
     assert found["foreseen"][0] == found["false"][0] == 0
+    told = foreseen.as_told(runs, "grad_spike")
+    assert (told["foreseen"][0], told["false"][0]) == (3, 8)
+
+
+def test_what_other_runs_teach_judges_these():
+    kept, lost = [1.0] * 12, [1.0] * 8 + [0.5] * 4
+    teachers = [run(c, kept, 4 if c == "a" else None) for c in "abcdefghijklmnopqrstuvwxyz"]
+    found = foreseen.judged(
+        [run("z", lost, 8), run("y", kept)], lambda _: lambda r, at: foreseen.told(r, "grad_spike", at), teachers
+    )
+    assert (found["foreseen"][0], found["false"][0]) == (1, 0)  # one false alarm of 26 is within 5 %
+    teachers = [run(c, kept, 4) for c in "abc"]
+    found = foreseen.judged([run("z", lost, 8)], lambda _: lambda r, at: foreseen.told(r, "grad_spike", at), teachers)
+    assert found["foreseen"][0] == 0
 
 
 def test_rates_are_read_from_settings():

@@ -111,7 +111,6 @@ SIDES = {
     "filter_or_swap": "swapped columns, or a filter that the record does not have",
     "temperature_unseen": "a temperature that agreement cannot show",
     "entropy_off": "entropies that contradict the log-probs",
-    "entropy_contradicts": "entropies that contradict the log-probs",
     "raw_stated": "log-probs recorded before temperature or top-p",
     "broken_record": "log-probs recorded before temperature or top-p",
     "worker_record": "one worker's record that is not of what it drew",

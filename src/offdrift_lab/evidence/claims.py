@@ -2,7 +2,7 @@
 
 `verdict` is what is said of a claim. `found` is what the runs here say where the verdict cannot: where the source does
 not state its regime, and where model, length, drift or learning rate are ten times or more from the source's, or the
-cause of drift is another one. `refused` lists the rules that a row breaks, and `judged` lets none pass. `seen` is the
+cause of drift is another one. `refused` lists the rules that a row breaks, and `judged` lets none of those pass. `seen` is the
 smallest difference that the runs would have shown, from their stored pairs.
 """
 
@@ -120,6 +120,14 @@ def pairs(contrast: Row, results: Path) -> list[float]:
     return [ends[seed] - base[seed] for seed in both]
 
 
+def has_runs(file: Path) -> bool:
+    """Whether a stored result holds training runs, with the rewards that they came to."""
+    document = _stored(file)
+    runs = document.get("runs", ()) if isinstance(document, dict) else ()
+    rows = list(runs.values()) if isinstance(runs, dict) else runs if isinstance(runs, list) else []
+    return "sweeps" in document or any({"held_out", "value", "evals"} & set(row) for row in rows[:1])
+
+
 def _by_seed(runs: Iterable[Row], arms: str | list[str], where: Row | list[Row], what: str) -> dict[int, float]:
     """Mean over the runs of these arms and of these values, seed by seed."""
     names, wheres = [arms] if isinstance(arms, str) else arms, where if isinstance(where, list) else [where]
@@ -203,29 +211,34 @@ class Seen(NamedTuple):
     """Exact sign-flip p; None where single pairs are not stored, or there are more than `MOST_FLIPPED`."""
     student: float | None
     """Student's p of the same pairs."""
+    mean: float
+    """Mean difference."""
 
 
 def seen(row: Row, results: Path) -> Seen | None:
     """Power of a claim's runs; None without a contrast.
 
-    A contrast `{ data, interval, n }` is the path to a stored mean and interval of 95 %, which stands for the n runs
-    that it was made of, and has no p. Contrasts of several testbeds count together.
+    A contrast `{ data, interval, n }` is the path to a stored mean and interval (of 95 %, or with its confidence), which
+    stands for the n runs that it was made of, and has no p. Contrasts of several testbeds count together.
     """
     contrasts = row.get("contrast", [])
     if not contrasts:
         return None
     if "interval" in contrasts[0]:
         n = contrasts[0]["n"]
-        _, low, high = reduce(lambda x, key: x[key], contrasts[0]["interval"], _stored(results / contrasts[0]["data"]))
-        deviation = (high - low) / 2 / student_t(LEVEL, n - 1) * math.sqrt(n)
-        return Seen(smallest_difference(deviation, n), n, None, None)
+        path = contrasts[0]["interval"]
+        found = reduce(lambda x, key: x[key], path, _stored(results / contrasts[0]["data"]))
+        mean, low, high = [found[key] for key in ("mean", "low", "high")] if isinstance(found, dict) else found
+        level = 1 - found["confidence"] if isinstance(found, dict) else LEVEL
+        deviation = (high - low) / 2 / student_t(level, n - 1) * math.sqrt(n)
+        return Seen(smallest_difference(deviation, n), n, None, None, mean)
     d = [x for contrast in contrasts for x in pairs(contrast, results)]
     p = sign_flip_p(d) if len(d) <= MOST_FLIPPED else None
-    return Seen(smallest_difference(stdev(d), len(d)), len(d), p, over_seeds(d).p)
+    return Seen(smallest_difference(stdev(d), len(d)), len(d), p, over_seeds(d).p, fmean(d))
 
 
 def differs(here: Sequence[Row], there: Row) -> list[str]:
-    """Parts of a regime in which every testbed is `RATIO` times or more from the source, or has another cause.
+    """Parts of a regime in which the nearest testbed is `RATIO` times or more from the source, or has another cause.
 
     Example:
         >>> differs([{"parameters": 1e6, "tokens": 7, "cause": "lag"}], {"parameters": 8e9, "cause": "engine"})
@@ -233,15 +246,14 @@ def differs(here: Sequence[Row], there: Row) -> list[str]:
         >>> differs([{"lr": 4e-4}, {"lr": 2e-6}], {"lr": 1e-6})
         []
     """
-    far = []
-    for key in COMPARED:
-        ratios = [max(x[key], there[key]) / min(x[key], there[key]) for x in here if x.get(key) and there.get(key)]
-        if ratios and min(ratios) >= RATIO:
-            far.append(key)
-    causes = [causes_of(x["cause"]) for x in here if x.get("cause")]
-    if causes and there.get("cause") and not any(c & causes_of(there["cause"]) for c in causes):
-        far.append("cause")
-    return far
+    return min((_differs(x, there) for x in here), key=len, default=[])
+
+
+def _differs(here: Row, there: Row) -> list[str]:
+    both = [key for key in COMPARED if here.get(key) and there.get(key)]
+    far = [k for k in both if max(here[k], there[k]) / min(here[k], there[k]) >= RATIO]
+    causes = causes_of(here.get("cause", "")), causes_of(there.get("cause", ""))
+    return far + ["cause"] * (all(causes) and not causes[0] & causes[1])
 
 
 def causes_of(text: str) -> set[str]:
@@ -254,92 +266,143 @@ def causes_of(text: str) -> set[str]:
     return {part.split()[0].strip(",") for part in re.split(r"; ", text) if part.strip()}
 
 
-def refused(row: Row, far: Sequence[str] = (), power: Seen | None = None, *, stated: bool = True) -> list[str]:
+def refused(
+    row: Row,
+    far: Sequence[str] = (),
+    powers: Sequence[Seen] = (),
+    *,
+    stated: bool = True,
+    trained: Sequence[str] = (),
+) -> list[str]:
     """Rules that a claim's row breaks; none where its verdict may stand.
 
     Args:
         far: parts of the regime that differ, of `differs`.
-        power: of the claim's stored pairs, of `seen`.
+        powers: of the claim's stored pairs, of all together and then of each contrast, of `seen`.
         stated: whether the source states the size of its model. Where it does not, what training came to here cannot be
             said of the claim.
+        trained: files of the claim that hold training runs.
 
     Example:
-        >>> row = {"verdict": "reproduced", "kind": "runs", "seeds": 4, "p": 0.125, "here": ["a"], "there": "b"}
-        >>> refused(row)
+        >>> row = {"verdict": "reproduced", "kind": "runs", "seeds": 4, "says": "more", "here": ["a"], "there": "b"}
+        >>> refused(row, [], [Seen(0.1, 4, 0.125, 0.1, 0.2)])
         ['4 seeds with p = 0.125: eight, or an exact p below 0.05, or undecided']
-        >>> refused(row | {"seeds": 8, "p": 0.01}, ["lr"])
+        >>> refused(row | {"seeds": 8}, ["lr"], [Seen(0.1, 8, 0.01, 0.1, 0.2)])
         ['reproduced at another regime (lr): other regime']
-        >>> refused(row | {"seeds": 8, "p": 0.01})
-        []
+        >>> refused(row | {"seeds": 8}, [], [Seen(0.1, 8, 0.01, 0.1, -0.2)])
+        ['reproduced: the claim says more, and the mean of its pairs is -0.2']
     """
-    return [*_misfits(row, power), *_unfounded(row, far, power, stated=stated)]
+    return [
+        *_misfits(row, powers, stated=stated, trained=trained),
+        *_unfounded(row, powers),
+        *_elsewhere(row, far, stated=stated),
+    ]
 
 
-def _misfits(row: Row, power: Seen | None) -> Iterator[str]:
+def _misfits(row: Row, powers: Sequence[Seen], *, stated: bool, trained: Sequence[str]) -> Iterator[str]:
     """Fields of a row that contradict each other or what is stored."""
     verdict, kind, commands = row["verdict"], row["kind"], row.get("command", ())
+    free, contrasts = row.get("no_regime"), row.get("contrast", ())
     if verdict not in VERDICTS or kind not in KINDS:
         yield f"verdict {verdict!r}, kind {kind!r}: of {VERDICTS} and {KINDS}"
-    if ("found" in row) != (verdict == "other regime") and not ("found" in row and verdict == "undecided"):
+    if ("found" in row) != (verdict == "other regime") and not (
+        "found" in row and verdict == "undecided" and not stated
+    ):
         yield f"`found` stands beside other regime, and beside undecided where the source states no size, not {verdict}"
     if ("why" in row) != (verdict in ("undecided", "untestable here")):
         yield f"{verdict} {'needs no' if 'why' in row else 'without'} `why`"
     if kind == "exact" and not all(c.startswith(EXACT) for c in commands):
         yield "exact: its commands enumerate nothing"
-    if kind in ("exact", "none") and any(c.startswith(TRAINING) for c in commands):
-        yield f"{kind}, and its commands train"
+    if kind in ("exact", "none") and (trained or any(c.startswith(TRAINING) for c in commands)):
+        yield f"{kind}, and its commands or files train"
     if (kind == "runs") != ("seeds" in row) or (kind != "runs" and {"contrast", "p"} & set(row)):
         yield "seeds, contrast and p are of runs, and runs have seeds"
-    if power is not None and power.pairs != row.get("seeds"):
-        yield f"seeds = {row.get('seeds')}, and {power.pairs} pairs are stored"
-    if "p" in row and ((power is not None and power.p is not None) or row["p"] < 2 / 2 ** row.get("seeds", 0)):
-        yield "p is stated only where no single pairs are stored, and not below 2 of 2^seeds patterns"
+    if powers and powers[0].pairs != row.get("seeds"):
+        yield f"seeds = {row.get('seeds')}, and {powers[0].pairs} pairs are stored"
+    if "p" in row and (row.get("about") != "library" or contrasts or row["p"] < 2 / 2 ** row.get("seeds", 0)):
+        yield "p is computed from stored pairs; stated only of what is the library's, not below 2 of 2^seeds patterns"
+    places = [(c["data"], c.get("sweep"), *c.get("changes", ())) for c in contrasts]
+    if len(set(places)) < len(places):
+        yield "two contrasts of the same runs are one: seeds would count twice"
+    for recipe in {sweep for c in contrasts if (sweep := c.get("sweep"))}:
+        if not any(f"recipes/{recipe}.toml" in c for c in commands):
+            yield f"a contrast is of {recipe}, which no command runs"
     if "there" in row and not row.get("here"):
         yield "`there` without `here`"
-    free = row.get("no_regime")
-    if free is not None and (kind != "counts" or not all(c.startswith(NO_REGIME.get(free, ())) for c in commands)):
+    if free is not None and (
+        kind != "counts" or trained or not all(c.startswith(NO_REGIME.get(free, ())) for c in commands)
+    ):
         yield f"no_regime = {free!r}: counts of {tuple(NO_REGIME)}, by the commands that make them"
 
 
-def _unfounded(row: Row, far: Sequence[str], power: Seen | None, *, stated: bool) -> Iterator[str]:
-    """What a verdict claims beyond its runs or its regime."""
-    verdict, kind, of_source = row["verdict"], row["kind"], row.get("about") != "library"
-    finding = row.get("found", verdict)
-    if verdict == "other regime" and (not far or finding not in DECIDED):
-        yield "other regime, and the regimes do not differ" if not far else f"other regime, found {finding}"
+def _unfounded(row: Row, powers: Sequence[Seen]) -> Iterator[str]:
+    """What a finding claims beyond its runs, or leaves out of them."""
+    finding, kind, seeds = row.get("found", row["verdict"]), row["kind"], row.get("seeds", 0)
+    p = row.get("p")
+    if powers:  # beyond `MOST_FLIPPED` pairs Student's
+        p = powers[0].p if powers[0].p is not None else powers[0].student
     if finding not in DECIDED:
+        if kind == "runs" and seeds >= SEEDS and p is not None and p < LEVEL:
+            yield f"{row['verdict']}, and p of its {seeds} pairs is {p:.2g}: a finding"
         return
     if kind == "none":
         yield f"{finding} without a number"
-    p = power.p if power is not None and power.p is not None else row.get("p")
-    if kind == "runs" and row.get("seeds", 0) < SEEDS and (p is None or p >= LEVEL):
-        yield f"{row.get('seeds')} seeds with p = {p}: eight, or an exact p below {LEVEL}, or undecided"
-    elif p is not None and p >= LEVEL:
+    if kind != "runs":
+        return
+    if seeds < SEEDS and (p is None or p >= LEVEL):
+        yield f"{seeds} seeds with p = {p}: eight, or an exact p below {LEVEL}, or undecided"
+    elif p is None:
+        yield f"{finding} on runs without pairs whose p is known"
+    elif p >= LEVEL:
         yield f"{finding}, and p of its own pairs is {p:.2g}: undecided"
-    if kind == "runs" and power is None and p is None:
-        yield f"{finding} on runs with neither stored pairs nor p"
-    if verdict not in DECIDED or not of_source:
+    for one in powers[1:] if len(powers) > 2 else ():
+        if one.pairs < SEEDS and (one.p is None or one.p >= LEVEL):
+            yield f"{finding} on pooled pairs, of which {one.pairs} on one testbed have p = {one.p}: each by itself"
+    if powers and "says" not in row:
+        yield f"{finding}, and `says` does not tell whether the claim is `more` or `less` of the contrast"
+    elif powers and (powers[0].mean > 0) != ((row["says"] == "more") == (finding == "reproduced")):
+        yield f"{finding}: the claim says {row['says']}, and the mean of its pairs is {powers[0].mean:+.3g}"
+
+
+def _elsewhere(row: Row, far: Sequence[str], *, stated: bool) -> Iterator[str]:
+    """What a verdict claims beyond its regime."""
+    verdict, kind, finding = row["verdict"], row["kind"], row.get("found", row["verdict"])
+    if verdict == "other regime" and (not far or finding not in DECIDED):
+        yield "other regime, and the regimes do not differ" if not far else f"other regime, found {finding}"
+    if verdict not in DECIDED or row.get("about") == "library":
         return
     if far:
         yield f"{verdict} at another regime ({', '.join(far)}): other regime"
     elif kind in ("runs", "counts") and "there" not in row and "no_regime" not in row:
         yield f"{verdict} without the regime of its source: `here` and `there`, or `no_regime`"
-    elif kind == "runs" and not stated:
+    elif kind in ("runs", "counts") and not stated and "no_regime" not in row:
         yield f"{verdict} of a source that states no size: undecided"
 
 
 def judged(evidence: Path, results: Path) -> list[dict[str, Any]]:
-    """Claims of a file with their findings, regimes and power, in order.
+    """The claims of a file, as `examined`.
+
+    Raises: `BadValueError` for every verdict that is `refused`, and as `examined`.
+    """
+    rows = examined(evidence, results)
+    wrong = [f"{row['claim']!r}: {reason}" for row in rows for reason in row["refused"]]
+    if wrong:
+        raise BadValueError(f"{evidence.name} says more than its rules allow:\n" + "\n".join(wrong))
+    return rows
+
+
+def examined(evidence: Path, results: Path) -> list[dict[str, Any]]:
+    """Claims of a file with their findings, regimes, power, and the rules that each breaks (`refused`), in order.
 
     Args:
         evidence: the file: `[sources]` and `[testbeds]`, regimes by name, and `[[claim]]`.
         results: the folder of stored results; its regimes.json has the testbeds that were measured.
 
-    Raises: `BadValueError` for a regime or a contrast that is not there, and for every verdict that is `refused`.
+    Raises: `BadValueError` for a regime or a contrast that is not there.
     """
     document = tomllib.loads(evidence.read_text(encoding="utf-8"))
     testbeds = {**_stored(results / "regimes.json"), **document["testbeds"]}
-    rows, wrong = [], []
+    rows = []
     for row in document["claim"]:
         unknown = [name for name in row.get("here", []) if name not in testbeds]
         if unknown or row.get("there", "") not in {"", *document["sources"]}:
@@ -350,9 +413,17 @@ def judged(evidence: Path, results: Path) -> list[dict[str, Any]]:
         p = power.p if power and power.p is not None else row.get("p")
         far = differs(list(here.values()), there)
         stated = "parameters" in there
-        made = {"testbeds": here, "of_source": there, "far": far, "seen": power, "p_sign_flip": p, "stated": stated}
+        made: dict[str, Any] = {
+            "testbeds": here,
+            "of_source": there,
+            "far": far,
+            "seen": power,
+            "p_sign_flip": p,
+            "stated": stated,
+        }
+        single = [seen({"contrast": [contrast]}, results) for contrast in row.get("contrast", ())]
+        trained = [file for file in row.get("data", ()) if has_runs(results / Path(file).name)]
+        powers = [x for x in (power, *single) if x is not None]
+        made["refused"] = refused(row, far, powers, stated=stated, trained=trained)
         rows.append({"found": row["verdict"], **row, **made})
-        wrong += [f"{row['claim']!r}: {why}" for why in refused(row, far, power, stated=stated)]
-    if wrong:
-        raise BadValueError(f"{evidence.name} says more than its rules allow:\n" + "\n".join(wrong))
     return rows

@@ -220,13 +220,13 @@ LEVELS.rows({
 @LEVELS.reading("nat")
 def entropy_gap(view: View) -> ReadNumber | None:
     """Size of the mean of logged entropy plus log-prob, `record/entropy_gap`, less what drift explains at most: its
-    deviation times the root of chi2 per token"""
+    deviation times the root of the largest chi2 per token of two policies, since it may be the entropy of any"""
     gap, z, tokens = view.first("record/entropy_gap"), view.level("record/entropy_z"), _tokens(view)
-    chi2 = view.level("{on}/chi2_token")
+    chi2 = view.largest("{on}/chi2_token", "full/chi2_token", "staleness/chi2_token")
     if gap is None or z is None or not tokens or chi2 is None:
         return None
     deviation = math.sqrt(tokens) * abs(gap.value / z) if z else 0.0
-    return ReadNumber(max(abs(gap.value) - deviation * math.sqrt(max(chi2, 0.0)), 0.0), gap.metric)
+    return ReadNumber(max(abs(gap.value) - deviation * math.sqrt(max(chi2.value, 0.0)), 0.0), gap.metric)
 
 
 @LEVELS.reading()
