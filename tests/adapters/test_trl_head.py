@@ -134,7 +134,7 @@ def test_a_run_logs_the_exact_distance_from_its_reference(tmp_path, accumulated)
     run = trainer(
         tmp_path, method="decoupled_token_is", rollout_func=Sampler(0.05), config=config, exact_reference=True
     )
-    seen, add = [], run._reference._add
+    seen, add = [], run._reference.add
     passes = []
 
     def noted(found):
@@ -155,7 +155,7 @@ def test_a_run_logs_the_exact_distance_from_its_reference(tmp_path, accumulated)
         return inner(*arguments, **named)
 
     model.forward = forward
-    run._reference._add = noted
+    run._reference.add = noted
     run.train()
     rows = steps(run)
     assert rows[0]["offdrift/reference/kl_exact"] == pytest.approx(0.0, abs=1e-9)  # the reference itself

@@ -106,6 +106,13 @@ def workers(**of_the_third: float) -> dict[str, list[Row]]:
     return {"worker": [{**usual, **(third if i == 2 else {}), "label": f"worker-{i}"} for i in range(4)]}
 
 
+def classes(**means: float) -> dict[str, list[Row]]:
+    """Classes of tokens with the mean log-ratio of each."""
+    return {
+        "token_class": [{"label": name, "tokens": 500, "mismatch/k1": k1, "full/k1": k1} for name, k1 in means.items()]
+    }
+
+
 def shape(
     kind: str | None, gap: float = 0.1, there: Mapping[str, float] = MappingProxyType({}), **whole: float
 ) -> dict[str, Any]:
@@ -243,6 +250,14 @@ FIRES: dict[str, Example] = {
     ),
     "lag_since_old": Example(
         altered(lambda i, row: {"staleness/k3": 0.07, "old/exact_frac": 1.0, "version_lag/mean": 3.0, "version_lag/max": 6.0})
+    ),
+    "constant_offset": Example(
+        altered(both(k1=0.05, k2=0.0015, k3=0.0015)),
+        Context(overall={**clean()[8], **both(k1=0.05, k2=0.0015, k3=0.0015)}, facets=classes(sure=0.05, likely=0.05, rare=0.051)),
+    ),
+    "old_apart": Example(altered({"mismatch/k3": 0.015, "full/k3": 0.0005})),
+    "old_copied": Example(
+        altered({"mismatch/abs_log_ratio_max": 0.0, "mismatch/k3": 0.0, "full/abs_log_ratio_max": 1.0, "full/k3": 0.03})
     ),
     "old_policy_stale": Example(altered({"old/stale_frac": 0.5, "old/exact_frac": 0.5, "old/version_lag": 3.0})),
     "trained_again": Example(altered({"reuse/k3": 0.13})),

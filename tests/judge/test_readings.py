@@ -10,7 +10,7 @@ from benchmarks.trend_alarms import ar1
 from offdrift.judge import READINGS, Context, Watcher, load_rules
 from offdrift.judge.readings.view import Window
 from offdrift.judge.scatter import Scatter, drift_of, line_of, moved, normal_score, shift_of, slope_over, walk_of
-from tests.judge.histories import altered, both, clean, over_steps, shape, workers
+from tests.judge.histories import altered, both, classes, clean, over_steps, shape, workers
 
 LIMITS = load_rules().limits
 
@@ -239,6 +239,20 @@ def test_a_gate_that_acted_once_is_not_idle():
     assert (reading["idle_gate"], reading.metrics["idle_gate"]) == (60, "gate/1/drop_frac_token")
 
 
+def test_an_offset_is_one_of_every_class_of_tokens():
+    rows = altered({"mismatch/k1": 0.02, "full/k1": 0.02})
+
+    def uneven(**means):
+        reading = reading_after(rows, Context(facets=classes(**means)))
+        return reading.get("offset_uneven")
+
+    assert uneven(sure=0.02, likely=0.02, rare=0.021) == pytest.approx(0.05)
+    assert uneven(sure=0.001, likely=0.03, rare=0.03) == pytest.approx(0.95)  # a filter
+    assert uneven(sure=0.0, likely=0.01, rare=0.1) == pytest.approx(4.0)  # drift
+    assert uneven(likely=0.02, rare=0.02, unsure=0.02) is None
+    assert uneven(sure=0.02, rare=0.02) is None
+
+
 def test_every_reading_can_be_made_and_is_documented():
     context = Context(
         same_weights=True,
@@ -251,7 +265,8 @@ def test_every_reading_can_be_made_and_is_documented():
         method="decoupled_token_icepop",
         shapes={**over_steps("flat"), **shape("end"), "over_steps": over_steps("flat")["over_steps"],
                 "over_steps_same": over_steps("jump")["over_steps"]},
-        facets={"length": [{"low": 0, "gate/acceptance_seq": 0.9}, {"low": 9, "gate/acceptance_seq": 0.8}], **workers()},
+        facets={"length": [{"low": 0, "gate/acceptance_seq": 0.9}, {"low": 9, "gate/acceptance_seq": 0.8}], **workers(),
+                **classes(sure=0.01, likely=0.01, rare=0.02)},
     )  # fmt: skip
     data = ("batch/unscored_frac", "data/unread_frac", "data/cuts", "data/partly_frac", "data/probability", "data/impossible_tokens", "data/negated", "data/not_per_token", "data/ahead_frac", "data/lacking_frac/rewards")  # fmt: skip
     data += (

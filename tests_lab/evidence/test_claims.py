@@ -100,7 +100,7 @@ def test_a_p_is_stated_of_the_librarys_own_alone(changes, part):
         # Beyond the patterns that can be enumerated Student's p stands in.
         ({"seeds": 83}, [PAIRS._replace(p=None, pairs=83, student=0.001)], None),
         ({"seeds": 83}, [PAIRS._replace(p=None, pairs=83, student=0.3)], "p of its own pairs is 0.3"),
-        ({}, [PAIRS._replace(p=None, student=None)], "whose p is known"),
+        ({}, [PAIRS._replace(p=None, student=None)], "p of its own pairs is None"),
         # Two testbeds of four pairs each are not one of eight.
         ({}, [PAIRS, PAIRS._replace(pairs=4, p=0.125), PAIRS._replace(pairs=4, p=0.125)], "each by itself"),
         ({"seeds": 16}, [PAIRS._replace(pairs=16), PAIRS, PAIRS._replace(p=0.02)], None),

@@ -2,8 +2,8 @@
 
 `verdict` is what is said of a claim. `found` is what the runs here say where the verdict cannot: where the source does
 not state its regime, and where model, length, drift or learning rate are ten times or more from the source's, or the
-cause of drift is another one. `refused` lists the rules that a row breaks, and `judged` lets none of those pass. `seen` is the
-smallest difference that the runs would have shown, from their stored pairs.
+cause of drift is another one. `refused` lists the rules that a row breaks, and `judged` lets none of those pass. `seen`
+is the smallest difference that the runs would have shown, from their stored pairs.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ class Seen(NamedTuple):
 def seen(row: Row, results: Path) -> Seen | None:
     """Power of a claim's runs; None without a contrast.
 
-    A contrast `{ data, interval, n }` is the path to a stored mean and interval (of 95 %, or with its confidence), which
-    stands for the n runs that it was made of, and has no p. Contrasts of several testbeds count together.
+    A contrast `{ data, interval, n }` is the path to a stored mean and interval (of 95 %, or with its confidence),
+    which stands for the n runs that it was made of, and has no p. Contrasts of several testbeds count together.
     """
     contrasts = row.get("contrast", [])
     if not contrasts:
@@ -227,9 +227,10 @@ def seen(row: Row, results: Path) -> Seen | None:
     if "interval" in contrasts[0]:
         n = contrasts[0]["n"]
         path = contrasts[0]["interval"]
-        found = reduce(lambda x, key: x[key], path, _stored(results / contrasts[0]["data"]))
-        mean, low, high = [found[key] for key in ("mean", "low", "high")] if isinstance(found, dict) else found
-        level = 1 - found["confidence"] if isinstance(found, dict) else LEVEL
+        interval = reduce(lambda x, key: x[key], path, _stored(results / contrasts[0]["data"]))
+        named = isinstance(interval, dict)
+        mean, low, high = [interval[key] for key in ("mean", "low", "high")] if named else interval
+        level = 1 - interval["confidence"] if named else LEVEL
         deviation = (high - low) / 2 / student_t(level, n - 1) * math.sqrt(n)
         return Seen(smallest_difference(deviation, n), n, None, None, mean)
     d = [x for contrast in contrasts for x in pairs(contrast, results)]
@@ -246,14 +247,14 @@ def differs(here: Sequence[Row], there: Row) -> list[str]:
         >>> differs([{"lr": 4e-4}, {"lr": 2e-6}], {"lr": 1e-6})
         []
     """
-    return min((_differs(x, there) for x in here), key=len, default=[])
 
+    def parts(one: Row) -> list[str]:
+        both = [key for key in COMPARED if one.get(key) and there.get(key)]
+        far = [k for k in both if max(one[k], there[k]) / min(one[k], there[k]) >= RATIO]
+        causes = causes_of(one.get("cause", "")), causes_of(there.get("cause", ""))
+        return far + ["cause"] * (all(causes) and not causes[0] & causes[1])
 
-def _differs(here: Row, there: Row) -> list[str]:
-    both = [key for key in COMPARED if here.get(key) and there.get(key)]
-    far = [k for k in both if max(here[k], there[k]) / min(here[k], there[k]) >= RATIO]
-    causes = causes_of(here.get("cause", "")), causes_of(there.get("cause", ""))
-    return far + ["cause"] * (all(causes) and not causes[0] & causes[1])
+    return min(map(parts, here), key=len, default=[])
 
 
 def causes_of(text: str) -> set[str]:
@@ -293,78 +294,93 @@ def refused(
         ['reproduced: the claim says more, and the mean of its pairs is -0.2']
     """
     return [
-        *_misfits(row, powers, stated=stated, trained=trained),
-        *_unfounded(row, powers),
-        *_elsewhere(row, far, stated=stated),
+        *contradictions(row, stated=stated),
+        *other_kinds(row, trained=trained),
+        *other_pairs(row, powers),
+        *beyond_runs(row, powers),
+        *beyond_pairs(row, powers),
+        *beyond_regime(row, far, stated=stated),
     ]
 
 
-def _misfits(row: Row, powers: Sequence[Seen], *, stated: bool, trained: Sequence[str]) -> Iterator[str]:
-    """Fields of a row that contradict each other or what is stored."""
-    verdict, kind, commands = row["verdict"], row["kind"], row.get("command", ())
-    free, contrasts = row.get("no_regime"), row.get("contrast", ())
-    if verdict not in VERDICTS or kind not in KINDS:
-        yield f"verdict {verdict!r}, kind {kind!r}: of {VERDICTS} and {KINDS}"
-    if ("found" in row) != (verdict == "other regime") and not (
-        "found" in row and verdict == "undecided" and not stated
-    ):
-        yield f"`found` stands beside other regime, and beside undecided where the source states no size, not {verdict}"
-    if ("why" in row) != (verdict in ("undecided", "untestable here")):
-        yield f"{verdict} {'needs no' if 'why' in row else 'without'} `why`"
+def contradictions(row: Row, *, stated: bool) -> list[str]:
+    """Fields of a row that contradict each other."""
+    verdict, kind = row["verdict"], row["kind"]
+    elsewhere = verdict == "other regime" or ("found" in row and verdict == "undecided" and not stated)
+    checks = {
+        f"verdict {verdict!r}, kind {kind!r}: of {VERDICTS} and {KINDS}": verdict in VERDICTS and kind in KINDS,
+        "`found` stands beside other regime, and beside undecided where the source states no size, not " + verdict: (
+            "found" in row
+        )
+        == elsewhere,
+        f"{verdict} {'needs no' if 'why' in row else 'without'} `why`": ("why" in row)
+        == (verdict in ("undecided", "untestable here")),
+        "seeds, contrast and p are of runs, and runs have seeds": (kind == "runs") == ("seeds" in row)
+        and (kind == "runs" or not {"contrast", "p"} & set(row)),
+        "`there` without `here`": "there" not in row or bool(row.get("here")),
+    }
+    return [reason for reason, holds in checks.items() if not holds]
+
+
+def other_kinds(row: Row, *, trained: Sequence[str]) -> Iterator[str]:
+    """What a row says of its kind that its commands and files do not make."""
+    kind, commands, free = row["kind"], row.get("command", ()), row.get("no_regime")
     if kind == "exact" and not all(c.startswith(EXACT) for c in commands):
         yield "exact: its commands enumerate nothing"
     if kind in ("exact", "none") and (trained or any(c.startswith(TRAINING) for c in commands)):
         yield f"{kind}, and its commands or files train"
-    if (kind == "runs") != ("seeds" in row) or (kind != "runs" and {"contrast", "p"} & set(row)):
-        yield "seeds, contrast and p are of runs, and runs have seeds"
+    made = kind == "counts" and not trained and all(c.startswith(NO_REGIME.get(free or "", ())) for c in commands)
+    if free is not None and not made:
+        yield f"no_regime = {free!r}: counts of {tuple(NO_REGIME)}, by the commands that make them"
+
+
+def other_pairs(row: Row, powers: Sequence[Seen]) -> Iterator[str]:
+    """What a row says of seeds and p that its stored pairs do not."""
+    contrasts, commands = row.get("contrast", ()), row.get("command", ())
     if powers and powers[0].pairs != row.get("seeds"):
         yield f"seeds = {row.get('seeds')}, and {powers[0].pairs} pairs are stored"
     if "p" in row and (row.get("about") != "library" or contrasts or row["p"] < 2 / 2 ** row.get("seeds", 0)):
         yield "p is computed from stored pairs; stated only of what is the library's, not below 2 of 2^seeds patterns"
-    places = [(c["data"], c.get("sweep"), *c.get("changes", ())) for c in contrasts]
-    if len(set(places)) < len(places):
+    if len({(c["data"], c.get("sweep"), *c.get("changes", ())) for c in contrasts}) < len(contrasts):
         yield "two contrasts of the same runs are one: seeds would count twice"
     for recipe in {sweep for c in contrasts if (sweep := c.get("sweep"))}:
         if not any(f"recipes/{recipe}.toml" in c for c in commands):
             yield f"a contrast is of {recipe}, which no command runs"
-    if "there" in row and not row.get("here"):
-        yield "`there` without `here`"
-    if free is not None and (
-        kind != "counts" or trained or not all(c.startswith(NO_REGIME.get(free, ())) for c in commands)
-    ):
-        yield f"no_regime = {free!r}: counts of {tuple(NO_REGIME)}, by the commands that make them"
 
 
-def _unfounded(row: Row, powers: Sequence[Seen]) -> Iterator[str]:
-    """What a finding claims beyond its runs, or leaves out of them."""
-    finding, kind, seeds = row.get("found", row["verdict"]), row["kind"], row.get("seeds", 0)
-    p = row.get("p")
+def beyond_runs(row: Row, powers: Sequence[Seen]) -> Iterator[str]:
+    """What a finding claims beyond the number and the p of its runs, or leaves out of them."""
+    finding, seeds, p = row.get("found", row["verdict"]), row.get("seeds", 0), row.get("p")
     if powers:  # beyond `MOST_FLIPPED` pairs Student's
         p = powers[0].p if powers[0].p is not None else powers[0].student
-    if finding not in DECIDED:
-        if kind == "runs" and seeds >= SEEDS and p is not None and p < LEVEL:
-            yield f"{row['verdict']}, and p of its {seeds} pairs is {p:.2g}: a finding"
-        return
-    if kind == "none":
+    told = p is not None and p < LEVEL
+    if finding in DECIDED and row["kind"] == "none":
         yield f"{finding} without a number"
-    if kind != "runs":
+    if row["kind"] != "runs":
         return
-    if seeds < SEEDS and (p is None or p >= LEVEL):
-        yield f"{seeds} seeds with p = {p}: eight, or an exact p below {LEVEL}, or undecided"
-    elif p is None:
-        yield f"{finding} on runs without pairs whose p is known"
-    elif p >= LEVEL:
-        yield f"{finding}, and p of its own pairs is {p:.2g}: undecided"
+    if finding not in DECIDED and seeds >= SEEDS and told:
+        yield f"{row['verdict']}, and p of its {seeds} pairs is {p:.2g}: a finding"
+    if finding in DECIDED and not told:
+        enough = f"p of its own pairs is {p if p is None else f'{p:.2g}'}: undecided"
+        few = f"{seeds} seeds with p = {p}: eight, or an exact p below {LEVEL}, or undecided"
+        yield few if seeds < SEEDS else f"{finding}, and {enough}"
+
+
+def beyond_pairs(row: Row, powers: Sequence[Seen]) -> Iterator[str]:
+    """What a finding claims that its pairs do not show, by their direction or on one testbed."""
+    finding, says = row.get("found", row["verdict"]), row.get("says")
+    if finding not in DECIDED or row["kind"] != "runs" or not powers:
+        return
     for one in powers[1:] if len(powers) > 2 else ():
         if one.pairs < SEEDS and (one.p is None or one.p >= LEVEL):
             yield f"{finding} on pooled pairs, of which {one.pairs} on one testbed have p = {one.p}: each by itself"
-    if powers and "says" not in row:
+    if says not in ("more", "less"):
         yield f"{finding}, and `says` does not tell whether the claim is `more` or `less` of the contrast"
-    elif powers and (powers[0].mean > 0) != ((row["says"] == "more") == (finding == "reproduced")):
-        yield f"{finding}: the claim says {row['says']}, and the mean of its pairs is {powers[0].mean:+.3g}"
+    elif (says == "more") != ((powers[0].mean > 0) == (finding == "reproduced")):
+        yield f"{finding}: the claim says {says}, and the mean of its pairs is {powers[0].mean:+.3g}"
 
 
-def _elsewhere(row: Row, far: Sequence[str], *, stated: bool) -> Iterator[str]:
+def beyond_regime(row: Row, far: Sequence[str], *, stated: bool) -> Iterator[str]:
     """What a verdict claims beyond its regime."""
     verdict, kind, finding = row["verdict"], row["kind"], row.get("found", row["verdict"])
     if verdict == "other regime" and (not far or finding not in DECIDED):
@@ -373,7 +389,7 @@ def _elsewhere(row: Row, far: Sequence[str], *, stated: bool) -> Iterator[str]:
         return
     if far:
         yield f"{verdict} at another regime ({', '.join(far)}): other regime"
-    elif kind in ("runs", "counts") and "there" not in row and "no_regime" not in row:
+    elif kind in ("runs", "counts") and not {"there", "no_regime"} & set(row):
         yield f"{verdict} without the regime of its source: `here` and `there`, or `no_regime`"
     elif kind in ("runs", "counts") and not stated and "no_regime" not in row:
         yield f"{verdict} of a source that states no size: undecided"

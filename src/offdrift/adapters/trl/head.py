@@ -73,20 +73,19 @@ def add_divergences(
     def forward(*arguments: Any, fused_lm_head: bool = False, **named: Any) -> Any:
         if not (fused_lm_head and when()):
             return score(*arguments, **({"fused_lm_head": True} if fused_lm_head else {}), **named)
-        own, theirs = _States(model), _States(reference)
-        with own:
+        states, states_of_reference = _States(model), _States(reference)
+        with states:
             outputs = score(*arguments, fused_lm_head=True, **named)
-        head = _now(heads[0], model)
-        with torch.no_grad(), within(), theirs:
+        head, labels = _now(heads[0], model), _labels(**named)
+        with torch.no_grad(), within(), states_of_reference:
             score_reference(*arguments, fused_lm_head=True, **named)
-            mask = _scored(**named)
             into(
                 hidden_divergences(
-                    theirs.of(mask),
+                    states_of_reference.of(labels != -100),
                     _now(heads[1], reference),
-                    own.of(mask),
+                    states.of(labels != -100),
                     head,
-                    tokens=_labels(**named)[mask],
+                    tokens=labels[labels != -100],
                     temperature_rollout=temperature,
                     temperature=temperature,
                 )
@@ -113,23 +112,24 @@ class ReferenceDistance:
         model = trainer.model.get_base_model() if peft else trainer.model
         reference = model if reference is None else trainer.accelerator.unwrap_model(reference)
         within = trainer.model.disable_adapter if reference is model else nullcontext
-        add_divergences(model, reference, self._add, temperature=trainer.temperature, within=within)
+        add_divergences(model, reference, self.add, temperature=trainer.temperature, within=within)
         self._parts: list[Tensor] = []
 
-    def _add(self, found: ExactDivergences) -> None:
+    def add(self, found: ExactDivergences) -> None:
+        """Count the tokens of a pass."""
         if len(kl := found.kl_current_rollout):
             sums = [kl.sum(), found.tv.sum(), kl.new_tensor(float(len(kl))), kl.max()]
             self._parts.append(torch.stack(sums).double())
 
     def row(self, everyone: Callable[[list[float]], list[list[float]]]) -> dict[str, float]:
         """Metrics of the step, over all processes; {} where nothing was scored."""
-        parts, self._parts = self._parts, []
-        own = torch.stack(parts) if parts else torch.zeros(1, 4)
-        kl, tv, n, most = zip(*everyone([*own[:, :3].sum(0).tolist(), float(own[:, 3].max())]), strict=True)
+        passes, self._parts = self._parts, []
+        sums = torch.stack(passes) if passes else torch.zeros(1, 4)
+        kl, tv, n, largest = zip(*everyone([*sums[:, :3].sum(0).tolist(), float(sums[:, 3].max())]), strict=True)
         if not sum(n):
             return {}
         means = {"reference/kl_exact": sum(kl) / sum(n), "reference/tv_exact": sum(tv) / sum(n)}
-        return means | {"reference/kl_exact_max": max(most)}
+        return means | {"reference/kl_exact_max": max(largest)}
 
 
 class _States:
@@ -140,13 +140,14 @@ class _States:
         self.last: Tensor | None = None
 
     def __enter__(self) -> _States:
-        self.handle = self.backbone.register_forward_hook(self._note)
+        self.handle = self.backbone.register_forward_hook(self.note)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.handle.remove()
 
-    def _note(self, _: nn.Module, __: Any, output: Any) -> None:
+    def note(self, _: nn.Module, __: Any, output: Any) -> None:
+        """Keep the states that the backbone gives."""
         self.last = output.last_hidden_state.detach()
 
     def of(self, mask: Bool[Tensor, "b t"]) -> Float[Tensor, "n d"]:
@@ -163,10 +164,6 @@ def _labels(*, labels: Tensor | None = None, shift_labels: Tensor | None = None,
     if labels is None:
         raise FrameworkError("a scoring pass without labels: TRL's fused head needs `labels` or `shift_labels`")
     return labels[:, 1:]
-
-
-def _scored(**named: Any) -> Bool[Tensor, "b t"]:
-    return _labels(**named) != -100
 
 
 def _now(head: Head, model: Any) -> Head:

@@ -67,6 +67,8 @@ WORDINGS: dict[str, Wording] = {
     "worker_growth": Wording(OVER_MEDIAN, "times"),
     "worker_ratio_growth": Wording("distance of {metric} from 1, over that of the median worker", "times"),
     "kl_over_same": Wording("{metric}", "times"),
+    "offset_uneven": Wording("{metric} of sure, likely, unsure and rare tokens: farthest from that of all", "share"),
+    "old_over_full": Wording("{metric}, old against rollout, over that of current against rollout", "times"),
     "kl_same_growth": Wording("{metric}", "times"),
     "kl_same_jump": Wording("{metric}", "times"),
     "lag_growth": Wording("{metric}", "times"),
@@ -125,6 +127,7 @@ WORDINGS: dict[str, Wording] = {
     # yes and no
     "weighted": Wording("importance weights differ ({metric} is above 0)", "yes"),
     "broken": Wording("{metric} is NaN or infinite", "yes"),
+    "old_copied": Wording("old log-probs are the rollout's, to the bit ({metric} is 0)", "yes"),
     "probabilities": Wording("a column of log-probs holds probabilities ({metric})", "yes"),
     "negated": Wording("a column of log-probs holds their negatives ({metric})", "yes"),
     "not_per_token": Wording("a column holds no log-prob for each token ({metric})", "yes"),

@@ -20,6 +20,8 @@ from offdrift.judge.readings.view import ReadNumber, Table, View
 from offdrift.methods import METHODS
 
 LEVELS = Table()
+CLASS_TOKENS = 256
+"""Tokens of a class from which on their mean log-ratio is looked at."""
 BASES = (math.log(2), 1 / math.log(2), math.log(10), 1 / math.log(10))
 """Slopes of natural logarithms on those of another base, and the other way round."""
 
@@ -227,6 +229,54 @@ def entropy_gap(view: View) -> ReadNumber | None:
         return None
     deviation = math.sqrt(tokens) * abs(gap.value / z) if z else 0.0
     return ReadNumber(max(abs(gap.value) - deviation * math.sqrt(max(chi2.value, 0.0)), 0.0), gap.metric)
+
+
+@LEVELS.reading()
+def old_over_full(view: View) -> ReadNumber | None:
+    """KL of the rollout's log-probs and the old ones, `mismatch/k3`, over that of the rollout's and the current ones,
+    `full/k3`: an old policy lies between the two, so that it is 1 at most, but for rounding"""
+    old, current = view.level("mismatch/k3"), view.level("full/k3")
+    return None if old is None or current is None else ReadNumber(old / max(current, 1e-6), "mismatch/k3")
+
+
+@LEVELS.reading()
+def old_copied(view: View) -> ReadNumber | None:
+    """1 where the old log-probs are the rollout's to the bit, `mismatch/abs_log_ratio_max` being 0, and the current
+    ones are others, else 0"""
+    old, current = view.level("mismatch/abs_log_ratio_max"), view.level("full/abs_log_ratio_max")
+    same = None if old is None or current is None else float(old == 0 < current)
+    return None if same is None else ReadNumber(same, "mismatch/abs_log_ratio_max")
+
+
+@LEVELS.reading("nat")
+def kl_mismatch(view: View) -> ReadNumber | None:
+    """k3 of the old policy against the rollout policy: `mismatch/k3`"""
+    return view.first("mismatch/k3")
+
+
+@LEVELS.reading("nat")
+def kl_current(view: View) -> ReadNumber | None:
+    """k3 of the current policy against the rollout policy: `full/k3`"""
+    return view.first("full/k3")
+
+
+@LEVELS.reading()
+def offset_uneven(view: View) -> ReadNumber | None:
+    """Largest distance of the mean log-ratio of sure, likely, unsure or rare tokens from that of all, `{on}/k1`, as a
+    share of it: of drift, filters and temperatures it is large, of a constant 0"""
+    name, overall = view.named("{on}/k1"), view.level("{on}/k1")
+    rows = view.context.facets.get("token_class", ()) if view.context.facets else ()
+    means = {row["label"]: number(row, name) for row in rows if row.get("tokens", 0) >= CLASS_TOKENS}
+    of_classes = [x for label in ("sure", "likely", "unsure", "rare") if (x := means.get(label)) is not None]
+    if not overall or "sure" not in means or len(of_classes) < 3:
+        return None
+    return ReadNumber(max(abs(x / overall - 1) for x in of_classes), name)
+
+
+@LEVELS.reading("nat")
+def mean_offset(view: View) -> ReadNumber | None:
+    """Size of the mean log-ratio: `{on}/k1`"""
+    return view.mapped("{on}/k1", abs)
 
 
 @LEVELS.reading()

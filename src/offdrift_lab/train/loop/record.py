@@ -295,7 +295,7 @@ def _notes(row: Method, metrics: Sequence[Row]) -> Iterator[str]:
     if empty:
         yield (
             f"the gradient was 0 in {empty} of {len(metrics)} updates, and AdamW moved the weights all the same, by "
-            "its mean of earlier gradients: set optim.skip_empty = true to skip such steps"
+            "its mean of earlier gradients: set optim.skip_empty = 'clear' to skip such steps"
         )
     if undone := sum(map(bool, _recorded(metrics, "optim/undone"))):
         yield f"{undone} of {len(metrics)} steps failed their test and were undone (optim.accept)"
