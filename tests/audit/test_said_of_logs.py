@@ -389,3 +389,79 @@ def test_a_gap_that_has_a_place_and_grows_from_nothing_is_no_fault_of_inputs_or_
     assert not {r for r, _ in told(growing)} & {rule, "shape_first_tokens", "shape_end", "misaligned"}
     (shape, *_) = growing.data["shapes"]["found"]
     assert shape["first"] <= shape["first_high"] < shape["gap"] / 3
+
+
+# -- the old log-probs, and constants ----------------------------------------------------------------
+
+
+def moving(rows, size, *, seed=1):
+    """The rows with log-probs of a policy that trains, which differs from the rollout's by noise of a size."""
+    rng = np.random.default_rng(seed)
+
+    def current(i, row):
+        uncertain = 1 - np.exp(row["logp_rollout"])
+        return {"logp": np.minimum(row["logp_rollout"] + size * rng.normal(size=24) * uncertain, 0.0)}
+
+    return changed(rows, current)
+
+
+def test_old_log_probs_that_are_of_neither_policy_are_named(tmp_path):
+    rng = np.random.default_rng(2)
+    rows = moving(log(), 0.02)
+    assert told(audited(tmp_path / "right.jsonl", rows)) == []
+    other = changed(
+        rows, lambda i, row: {"logp_old": np.minimum(row["logp_rollout"] + 0.15 * rng.normal(size=24), 0.0)}
+    )
+    assert told(audited(tmp_path / "other.jsonl", other))[0] == ("old_apart", "act")
+    # An engine that is as far from both is another matter.
+    engine = changed(
+        rows, lambda i, row: {"logp_rollout": np.minimum(row["logp_rollout"] + 0.3 * rng.normal(size=24), 0.0)}
+    )
+    assert "old_apart" not in [rule for rule, _ in told(audited(tmp_path / "engine.jsonl", engine))]
+
+
+def test_old_log_probs_that_copy_the_rollouts_are_a_question(tmp_path):
+    rows = moving(log(), 0.5)
+    copied = changed(rows, lambda i, row: {"logp_old": row["logp_rollout"]})
+    found = audited(tmp_path / "copied.jsonl", copied, without=["entropy"])
+    assert told(found)[0][0] == "old_copied"
+    assert not {"update_too_large", "batch_reused", "updates_drift"} & {rule for rule, _ in told(found)}
+    near = changed(moving(log(), 0.01), lambda i, row: {"logp_old": row["logp_rollout"]})
+    assert told(audited(tmp_path / "near.jsonl", near)) == []
+
+
+@pytest.mark.parametrize("constant", [-0.05, -0.02])
+def test_a_constant_on_every_token_is_no_filter(tmp_path, constant):
+    rows = changed(log(temperature=0.3), lambda i, row: {"logp_old": row["logp_old"] + constant})
+    assert told(audited(tmp_path / "log.jsonl", rows, without=["entropy"]))[0] == ("constant_offset", "act")
+
+
+def test_half_of_the_responses_are_not_all_but_the_first(tmp_path):
+    rng = np.random.default_rng(3)
+
+    def off(which):
+        def change(i, row):
+            noise = 0.35 * rng.normal(size=24) * (1 - np.exp(row["logp_rollout"]))
+            return {"logp_old": np.minimum(row["logp_old"] + noise, 0.0)} if which(i % 4) else {}
+
+        return changed(log(steps=24), change)
+
+    for name, which in {"odd": lambda i: i % 2, "one": lambda i: i == 2}.items():
+        found = audited(tmp_path / f"{name}.jsonl", off(which), without=["entropy"])
+        assert not [row for row in found.data["shapes"].get("found", ()) if row["kind"] == "group"], name
+    later = audited(tmp_path / "later.jsonl", off(lambda i: i > 0), without=["entropy"])
+    assert [row["kind"] for row in later.data["shapes"]["found"]][:1] == ["group"]
+
+
+def test_entropies_of_the_policy_that_trains_may_differ_as_far_as_it_moved(tmp_path):
+    rng, rows = np.random.default_rng(4), []
+    for row in log():
+        logits = 2 * rng.normal(size=(24, VOCAB))
+        p, after = softmax(logits), softmax(1.2 * logits)
+        drawn = [rng.choice(VOCAB, p=of_token) for of_token in p]
+        logp, logp_after = np.log(p[np.arange(24), drawn]), np.log(after[np.arange(24), drawn])
+        entropy = -(after * np.log(after)).sum(-1)
+        rows.append({**row, "logp_rollout": logp, "logp_old": logp + 1e-6, "logp": logp_after, "entropy": entropy})
+    found = audited(tmp_path / "log.jsonl", rows)
+    assert abs(found.metrics["record/entropy_gap"]) > 0.05
+    assert "entropy_off" not in [rule for rule, _ in told(found)]

@@ -116,7 +116,7 @@ def test_a_fall_of_the_reward_alone_is_of_medium_confidence():
     (asked,) = diagnose(at_once)
     assert (asked.rule, asked.severity, asked.confidence) == ("reward_stepped", "act", "medium")
     silent = [{k: x for k, x in row.items() if not k.startswith(("optim/", "objective/"))} for row in at_once]
-    assert [f.rule for f in diagnose(silent)] == ["reward_collapse"], "of the optimizer nothing is known"
+    assert [f.rule for f in diagnose(silent)] == ["reward_stepped"]  # also where of the optimizer nothing is known
     second = [{**row, "objective/clip_frac_active": 0.3} for row in fall]
     # A clip that acts is a second reading, but no fact: tasks may have become harder all the same.
     (still,) = [f for f in diagnose(second) if f.rule == "reward_collapse"]

@@ -239,6 +239,24 @@ def test_a_gate_that_acted_once_is_not_idle():
     assert (reading["idle_gate"], reading.metrics["idle_gate"]) == (60, "gate/1/drop_frac_token")
 
 
+@pytest.mark.parametrize(("fall", "noise"), [(12, 0.08), (25, 0.08), (30, 0.0)])
+def test_a_fall_of_the_reward_is_dated(fall, noise):
+    g = np.random.default_rng(7)
+    rewards = [max((0.7 if i < fall else 0.3) + noise * g.normal(), 0.0) for i in range(40)]
+    rows = [{"step": 100 + i, "reward/mean": x} for i, x in enumerate(rewards)]
+    reading = reading_after(rows)
+    assert abs(reading["reward_step_at"] - (100 + fall)) <= 1
+    assert reading["reward_step"] == pytest.approx(0.43, abs=0.1)
+    # A slow fall, noise, and a rise are none.
+    for other in (
+        [0.7 - 0.01 * i for i in range(40)],
+        [0.5 + 0.2 * g.normal() for _ in range(40)],
+        [1.0 - x for x in rewards],
+    ):
+        rows = [{"step": i, "reward/mean": x} for i, x in enumerate(other)]
+        assert "reward_step_at" not in reading_after(rows)
+
+
 def test_an_offset_is_one_of_every_class_of_tokens():
     rows = altered({"mismatch/k1": 0.02, "full/k1": 0.02})
 
@@ -293,6 +311,7 @@ def test_every_reading_can_be_made_and_is_documented():
     )
     rows[-1] = {**rows[-1], "optim/loss": math.nan}
     made = {**reading_after(rows, context), **reading_after([{"full/abs_log_ratio_mean": 0.1}])}
+    made |= reading_after(altered(lambda i, row: {"reward/mean": 0.6 if i < 35 else 0.2}))
     more = {
         "critic/vf_explained_var": 0.5,
         "critic/vf_loss": 0.1,

@@ -228,8 +228,11 @@ def _rows(
     # from these tokens, is then too small: (sum S)^2 / sum S^2 sequences carry it; as many in proportion are expected.
     if worse.gap**2 / max(square, 1e-300) * other.n / worse.n < 2 * limits["shape_few"]:
         return []
-    if found.kind == "group" and worse.gap**2 < limits["shape_carried"] * square * worse.sequences:
-        return []  # half of them, whichever: "all but the first" would be wrong
+    if found.kind == "group":
+        # Were all off alike, as many sequences in effect would carry the gap as carry the tokens.
+        of_tokens = products[at_n := (0 if inside else len(CROSS)) + CROSS.index("n"), at_n]
+        if worse.gap**2 * of_tokens < limits["shape_alike"] * square * worse.n**2:
+            return []
     if found.kind == "beyond":
         # Few sequences that carry the gap, of those that reach the place.
         if worse.gap**2 < limits["shape_carried"] * square * worse.sequences:

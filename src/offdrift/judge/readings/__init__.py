@@ -87,6 +87,7 @@ WORDINGS: dict[str, Wording] = {
     "engine_still": Wording("steps since {metric} rose, over the longest wait before", "times"),
     "engine_never": Wording("steps at which {metric} is the same"),
     "drift_rising": Wording("{metric} rises", "yes"),
+    "reward_step_at": Wording("step from which on {metric} is lower"),
     "reward_step": Wording("{metric} after one step, over that before it", "share"),
     "entropy_left": Wording("{metric} over that of the first of these steps", "share"),
     "truncated_now": Wording("{metric}, which rose", "share"),

@@ -19,7 +19,7 @@ from offdrift.judge.findings import Context, Row, number
 from offdrift.judge.kl_choice import kl_metrics, kl_of
 from offdrift.judge.readings.levels import ratio_mean_z
 from offdrift.judge.readings.view import ReadNumber, StepMean, Table, View
-from offdrift.judge.scatter import moved, normal_score, slope_over
+from offdrift.judge.scatter import Break, break_of, moved, normal_score, slope_over
 
 LAG = Table()
 LAG.rows({"lag": ("version_lag/mean", "Mean version lag of the tokens: `version_lag/mean`")}, "update")
@@ -271,6 +271,8 @@ def _moved(view: View, values: Sequence[float], sign: int) -> bool:
     return moved(values, view.size("window_level"), sign, **limits)
 
 
+BROKEN = 5.0
+"""Normal score of a change of level whose place was chosen."""
 SUDDEN = 0.7
 """Share of a change that happens between neighboring windows of `window_level` steps, from which on it is sudden."""
 
@@ -342,15 +344,32 @@ def gap_jump(view: View) -> ReadNumber | None:
     return None
 
 
+def _reward_fell(view: View) -> tuple[float, Break] | None:
+    """The step after which the mean reward fell at once and stayed, of the last `window_long`, and its levels."""
+    rows = [row for row in view.window.rows if REWARD in row][-view.size("window_long") :]
+    width, values = view.size("window_level"), [row[REWARD] for row in rows]
+    found = break_of(values, width) if len(values) >= view.size("window_trend") else None
+    if found is None or found.score > -BROKEN or found.before <= 0:
+        return None
+    near = median(values[found.at - width : found.at]) - median(values[found.at : found.at + width])
+    return (rows[found.at]["step"], found) if near >= SUDDEN * (found.before - found.after) else None
+
+
 @TRENDS.reading()
 def reward_step(view: View) -> ReadNumber | None:
-    """Mean reward after a step at which it fell and stayed, over that before, of the last `window_long` steps: medians;
-    1 without such a step, and where held-out reward is measured."""
-    values = view.window.column(REWARD, view.size("window_long"))
-    if not values:
+    """Mean reward after a step at which it fell and stayed, over that before, of the last `window_long` steps; 1
+    without such a step, and where held-out reward is measured."""
+    if not view.window.column(REWARD, view.size("window_long")):
         return None
-    held_out = bool(view.window.column(HELD_OUT))
-    return ReadNumber(1.0 if held_out else _step_of(view, values, -1), REWARD)
+    fell = None if view.window.column(HELD_OUT) else _reward_fell(view)
+    return ReadNumber(1.0 if fell is None else fell[1].after / fell[1].before, REWARD)
+
+
+@TRENDS.reading("step")
+def reward_step_at(view: View) -> ReadNumber | None:
+    """The step from which on the mean reward is lower, where it fell at one step"""
+    fell = _reward_fell(view)
+    return None if fell is None else ReadNumber(fell[0], REWARD)
 
 
 @TRENDS.reading()
