@@ -179,7 +179,8 @@ def _named(name: str, inside: bool) -> Found | None:
         c = int(number)
         if not inside:
             return Found("beyond", f"from token {c:,} of the response on")
-        return Found("first_tokens" if c <= 4 else "beginning", f"in the first {c:,} tokens of the response")
+        where = "at the first token of each response" if c == 1 else f"in the first {c:,} tokens of the response"
+        return Found("first_tokens" if c <= 4 else "beginning", where)
     if stem == "last":
         c = int(number)
         if not inside:
