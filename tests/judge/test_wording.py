@@ -10,7 +10,7 @@ from offdrift.judge.findings import HALF, Evidence
 from offdrift.judge.readings import READINGS, UNMEASURED, WORDINGS, worded
 from offdrift.judge.readings.view import View, Window, read
 from offdrift.judge.rules import Compared
-from offdrift.judge.watcher import ALONE, BEFORE, LIKELY
+from offdrift.judge.watcher import ALONE, BEFORE, BEGAN, CAME_FIRST, LIKELY
 from offdrift.show.findings import CAUSES, SIDES, SURVEY, YOUR_HALF, footnote, in_order, shown, to_paste
 from tests.judge.histories import altered, both, workers
 
@@ -84,6 +84,8 @@ def test_a_collapse_names_what_came_before_it():
     assert collapse.explanation.endswith(LIKELY.format(step=before.step, symptom=before.symptom))
     (alone,) = diagnose(altered(lambda i, row: {"reward/mean": max(0.8 - 0.04 * max(i - 28, 0), 0.4)}))
     assert alone.explanation.endswith(ALONE)
+    assert CAME_FIRST not in alone.fix
+    assert BEGAN in alone.fix
     asking = [name for name, rule in RULES.rules.items() if BEFORE in rule.explanation]
     assert asking == ["reward_collapse"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from offdrift.audit.partial import AuditPartial, Unread
@@ -36,8 +35,6 @@ POLICIES = {
     "log-probs": "log-prob",
 }
 
-REASON = 240
-"""Characters of the first reason why a row could not be read."""
 DERIVED = ("position", "newest_version")
 """Fields that a sequence has only where it needs them: a log does not lack them."""
 SHOWN = ("prompts", "completions")
@@ -88,10 +85,8 @@ def coverage(part: AuditPartial, *, files: Sequence[str], skipped: int = 0, size
     missing = _all_masked(counts)
     if (lines := lost.rows - lost.files) > 0:
         rows = lines + sequences
-        where = next((f"; {PurePath(b.file).name}, row {b.row:,}: {b.reason}" for b in part.bad if b.row > 0), "")
-        missing.append(
-            f"{lines:,} of {_count(rows, 'row')} ({share(lines / rows)}) could not be read{where[:REASON].rstrip('.')}."
-        )
+        of = f"{lines:,} of {_count(rows, 'row')} ({share(lines / rows)})"
+        missing.append(f"{of} could not be read{part.first_reason}.")
     if lost.files:
         missing.append(f"{_count(lost.files, 'file')} could not be read at all, {share(unread)} of the log.")
     if lost.cuts:

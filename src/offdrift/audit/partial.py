@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import reduce
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,10 @@ class Unread:
         return Unread(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
+REASON = 240
+"""Characters that are shown of why a row could not be read."""
+
+
 @dataclass(frozen=True)
 class AuditPartial:
     """Counts, and mergeable statistics where there was anything to count."""
@@ -83,6 +88,18 @@ class AuditPartial:
     tally: Tally | None = None
     counterfactual: Counterfactual | None = None
     proof: Proof | None = None
+
+    @property
+    def first_reason(self) -> str:
+        """Place and reason of the first row that could not be read, for a sentence; "" if all could.
+
+        Example:
+            >>> AuditPartial(bad=(BadRow("run/log.jsonl", 3, "no numbers."),)).first_reason
+            '; log.jsonl, row 3: no numbers'
+        """
+        first = next((row for row in self.bad if row.row > 0), None)
+        where = "" if first is None else f"; {PurePath(first.file).name}, row {first.row:,}: {first.reason}"
+        return where[:REASON].rstrip(".")
 
     def merge(self, other: AuditPartial) -> AuditPartial:
         """This part, and then the other."""

@@ -24,6 +24,9 @@ BEFORE = "{before}"
 """Stands in an explanation for the finding that came before in time."""
 LIKELY = "If it collapses, the likely cause is what began at step {step}: {symptom}"
 ALONE = "No other finding came before it."
+CAME_FIRST = "before the finding that came first in time, apply the fix of that finding, and only then continue"
+BEGAN = "before it began, look what changed there (prompts, rewards, learning rate, a restart), and only then continue"
+"""What a fix says of the finding that came before in time, and what in its place where there is none."""
 
 
 def judge(reading: Mapping[str, float], rules: Rules, context: Context = UNKNOWN) -> list[Finding]:
@@ -103,7 +106,8 @@ def with_precursor(finding: Finding, findings: Sequence[Finding]) -> Finding:
     when = math.inf if finding.step is None else finding.step
     first = next((f for f in findings if f.severity != "info" and f.step is not None and f.step < when), None)
     said = ALONE if first is None else LIKELY.format(step=first.step, symptom=first.symptom)
-    return replace(finding, explanation=finding.explanation.replace(BEFORE, said))
+    fix = finding.fix.replace(CAME_FIRST, BEGAN) if first is None else finding.fix
+    return replace(finding, explanation=finding.explanation.replace(BEFORE, said), fix=fix)
 
 
 def diagnose(history: Sequence[Row], *, context: Context = UNKNOWN, rules: Rules | None = None) -> list[Finding]:
