@@ -9,7 +9,17 @@ from benchmarks.trend_alarms import ar1
 
 from offdrift.judge import READINGS, Context, Watcher, load_rules
 from offdrift.judge.readings.view import Window
-from offdrift.judge.scatter import Scatter, drift_of, line_of, moved, normal_score, shift_of, slope_over, walk_of
+from offdrift.judge.scatter import (
+    Scatter,
+    break_of,
+    drift_of,
+    line_of,
+    moved,
+    normal_score,
+    shift_of,
+    slope_over,
+    walk_of,
+)
 from tests.judge.histories import altered, both, classes, clean, over_steps, shape, workers
 
 LIMITS = load_rules().limits
@@ -255,6 +265,15 @@ def test_a_fall_of_the_reward_is_dated(fall, noise):
     ):
         rows = [{"step": i, "reward/mean": x} for i, x in enumerate(other)]
         assert "reward_step_at" not in reading_after(rows)
+
+
+@pytest.mark.parametrize("phi", [0.0, 0.5, 0.8])
+def test_a_series_without_a_break_has_none(phi):
+    scores = [abs(break_of(ar1(phi, 40, seed), 5).score) for seed in range(300)]
+    assert sum(score > 5 for score in scores) <= 1
+    # The same series with a step of five standard deviations of a step have one, at its place.
+    found = [break_of(ar1(0.0, 40, seed) - 5.0 * (np.arange(40) >= 17), 5) for seed in range(20)]
+    assert all(abs(one.at - 17) <= 1 and one.score < -5 for one in found)
 
 
 def test_an_offset_is_one_of_every_class_of_tokens():

@@ -102,8 +102,8 @@ class Break(NamedTuple):
 def break_of(values: Sequence[float], width: int) -> Break | None:
     """The one change of level that explains a series best, by least squares; None for fewer than two `width` values.
 
-    Errors are those of residuals about both levels, autocorrelated (`Scatter`). The place is chosen, so that a score of
-    4 comes by chance in one series of some hundred.
+    Errors are those of residuals about both levels, autocorrelated (`Scatter`). The place is chosen by the data: of
+    series without a break (AR(1), phi up to .8, 20 to 100 steps) .7 % at most score above 4, .1 % above 5.
 
     Example:
         >>> [round(x, 2) for x in break_of([0.6, 0.7, 0.6, 0.7, 0.6, 0.1, 0.2, 0.1, 0.2, 0.1], width=3)[:3]]

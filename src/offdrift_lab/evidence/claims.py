@@ -305,25 +305,32 @@ def refused(
 
 def contradictions(row: Row, *, stated: bool) -> list[str]:
     """Fields of a row that contradict each other."""
-    verdict, kind = row["verdict"], row["kind"]
+    verdict, kind, finding = row["verdict"], row["kind"], row.get("found", row["verdict"])
     elsewhere = verdict == "other regime" or ("found" in row and verdict == "undecided" and not stated)
-    checks = {
-        f"verdict {verdict!r}, kind {kind!r}: of {VERDICTS} and {KINDS}": verdict in VERDICTS and kind in KINDS,
-        "`found` stands beside other regime, and beside undecided where the source states no size, not " + verdict: (
-            "found" in row
-        )
-        == elsewhere,
-        f"{verdict} {'needs no' if 'why' in row else 'without'} `why`": ("why" in row)
-        == (verdict in ("undecided", "untestable here")),
-        "seeds, contrast and p are of runs, and runs have seeds": (kind == "runs") == ("seeds" in row)
-        and (kind == "runs" or not {"contrast", "p"} & set(row)),
-        "`there` without `here`": "there" not in row or bool(row.get("here")),
-    }
-    return [reason for reason, holds in checks.items() if not holds]
+    open_ones = ("undecided", "untestable here")
+    checks = (
+        (verdict in VERDICTS and kind in KINDS, f"verdict {verdict!r}, kind {kind!r}: of {VERDICTS} and {KINDS}"),
+        (row.get("about", "library") == "library", f"about = {row.get('about')!r}: the library, or left out"),
+        ("found" not in row or finding in DECIDED, f"found {finding!r}: of {DECIDED}"),
+        (
+            ("found" in row) == elsewhere,
+            f"`found` stands beside other regime, and beside undecided where the source states no size, not {verdict}",
+        ),
+        (
+            ("why" in row) == (verdict in open_ones),
+            f"{verdict} {'needs no' if 'why' in row else 'without'} `why`",
+        ),
+        (
+            (kind == "runs") == ("seeds" in row) and (kind == "runs" or not {"contrast", "p"} & set(row)),
+            "seeds, contrast and p are of runs, and runs have seeds",
+        ),
+        ("there" not in row or bool(row.get("here")), "`there` without `here`"),
+    )
+    return [reason for holds, reason in checks if not holds]
 
 
 def other_kinds(row: Row, *, trained: Sequence[str]) -> Iterator[str]:
-    """What a row says of its kind that its commands and files do not make."""
+    """Claims of a kind that the commands and files of a row do not make."""
     kind, commands, free = row["kind"], row.get("command", ()), row.get("no_regime")
     if kind == "exact" and not all(c.startswith(EXACT) for c in commands):
         yield "exact: its commands enumerate nothing"
@@ -335,7 +342,7 @@ def other_kinds(row: Row, *, trained: Sequence[str]) -> Iterator[str]:
 
 
 def other_pairs(row: Row, powers: Sequence[Seen]) -> Iterator[str]:
-    """What a row says of seeds and p that its stored pairs do not."""
+    """Numbers of seeds and values of p that are not those of the stored pairs."""
     contrasts, commands = row.get("contrast", ()), row.get("command", ())
     if powers and powers[0].pairs != row.get("seeds"):
         yield f"seeds = {row.get('seeds')}, and {powers[0].pairs} pairs are stored"
@@ -349,7 +356,7 @@ def other_pairs(row: Row, powers: Sequence[Seen]) -> Iterator[str]:
 
 
 def beyond_runs(row: Row, powers: Sequence[Seen]) -> Iterator[str]:
-    """What a finding claims beyond the number and the p of its runs, or leaves out of them."""
+    """Findings beyond the number and the p of their runs, and runs whose p is no finding."""
     finding, seeds, p = row.get("found", row["verdict"]), row.get("seeds", 0), row.get("p")
     if powers:  # beyond `MOST_FLIPPED` pairs Student's
         p = powers[0].p if powers[0].p is not None else powers[0].student
@@ -367,7 +374,7 @@ def beyond_runs(row: Row, powers: Sequence[Seen]) -> Iterator[str]:
 
 
 def beyond_pairs(row: Row, powers: Sequence[Seen]) -> Iterator[str]:
-    """What a finding claims that its pairs do not show, by their direction or on one testbed."""
+    """Findings that their pairs do not show, by their direction or on one testbed."""
     finding, says = row.get("found", row["verdict"]), row.get("says")
     if finding not in DECIDED or row["kind"] != "runs" or not powers:
         return
@@ -381,7 +388,7 @@ def beyond_pairs(row: Row, powers: Sequence[Seen]) -> Iterator[str]:
 
 
 def beyond_regime(row: Row, far: Sequence[str], *, stated: bool) -> Iterator[str]:
-    """What a verdict claims beyond its regime."""
+    """Verdicts beyond the regime that was tested."""
     verdict, kind, finding = row["verdict"], row["kind"], row.get("found", row["verdict"])
     if verdict == "other regime" and (not far or finding not in DECIDED):
         yield "other regime, and the regimes do not differ" if not far else f"other regime, found {finding}"

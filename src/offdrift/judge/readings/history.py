@@ -277,17 +277,16 @@ SUDDEN = 0.7
 """Share of a change that happens between neighboring windows of `window_level` steps, from which on it is sudden."""
 
 
-def _step_of(view: View, values: Sequence[float], sign: int) -> float:
-    """Level after a sudden change over that before it, if these steps rose (1) or fell (-1) so and a third of it is
-    left; else 1."""
+def _step_of(view: View, values: Sequence[float]) -> float:
+    """Level after a sudden rise over that before it, if these steps rose so and a third of it is left; else 1."""
     width = view.size("window_level")
-    if len(values) < max(2 * width, view.size("window_trend")) or not _moved(view, values, sign):
+    if len(values) < max(2 * width, view.size("window_trend")) or not _moved(view, values, 1):
         return 1.0
     medians = [median(values[i : i + width]) for i in range(len(values) - width + 1)]
-    changes = [sign * (medians[i + width] - medians[i]) for i in range(len(medians) - width)]
+    changes = [medians[i + width] - medians[i] for i in range(len(medians) - width)]
     at = max(range(len(changes)), key=changes.__getitem__)
     before, after = medians[at], medians[at + width]
-    left = sign * (medians[-1] - before)
+    left = medians[-1] - before
     sudden = changes[at] >= SUDDEN * (max(medians) - min(medians)) and left >= changes[at] / 3
     return after / before if sudden and before > 0 else 1.0
 
@@ -329,7 +328,7 @@ def drift_rising(view: View) -> ReadNumber | None:
     metrics = ("staleness/k3", "staleness/k1", "full/k3", view.on + "/k3", view.on + "/k1")
     logged = [(name, values) for name in metrics if (values := view.window.column(name, view.size("window_long")))]
     for name, values in logged:
-        if (rises := _rising(view, name)) and rises.value and _step_of(view, values, 1) == 1.0:
+        if (rises := _rising(view, name)) and rises.value and _step_of(view, values) == 1.0:
             return rises
     return ReadNumber(0.0, logged[0][0]) if logged else None
 
@@ -340,7 +339,7 @@ def gap_jump(view: View) -> ReadNumber | None:
     medians of `{on}/k3`, else `{on}/k1`, else of `{on}/prob_diff_mean`; 1 without such a step."""
     for name in ("k3", "k1", "prob_diff_mean"):
         if values := view.window.column(f"{view.on}/{name}", view.size("window_long")):
-            return ReadNumber(_step_of(view, values, 1), f"{view.on}/{name}")
+            return ReadNumber(_step_of(view, values), f"{view.on}/{name}")
     return None
 
 

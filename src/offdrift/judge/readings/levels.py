@@ -234,7 +234,7 @@ def entropy_gap(view: View) -> ReadNumber | None:
 @LEVELS.reading()
 def old_over_full(view: View) -> ReadNumber | None:
     """KL of the rollout's log-probs and the old ones, `mismatch/k3`, over that of the rollout's and the current ones,
-    `full/k3`: an old policy lies between the two, so that it is 1 at most, but for rounding"""
+    `full/k3`: of an old policy, from which the current one has moved on, about 1 at most"""
     old, current = view.level("mismatch/k3"), view.level("full/k3")
     return None if old is None or current is None else ReadNumber(old / max(current, 1e-6), "mismatch/k3")
 
