@@ -24,18 +24,21 @@ NO_TOKEN = -1
 Problem = tuple[int, ...]
 
 
-def digits(n: int) -> list[int]:
-    """Tokens of a number."""
-    return [DIGIT + int(digit) for digit in str(n)]
+def digits(n: int, width: int = 0) -> list[int]:
+    """Tokens of a number, with zeros before it up to a width."""
+    return [DIGIT + int(digit) for digit in str(n).zfill(width)]
 
 
-def listed(numbers: Sequence[int]) -> list[int]:
+def listed(numbers: Sequence[int], width: int = 0) -> list[int]:
     """Tokens of a space and numbers with commas between them."""
-    return [SPACE, *(token for i, n in enumerate(numbers) for token in ((COMMA,) * (i > 0) + (*digits(n),)))]
+    return [SPACE, *(token for i, n in enumerate(numbers) for token in ((COMMA,) * (i > 0) + (*digits(n, width),)))]
 
 
 class Task(Protocol):
     """What a prompt asks, and what answers it."""
+
+    width: int
+    """Digits of a number at least."""
 
     def problem(self, generator: torch.Generator) -> Problem:
         """Draw a problem."""
@@ -60,6 +63,7 @@ class Count:
 
     k: int
     shot: int
+    width: int = 2
 
     def problem(self, generator: torch.Generator) -> Problem:
         a = int(torch.randint(10, 100 - self.k, (1,), generator=generator))
@@ -88,9 +92,13 @@ def _counting(a: int, k: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Totals:
-    """Running totals of one-digit numbers. A problem is the numbers."""
+    """Running totals of one-digit numbers, all written with three digits. A problem is the numbers.
+
+    So every total stands equally far behind the number that it adds, which a few hundred supervised steps can teach.
+    """
 
     terms: int
+    width: int = 3
 
     def problem(self, generator: torch.Generator) -> Problem:
         return tuple(torch.randint(1, 10, (self.terms,), generator=generator).tolist())
@@ -99,7 +107,7 @@ class Totals:
         return sum(n * n for n in problem) % 5 == 0
 
     def prompt(self, problem: Problem) -> list[int]:
-        return [*TOTALS_OF, *listed(problem), COLON]
+        return [*TOTALS_OF, *listed(problem, self.width), COLON]
 
     def numbers(self, problem: Problem) -> list[int]:
         return [*accumulate(problem)]
@@ -111,7 +119,7 @@ class Totals:
 
 def right_answer(task: Task, problem: Problem) -> list[int]:
     """Tokens of the right answer, with the end of its line."""
-    return [*listed(task.numbers(problem)), NEWLINE]
+    return [*listed(task.numbers(problem), task.width), NEWLINE]
 
 
 def problems(task: Task, count: int, generator: torch.Generator, *, held_out: bool) -> list[Problem]:

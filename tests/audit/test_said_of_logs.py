@@ -318,6 +318,26 @@ def test_a_column_that_may_be_the_other_policy_is_proposed(tmp_path, kind, colum
         assert "may be" not in detect([str(path)], columns={"logp_old": column}).description
 
 
+def test_the_first_step_is_to_name_a_column_that_is_there(tmp_path):
+    rows = [{"rollout_log_probs": [-0.5, -1.25], "log_probs": [-0.5, -1.5], "step": i} for i in range(9)]
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps = od.audit(path, out=tmp_path / "out").data["verdict"]["steps"]
+    assert "--columns logp_old=log_probs" in steps[0]
+    named = od.audit(path, out=tmp_path / "named", columns={"logp_old": "log_probs"})
+    assert not any("--columns" in step for step in named.data["verdict"]["steps"])
+
+
+@pytest.mark.parametrize("first", ["tokens", "metrics"])
+def test_a_path_that_leads_nowhere_is_an_error_beside_others(tmp_path, first):
+    """Not a reason to read the others as something else."""
+    path = tmp_path / f"{first}.jsonl"
+    row = {"reward": 1.0, "rollout_log_probs": [-0.5], "log_probs": [-0.4]} if first == "tokens" else {"reward": 1.0}
+    path.write_text("".join(json.dumps({"step": i, **row}) + "\n" for i in range(9)))
+    with pytest.raises(RecordError, match=r"nothere\.jsonl"):
+        od.audit([str(path), str(tmp_path / "nothere.jsonl")], out=tmp_path / "out")
+
+
 # -- what a column holds ---------------------------------------------------------------------------
 
 

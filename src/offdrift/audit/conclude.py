@@ -84,6 +84,7 @@ def conclude(
             "bytes": source.bytes,
             "paths": list(source.files[:20]),
             "columns": dict(source.columns),
+            "proposed": "=".join(source.proposed or ()),
             "sample_rate": job.sample_rate,
         },
         "coverage": missing,
@@ -129,6 +130,11 @@ def judged(audit: Mapping[str, Any], context: Context, rules: Rules) -> dict[str
 
     context = replace(context, overall=overall, facets=facets, shapes=audit["shapes"])
     findings = diagnose([_numbers(step) for step in audit["steps"]], context=context, rules=rules)
+    concluded = verdict(findings, overall, missing=audit["coverage"]["sentences"], limits=limits)
+    if (proposed := audit["source"].get("proposed")) and any(f.rule == UNMEASURED for f in findings):
+        field, _, column = proposed.partition("=")
+        whose = "the trainer's" if field == "logp_old" else "the engine's"
+        concluded["steps"].insert(0, f"If {column} holds {whose} log-probs, audit again with --columns {proposed}.")
     by_numbers = suggest(audit["methods"], overall, limits=limits)
     suggestion = decide(findings, by_numbers, table=audit["methods"], trains=context.method, limits=limits)
     return {
@@ -137,10 +143,12 @@ def judged(audit: Mapping[str, Any], context: Context, rules: Rules) -> dict[str
         "suggestion": suggestion,
         "stacks": by_stack(context, overall, suggestion),
         "findings": on_page((_without_itself(f.as_dict()) for f in findings), PAGE),
-        "verdict": verdict(findings, overall, missing=audit["coverage"]["sentences"], limits=limits),
+        "verdict": concluded,
     }
 
 
+UNMEASURED = "nothing_measured"
+"""The rule that asks for log-probs of a second policy."""
 AUDIT = "offdrift audit LOGS"
 """The snippet of fixes that an audit helps with, which says nothing in an audit."""
 

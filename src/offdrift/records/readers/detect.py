@@ -458,6 +458,7 @@ def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING, limit:
         read = distinct
     best = best._replace(files=read)
     resolved = {n: c for n, c in _resolved(best, mapped).items() if n not in without}
+    proposed = _other_policy(best, resolved)
     return Detected(
         format=best.source.format,
         framework=best.first.framework or best.source.framework,
@@ -471,6 +472,7 @@ def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING, limit:
             repeated=repeated,
             of_ranks=len(of_ranks),
             unreadable=unreadable,
+            proposed=proposed,
         ),
         columns=resolved,
         sizes=tuple(files.size(f) for f in read),
@@ -478,6 +480,7 @@ def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING, limit:
         repeats=of_ranks,
         limit=limit,
         without=without,
+        proposed=proposed,
     )
 
 
@@ -642,15 +645,21 @@ def _files(n: int) -> str:
     return f"{n} file{'' if n == 1 else 's'}"
 
 
-def _other_policy(columns: Mapping[str, str], unused: Sequence[str], lists: Sequence[str]) -> list[str]:
-    """Propose a column for the second policy, where a log has one policy and a column that may be another's."""
+def _other_policy(best: _Matches, columns: Mapping[str, str]) -> tuple[str, str] | None:
+    """Propose a field and a column for the second policy, where one is read and a column may be another's."""
+    if best.source.adapt:
+        return None
+    unused, lists = _unused(best, columns), best.first.unnamed
     known = [name for name in POLICIES if name in columns]
     others = [name for name in unused if name in lists or re.search(r"log_?p(rob)?s?\b", name)]
     if len(known) != 1 or not others:
-        return []
-    missing = "logp_old" if known == ["logp_rollout"] else "logp_rollout"
-    whose = "the trainer's" if missing == "logp_old" else "the engine's"
-    return [f"{others[0]} may be {whose} log-probs: --columns {missing}={others[0]}"]
+        return None
+    return "logp_old" if known == ["logp_rollout"] else "logp_rollout", others[0]
+
+
+def _unused(best: _Matches, columns: Mapping[str, str]) -> list[str]:
+    """Columns of numbers that no field is read from."""
+    return [name[:60] for name in best.first.numeric if name not in columns.values()]
 
 
 def _sentence(
@@ -662,6 +671,7 @@ def _sentence(
     repeated: int,
     of_ranks: int,
     unreadable: Sequence[BadRow],
+    proposed: tuple[str, str] | None,
 ) -> str:
     """Describe the detected format, the columns that are read, and the files that are not."""
     parts = [f"Detected format: {best.source.what} (recognized by {best.source.because})"]
@@ -669,11 +679,13 @@ def _sentence(
         parts.append("reading " + ", ".join(renamed))
     if best.source.note:
         parts.append(best.source.note)
-    unused = [n[:60] for n in best.first.numeric if n not in columns.values()]
+    unused = _unused(best, columns)
     if unused and not best.source.adapt:
         more = f" and {len(unused) - NAMED} more" if len(unused) > NAMED else ""
         parts.append(f"not used: {', '.join(unused[:NAMED])}{more}; map with --columns")
-        parts += _other_policy(columns, unused, best.first.unnamed)
+    if proposed:
+        whose = "the trainer's" if proposed[0] == "logp_old" else "the engine's"
+        parts.append(f"{proposed[1]} may be {whose} log-probs: --columns {'='.join(proposed)}")
     parts += [f"not reading {_files(len(k.files))} of {k.source.what}" for k in kinds if k.source is not best.source]
     parts += [f"not reading {_files(len(u.files))} ({u.why})" for u in unknown if u.refused]
     if strange := [u.files[0] for u in unknown if not u.refused]:

@@ -93,6 +93,8 @@ class Detected:
     """Bytes that one file may take in memory, or decompress to."""
     without: tuple[str, ...] = ()
     """Fields that are not read, whatever the log calls by their name."""
+    proposed: tuple[str, str] | None = None
+    """A field and a column that is not read and may hold it, where the log-probs of one policy are missing."""
 
     @property
     def bytes(self) -> int:

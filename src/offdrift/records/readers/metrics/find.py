@@ -109,11 +109,15 @@ def find_metrics(paths: Sequence[str], *, without: frozenset[str] = frozenset())
         paths: files, which are joined, or one folder, which is searched to any depth for the metrics of one run.
         without: files that are known to hold none.
 
+    Where one of several paths names no file, nothing is read, so that its absence is said.
+
     Raises: `RecordError` naming a file of metrics that is damaged, or the runs among which to choose.
     """
     if len(paths) == 1 and not is_url(paths[0]) and os.path.isdir(paths[0]):
         return _in_folder(paths[0], without)
-    kinds = {file: _container(file) for file in paths if file not in without and (is_url(file) or os.path.isfile(file))}
+    if not all(is_url(path) or os.path.isfile(path) for path in paths):
+        return None
+    kinds = {file: _container(file) for file in paths if file not in without}
     problem: RecordError | None = None
     for container in dict.fromkeys(kinds.values()):
         files = [file for file, kind in kinds.items() if kind is container]
