@@ -485,3 +485,38 @@ def test_entropies_of_the_policy_that_trains_may_differ_as_far_as_it_moved(tmp_p
     found = audited(tmp_path / "log.jsonl", rows)
     assert abs(found.metrics["record/entropy_gap"]) > 0.05
     assert "entropy_off" not in [rule for rule, _ in told(found)]
+
+
+# -- faults that begin at one step -----------------------------------------------------------------
+
+
+def shifted(row):
+    return {"logp_old": np.roll(row["logp_old"], 1)}
+
+
+def turned(row):
+    return {"advantages": [-a for a in row["advantages"]]}
+
+
+@pytest.mark.parametrize(("change", "rule"), [(shifted, "misaligned"), (turned, "advantages_opposed")])
+@pytest.mark.parametrize("first", [0, 12, 20])
+def test_a_fault_that_begins_at_one_step_is_named_and_dated(tmp_path, change, rule, first):
+    """Also where most of the log is without it."""
+    rows = [{**row, **(change(row) if row["step"] >= first else {})} for row in log(30, prompts=8)]
+    (found,) = [f for f in audited(tmp_path / "log.jsonl", rows).findings if f.rule == rule]
+    assert found.severity in ("act", "stop")
+    assert abs((found.step or 0) - first) <= (2 if first else 4)
+    assert not first or found.steps >= 0.8 * (30 - first)
+
+
+def test_a_part_of_a_log_is_judged_where_something_changed(tmp_path):
+    """Not where the gap drifts, wanders, or falls."""
+    calm = audited(tmp_path / "calm.jsonl", log(30)).data["since"]
+    assert calm == []
+    rows = [{**r, "logp_old": r["logp_old"] + 0.05 * (r["step"] >= 18) * (-1) ** np.arange(24)} for r in log(30)]
+    (part,) = audited(tmp_path / "jump.jsonl", rows).data["since"]
+    assert (part["step"], part["steps"]) == (18, 12)
+    assert part["after"] == pytest.approx(0.05, rel=0.1)
+    assert part["overall"]["batch/tokens"] == 12 * 6 * 4 * 24
+    fell = [{**r, "logp_old": r["logp_old"] + 0.05 * (r["step"] < 18) * (-1) ** np.arange(24)} for r in log(30)]
+    assert audited(tmp_path / "fell.jsonl", fell).data["since"] == []

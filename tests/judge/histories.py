@@ -213,6 +213,9 @@ FIRES: dict[str, Example] = {
     "router_flips": Example(
         altered(drift(0.03, k3_top_share=0.95, prob_diff_max=0.9)), Context(mixture_of_experts=True)
     ),
+    "router_flips_some": Example(
+        altered(drift(0.003, k3_top_share=0.95, prob_diff_max=0.9)), Context(mixture_of_experts=True)
+    ),
     "router_or_rare_tokens": Example(
         altered(drift(0.018, k3_top_share=0.95, prob_diff_max=0.9))
     ),

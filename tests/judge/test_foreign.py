@@ -67,7 +67,7 @@ def test_what_arithmetic_does_not_prove_has_no_high_confidence():
     assert all(r.decides for n, r in rules.items() if r.letter == "A" and not r.fact and n not in MEASURED)
 
 
-MEASURED = {"worker_apart", "router_flips", "router_or_rare_tokens", "probability_spike"}
+MEASURED = {"worker_apart", "router_flips", "router_flips_some", "router_or_rare_tokens", "probability_spike"}
 """Findings of letter A whose snippet is the measurement."""
 
 

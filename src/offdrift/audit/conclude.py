@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from offdrift.audit.breaks import since_breaks
 from offdrift.audit.certificate_evidence import Proof
 from offdrift.audit.coverage import coverage, metrics, questions
 from offdrift.audit.partial import AuditPartial, Job
@@ -64,6 +65,7 @@ def conclude(
         )
     rules = rules or load_rules()
     tally = part.tally.as_dict(rules.limits)
+    since = since_breaks(part.tally.timeline, tally["steps"], rules.limits)
     missing = coverage(part, files=source.files, skipped=len(source.skipped), size=source.bytes)
     overall = {**tally["overall"], **metrics(missing)}
     context = informed(context or Context(framework=source.framework), tally["facets"]["drawn_by"])
@@ -90,6 +92,7 @@ def conclude(
         "coverage": missing,
         **tally,
         "overall": overall,
+        "since": since,
         "counts": {**tally["counts"], "bad_rows": part.unread.rows},
         "bad_rows": [b._asdict() for b in part.bad],
         "questions": questions({*tally["has"], *(["exact"] if exact else [])}, lags=tally["facets"].get("lag", ())),
@@ -128,7 +131,8 @@ def judged(audit: Mapping[str, Any], context: Context, rules: Rules) -> dict[str
     from offdrift.judge.stack import by_stack  # read once, when an audit ends
     from offdrift.show.anchors import on_page
 
-    context = replace(context, overall=overall, facets=facets, shapes=audit["shapes"])
+    since = [{**part, "overall": _numbers(part["overall"])} for part in audit.get("since", ())]
+    context = replace(context, overall=overall, facets=facets, shapes=audit["shapes"], since=since)
     findings = diagnose([_numbers(step) for step in audit["steps"]], context=context, rules=rules)
     concluded = verdict(findings, overall, missing=audit["coverage"]["sentences"], limits=limits)
     if (proposed := audit["source"].get("proposed")) and any(f.rule == UNMEASURED for f in findings):

@@ -774,6 +774,8 @@ def _counts(batch: Logged, file: Files) -> dict[str, int]:
     counts = {"rows": len(batch.row.unique()), "sequences": b, "tokens": batch.num_tokens}
     fields = [name for name in HELD if getattr(batch, name) is not None]
     counts |= {f"has/{name}": b for name in (*fields, *batch.divergences)}
+    if batch.rewards is not None:
+        counts["has/rewards"] = int(batch.rewards.isfinite().sum())
     trainable = batch.cu_seqlens.diff() if batch.trainable is None else batch.trainable
     unscored = {name: int(n.sum()) for name, n in batch.unscored.items()}
     absent = [n for name, n in unscored.items() if getattr(batch, name.partition("/")[0], 0) is None]

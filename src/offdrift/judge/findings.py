@@ -62,6 +62,8 @@ class Context:
     facets: Mapping[str, Sequence[Row]] = field(default_factory=dict)
     """Metrics by bucket of a property ("length", "lag", "worker", "drawn_by", ...): rows with "label", and "low", its
     smallest value."""
+    since: Sequence[Mapping[str, Any]] = ()
+    """Parts of the log since a metric changed at one step: rows with "step", "steps" and "overall", as of the log."""
 
 
 def num_experts(model: Any) -> int:

@@ -198,8 +198,9 @@ class Rule:
     whole: bool = False
     """Whether it is about the whole log: told without a step, and only if it held at every one."""
     lasting: bool = False
-    """Whether what it is about does not come and go: of a whole run it is told if that shows it, or half of the steps
-    do, and not for a few steps by which a heavy tail may pass for it."""
+    """Whether what it is about does not come and go: of a whole run it is told if that shows it, or its part since a
+    change at one step, or half of the steps do, and not for a few steps by which a heavy tail may pass for it. Of
+    metrics alone, it is told while it shows, too."""
     data: bool = False
     """Whether it is about what the log lacks: told before what was concluded from the rest."""
     enabled: bool = True

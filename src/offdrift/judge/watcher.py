@@ -217,7 +217,18 @@ class Watcher:
             return []
         view = View(self._window, self.context, self._limits, overall=self.context.overall)
         whole = judge(read(view, READINGS), self.rules, self.context)
-        return self._report({f.rule: f for f in whole} if self.context.overall else {})
+        return self._report(self._since_breaks() | {f.rule: f for f in whole} if self.context.overall else {})
+
+    def _since_breaks(self) -> dict[str, Finding]:
+        """Findings about what does not come and go, of the parts of the log since something changed at one step."""
+        found: dict[str, Finding] = {}
+        for part in self.context.since:
+            context = replace(self.context, overall=part["overall"], shapes={}, facets={}, since=())
+            view = View(self._window, context, self._limits, overall=part["overall"])
+            for finding in judge(read(view, READINGS), self.rules, context):
+                if self.rules.rules[finding.rule].lasting:
+                    found.setdefault(finding.rule, replace(finding, step=part["step"], steps=part["steps"]))
+        return found
 
     def _live_level(self, finding: Finding) -> Severity:
         """Level of a finding while the run goes on: what runs with this finding came to, where that is known."""
@@ -241,7 +252,9 @@ class Watcher:
                 if name in whole or firing.steps + self.patience > now:
                     findings.append(replace(whole.get(name, firing.finding), step=None, steps=0))
             else:
-                finding = replace(whole.get(name, firing.finding), step=firing.first, steps=firing.steps)
+                finding = whole.get(name, firing.finding)
+                if finding.step is None:
+                    finding = replace(finding, step=firing.first, steps=firing.steps)
                 if live:
                     finding = replace(finding, severity=self._live_level(finding))
                 passing = firing.last < now and firing.steps < self._limits["passing"] * now
@@ -252,11 +265,16 @@ class Watcher:
         return [with_precursor(f, ordered) for f in ordered]
 
     def _stands(self, name: str, whole: Mapping[str, Finding]) -> bool:
-        """Whether a rule fired, and often enough where it is about what does not come and go."""
+        """Whether a rule fired, and often enough where it is about what does not come and go.
+
+        Of metrics alone, which have no numbers of the whole log: often enough, or still.
+        """
         firing = self._firings.get(name)
         if firing is None or name in whole:
             return name in whole
-        passed = bool(self.context.overall) and firing.steps < self._limits["lasting"] * self._window.steps
+        rare = firing.steps < self._limits["lasting"] * self._window.steps
+        over = self.context.metrics_only and firing.last < self._window.steps
+        passed = rare and (bool(self.context.overall) or over)
         return not (self.rules.rules[name].lasting and passed)
 
     def _explained(self, rule: Rule, firing: _Firing | None, whole: Mapping[str, Finding]) -> bool:
