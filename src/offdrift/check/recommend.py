@@ -516,8 +516,8 @@ def unit_of_mismatch(
     Args:
         name: a row of `METHODS`, which would be recommended.
 
-    Returns: `source` in words, None without a mismatch; `evidence`, the number and the threshold that it was compared with; `method`; `units`
-        in which it corrects for the engine; and `fits`, whether one of them shows the source.
+    Returns: `source` in words, None without a mismatch; `evidence`, the number and the threshold that it was compared
+        with; `method`; `units` in which it corrects for the engine; and `fits`, whether one of them shows the source.
 
     Reference: survey of off-policy RL for LLMs, 2026, "the correction unit must match the source of mismatch".
     """

@@ -282,8 +282,8 @@ def joined(batches: Sequence[Logged]) -> Logged:
 
 
 REPEATED = (
-    "%s holds an earlier run up to step %d, and this one writes step %d there: an audit reads both as one run. Record "
-    "each run in a folder of its own; where this run goes on from a checkpoint, remove the files of the steps it repeats"
+    "%s holds an earlier run up to step %d, and this one writes step %d there: an audit reads both as one run. Give "
+    "each run a folder of its own; after a resume from a checkpoint, remove the files of the steps that are repeated"
 )
 AT_EXIT_S = 300.0
 """How long the end of a process waits for the disk."""
