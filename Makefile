@@ -1,6 +1,7 @@
 # Times are those of two quiet cores of a 2.1 GHz Xeon.
 #
-# make train        sets everything up and trains a tiny model four times: about two minutes
+# make train        installs (once: minutes without a word), then trains a tiny model four times: about two minutes, four on
+#                   shared cores
 # make test-quick   the laws, the core and one engine: about a minute
 # make test         every test but the slow ones: what to run before a commit. Here and below, tests that take three quarters of a
 #                   second take turns, of ten commits at most (tests/sampling.py); SAMPLE= takes all
@@ -168,6 +169,7 @@ install-foreign: $(VENV)/.foreign
 
 # torch first and alone: asked for by a range, it would bring gigabytes of another build.
 $(VENV)/.train: pyproject.toml constraints.txt
+	@echo "installing torch and the rest into $(VENV): minutes, once"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
 	$(PIP) --editable '.[train]'

@@ -681,7 +681,11 @@ def schema_text(schema: dict[str, Any]) -> str:
 
 def llms_page() -> str:
     """A list of the pages for language models, as llmstxt.org describes it: newcomers' pages first."""
-    lines = {name: f"- [{manual.title(file)}]({name}.md)" for name, file in manual.pages().items() if name != "index"}
+    lines = {
+        name: f"- [{manual.title(file)}]({name}{file.suffix})"
+        for name, file in manual.pages().items()
+        if name != "index"
+    }
     first = [line for name, line in lines.items() if name in manual.FIRST]
     frameworks = [line for name, line in lines.items() if name.startswith("integrations/")]
     others = [line for line in lines.values() if line not in first and line not in frameworks]

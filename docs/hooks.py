@@ -116,6 +116,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return match[0]
         target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), path))
         site = target.removeprefix("docs/") if target.startswith("docs/") else _copy(target)
+        made = site.removesuffix(".ipynb") + ".md"
+        if site.endswith(".ipynb") and made != place:
+            site = made
         relative = posixpath.relpath(site, posixpath.dirname(place) or ".")
         return f"{relative}#{anchor}" if anchor else relative
 

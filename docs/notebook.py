@@ -20,6 +20,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from offdrift.show.manual import page_text
+
 FILE = Path(__file__).parent / "first-audit.ipynb"
 
 
@@ -67,18 +69,9 @@ def stored(cell: Mapping[str, Any]) -> str:
 
 def page(path: Path = FILE) -> str:
     """The notebook as Markdown: text, code, and what it printed."""
-    parts = []
-    for cell in cells(path):
-        source = "".join(cell["source"])
-        if cell["cell_type"] != "code":
-            parts.append(source)
-            continue
-        parts.append(f"```{'sh' if source.startswith('!') else 'python'}\n{source.removeprefix('!')}\n```")
-        if text := stored(cell).rstrip():
-            parts.append(f"```text\n{text}\n```")
     note = f"*This page is [a notebook]({path.name}): its cells ran as they stand here, and continuous integration runs them.*"
-    title, *rest = parts
-    return "\n\n".join([title, note, *rest]) + "\n"
+    title, rest = page_text(path).split("\n\n", 1)
+    return f"{title}\n\n{note}\n\n{rest}"
 
 
 def main(*words: str) -> None:

@@ -18,7 +18,8 @@ NOT_OURS = {"NAME", "algo/rollout_corr"}
 
 def test_every_page_of_the_folder_is_listed_with_its_title(monkeypatch, capsys):
     found = manual.pages()
-    assert {f"docs/{name}.md" for name in found} == {str(f.relative_to(ROOT)) for f in (ROOT / "docs").glob("**/*.md")}
+    files = [f for kind in ("md", "ipynb") for f in (ROOT / "docs").glob(f"**/*.{kind}")]
+    assert {f"docs/{name}" for name in found} == {str(f.relative_to(ROOT).with_suffix("")) for f in files}
     listed = command(monkeypatch, capsys, "docs", width=200).stdout
     assert [name for name in found if name not in listed] == []
     assert manual.title(found["rules"]) == "Rules of the diagnosis"
@@ -30,6 +31,14 @@ def test_a_page_is_printed_as_it_is_written(monkeypatch, capsys, name):
     assert command(monkeypatch, capsys, "docs", name).stdout == (ROOT / "docs" / "rules.md").read_text("utf-8")
     told = json.loads(command(monkeypatch, capsys, "docs", name, "--json").stdout)
     assert told["page"] == "rules"
+
+
+@pytest.mark.parametrize("name", ["first-audit", "docs/first-audit.ipynb"])
+def test_a_notebook_is_a_page_too(monkeypatch, capsys, name):
+    shown = command(monkeypatch, capsys, "docs", name).stdout
+    assert shown.startswith(f"# {manual.title(manual.pages()['first-audit'])}\n")
+    assert "\n```sh\noffdrift " in shown
+    assert "```text\n" in shown
 
 
 @pytest.mark.parametrize(

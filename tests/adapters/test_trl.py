@@ -104,6 +104,24 @@ def test_recording_alone_changes_no_step_of_trl(tmp_path):
         trainer(tmp_path / "none", method="disabled", rollout_func=Sampler(0.1))
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_without_an_engine_no_metric_and_no_column_is_a_copy_of_the_trainers(tmp_path, caplog, passes):
+    """Transformers draws within the trainer: TRL has no log-probs of what drew, and old ones for a second pass alone."""
+    run = trainer(tmp_path, method="disabled", record=True, config={"num_iterations": passes}, metrics="all")
+    run.train()
+    for row in steps(run):
+        assert not [name for name in row if name.split("/")[1:2] in (["mismatch"], ["full"], ["rollout"])]
+        assert row["offdrift/batch/tokens"] > 0
+    assert [row["offdrift/staleness/k3"] > 0 for row in steps(run)] == [False, passes == 2]
+    said = [r.message for r in caplog.records if r.name == "offdrift.trl" and "no mismatch is logged" in r.message]
+    assert len(said) == 1
+    assert "use_vllm=True" in said[0]
+    _, batches, _ = read_all(tmp_path / "rollouts")
+    for batch in batches:
+        assert batch.logp_rollout is None
+        assert (batch.logp_old is None) == (passes == 1)
+
+
 def test_tools_write_no_token_that_trains(tmp_path):
     """The environment's tokens are in no statistic, although their log-probs are NaN."""
     config = {"gradient_accumulation_steps": 2, "max_steps": 1}

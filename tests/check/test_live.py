@@ -318,7 +318,9 @@ def test_only_running_servers_are_compared_with_a_folder(text):
 
 
 def test_options_of_two_engines_are_refused_beside_a_checkpoint():
-    with pytest.raises(BadValueError, match="--max-kl"):
+    with pytest.raises(
+        BadValueError, match=r"^--checkpoint compares a running server.* two engines takes --max-kl: leave"
+    ):
         named_alone(Path("x"), ["--max-kl"])
     with pytest.raises(BadValueError, match="--checkpoint FOLDER"):
         named_alone(None, [])

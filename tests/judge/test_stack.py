@@ -42,10 +42,11 @@ def test_where_log_and_heuristic_differ_the_reason_is_said(decided, reason):
     (row,) = by_stack(Context(quantized=True), {}, decided)
     assert not row["agrees"]
     assert row["differs"].startswith(reason)
-    assert SITUATIONS["quantized"].differs in row["differs"]
+    assert (SITUATIONS["quantized"].differs in row["differs"]) == (reason != BELOW)
+    assert "this log" not in row["differs"], "a check has none"
     assert row["survey"] == ["qurl", "tbpo"]
     (words,) = stack_words({"stacks": [row]})
-    assert reason in words
+    assert words.startswith(f"Stack quantized (the engine is quantized): {reason}")
 
 
 def test_where_they_agree_nothing_is_explained():

@@ -92,9 +92,14 @@ def test_every_method_has_the_units_in_which_it_corrects_for_the_engine():
 def test_a_check_says_whether_its_method_has_the_unit_of_the_mismatch(share, name, source, fits):
     limits = load_rules().limits
     baseline = Measured.__new__(Measured)
-    object.__setattr__(baseline, "metrics", {"mismatch/k3_top_share": share})
+    for field, value in {"metrics": {"mismatch/k3_top_share": share}, "abs_log_ratio_max": 0.1, "kl_max": 0.1}.items():
+        object.__setattr__(baseline, field, value)
     row = unit_of_mismatch(baseline, name, limits=limits)
     assert (row["source"], row["fits"]) == (source, fits)
     assert row["evidence"] == {"metric": "mismatch/k3_top_share", "value": share, "threshold": limits["tail_heavy"]}
     experts = unit_of_mismatch(baseline, name, limits=limits, mixture_of_experts=True)
     assert experts["source"] == "single tokens that are far off"
+    object.__setattr__(baseline, "abs_log_ratio_max", 0.0)
+    assert unit_of_mismatch(baseline, name, limits=limits)["source"] == source, "distributions differ"
+    object.__setattr__(baseline, "kl_max", float("nan"))
+    assert unit_of_mismatch(baseline, name, limits=limits)["source"] is None

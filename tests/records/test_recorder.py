@@ -378,6 +378,26 @@ def test_a_folder_that_goes_away_is_reported_at_the_next_add_and_at_the_end(
     recorder.close()
 
 
+@pytest.mark.parametrize(("first", "warns"), [(0, True), (1, True), (2, False)])
+def test_a_second_run_that_repeats_steps_of_the_first_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int, warns: bool
+) -> None:
+    """One that goes on behind them is the same run, resumed; and another rank repeats nothing."""
+    with Recorder(tmp_path, rank=0) as recorder:
+        recorder.add(at(0))
+        recorder.add(at(1))
+    with Recorder(tmp_path, rank=1) as recorder:
+        recorder.add(at(0))
+    assert not caplog.records
+    with Recorder(tmp_path, rank=0) as recorder:
+        for step in (first, first + 1):
+            recorder.add(at(step))
+            recorder.flush()
+    said = [r.message for r in caplog.records]
+    words = f"{tmp_path} holds an earlier run up to step 1, and this one writes step {first} there"
+    assert [words in text for text in said] == [True] * warns
+
+
 def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match=r"cannot record to .*file/log: .*choose a folder"):

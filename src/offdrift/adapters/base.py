@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 Gather = Callable[[Any], list[Any]]
 OnIdle = Literal["error", "warn"]
+OF_ENGINE = ("mismatch/", "full/", "rollout/")
+"""Metrics that the engine's log-probs are in."""
 # Hooks without arguments of their own read OFFDRIFT_METHOD (a row of METHODS), OFFDRIFT_SETTINGS (single values:
 # "gate.high=0.02,weight.cap=5"), OFFDRIFT_RECORD (folder to record tokens in), OFFDRIFT_ON_IDLE ("error" or "warn"),
 # OFFDRIFT_METRICS ("main", "all", or names with commas).
@@ -134,6 +136,7 @@ class Adapter(Reported):
         self._stats: DriftStats | None = None
         self._tails = Tails()
         self._computes_loss = self._skipped = self._checked = False
+        self._engineless = False
         self._applied = True
 
     @property
@@ -193,6 +196,12 @@ class Adapter(Reported):
         """
         self._skipped = True
 
+    def without_engine(self, why: str) -> None:
+        """Log nothing that compares with the engine, whose place the old policy takes: warns once, with the reason."""
+        if not self._engineless:
+            self.log.warning("%s: no mismatch is logged, and no audit of this run can show one", why)
+        self._engineless = True
+
     def end_step(self, step: int, *, also: Mapping[str, float] = {}) -> dict[str, float]:
         """Close the step: the chosen metrics to log, by name; {} if no tokens came since the last call.
 
@@ -222,7 +231,10 @@ class Adapter(Reported):
                 )
         if stats is None:
             return {}
-        metrics = {**summarize(stats), **also}
+        metrics = summarize(stats)
+        if self._engineless:
+            metrics = {name: x for name, x in metrics.items() if not name.startswith(OF_ENGINE)}
+        metrics = {**metrics, **also}
         return self._report.judge(step, metrics)
 
     def _add(self, logprobs: LogProbs, stats: DriftStats, advantages: Tensor | None, batch_info: BatchInfo) -> None:

@@ -77,8 +77,8 @@ def named_alone(checkpoint: Path | None, besides: Sequence[str]) -> Path:
         raise BadValueError("--earlier goes with --checkpoint FOLDER, of the step that the server should hold")
     if besides:
         raise BadValueError(
-            f"{', '.join(besides)} and --checkpoint don't go together: that draws at temperature 1 without filters and "
-            "compares a running server with one folder, no two engines; leave one of them out"
+            "--checkpoint compares a running server with one folder, on draws at temperature 1; only a check of two "
+            f"engines takes {', '.join(besides)}: leave that out, or leave out --checkpoint"
         )
     return checkpoint
 

@@ -74,6 +74,11 @@ class Measured:
     """The tokens as a training log would hold them, exact divergences included."""
 
     @property
+    def same_bits(self) -> bool:
+        """Whether the engines agree to the last bit, in distributions too where these are recorded."""
+        return self.abs_log_ratio_max == 0 and not self.kl_max > 0
+
+    @property
     def kl_known(self) -> float:
         """Mean KL, nats: exact where distributions are recorded, else the estimate k3 of the drawn tokens."""
         return self.metrics.get("mismatch/k3", NAN) if math.isnan(self.kl_mean) else self.kl_mean

@@ -516,16 +516,17 @@ def unit_of_mismatch(
     Args:
         name: a row of `METHODS`, which would be recommended.
 
-    Returns: `source` in words; `evidence`, the number and the threshold that it was compared with; `method`; `units`
-        in which it corrects for the engine; and `fits`, whether one of them shows the source.
+    Returns: `source` in words, None without a mismatch; `evidence`, the number and the threshold that it was compared
+        with; `method`; `units` in which it corrects for the engine; and `fits`, whether one of them shows the source.
 
     Reference: survey of off-policy RL for LLMs, 2026, "the correction unit must match the source of mismatch".
     """
     share, heavy = baseline.metrics.get("mismatch/k3_top_share"), limits["tail_heavy"]
     single = mixture_of_experts or (share or 0.0) > heavy
     units = METHODS[name].engine_units
+    source = "single tokens that are far off" if single else "noise of every token"
     return {
-        "source": "single tokens that are far off" if single else "noise of every token",
+        "source": None if baseline.same_bits else source,
         "evidence": {"metric": "mismatch/k3_top_share", "value": share, "threshold": heavy},
         "method": name,
         "units": sorted(units),
@@ -540,8 +541,7 @@ def _by_numbers(baseline: Measured, level: Level, then: Mapping[str, Any]) -> di
         why = "repair the pair first: a correction would hide what is wrong"
         return {**nothing, "why": why, "rung": "systems fix"}
     if level == "ok":
-        bits = baseline.abs_log_ratio_max == 0 and not baseline.kl_max > 0
-        same = "the engines give the same bits" if bits else "the mismatch is ordinary"
+        same = "the engines give the same bits" if baseline.same_bits else "the mismatch is ordinary"
         return {**nothing, "why": f"{same}, so there is nothing to correct; {STALE}", "rung": "none"}
     if not then:
         why = "nothing was recorded that a threshold could be calibrated on"

@@ -41,7 +41,7 @@ def docs(
             screen.show(page_list(found))
         screen.next("offdrift docs NAME", "shows a page")
         return
-    page = name.removeprefix("docs/").removesuffix(".md")
+    page = name.removeprefix("docs/").removesuffix(".md").removesuffix(".ipynb")
     if page not in found:
         near = difflib.get_close_matches(page, found, n=1) or [p for p in found if Path(p).name == page]
         hint = f"did you mean {near[0]}?" if near else "`offdrift docs` lists all pages"

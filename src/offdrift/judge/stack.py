@@ -13,10 +13,10 @@ from offdrift.methods.situations import SITUATIONS
 
 SOURCE = "survey of off-policy RL for LLMs, 2026, a heuristic for picking a row"
 ROUTED = ("router/delta_router", "router/flip_frac")
-REPAIR = "something has to be repaired first, which a correction would hide"
-BELOW = "the drift of this log is too small for a correction to show"
-OPEN = "this log does not tell which correction helps"
-MEASURED = "this log was measured, a kind of stack is a guess"
+REPAIR = "repair first what a correction would hide"
+BELOW = "do nothing, the drift is too small for a correction to show"
+OPEN = "no correction yet, as the numbers do not tell which one helps"
+MEASURED = "keep to what was measured here, as a kind of stack is a guess"
 
 
 def stacks(context: Context, overall: Row) -> dict[str, str]:
@@ -75,6 +75,8 @@ def by_stack(context: Context, overall: Row, decided: Mapping[str, Any]) -> list
     for name, fact in stacks(context, overall).items():
         situation = SITUATIONS[name]
         agrees = decided.get("method") in situation.survey
+        reason = reason_of(decided)
+        besides = "" if reason == BELOW else situation.differs
         rows.append(
             {
                 "stack": name,
@@ -82,7 +84,7 @@ def by_stack(context: Context, overall: Row, decided: Mapping[str, Any]) -> list
                 "survey": list(situation.survey),
                 "survey_why": situation.survey_why,
                 "agrees": agrees,
-                "differs": "" if agrees else "; ".join(filter(None, [reason_of(decided), situation.differs])),
+                "differs": "" if agrees else "; ".join(filter(None, [reason, besides])),
                 "source": SOURCE,
                 "find": f"offdrift methods --for {name}",
             }

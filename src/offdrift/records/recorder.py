@@ -12,6 +12,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -172,6 +173,24 @@ def remove_stale(folder: Path) -> None:
                         os.unlink(entry)
 
 
+NAMED = re.compile(r"(.+)-\d+-(\d+)-rank(\d+)-\d+\.parquet")
+
+
+def last_steps(folder: Path) -> dict[tuple[str, int], int]:
+    """The last step in a folder of a recorder's files, by what their names begin with and the rank that wrote them.
+
+    Example:
+        >>> last_steps(Path("nowhere"))
+        {}
+    """
+    last: dict[tuple[str, int], int] = {}
+    with contextlib.suppress(OSError):
+        for name in filter(None, (NAMED.fullmatch(entry) for entry in os.listdir(folder))):
+            writer = name[1], int(name[3])
+            last[writer] = max(int(name[2]), last.get(writer, 0))
+    return last
+
+
 def on_host(batch: Logged | Unpacked) -> tuple[Logged | Unpacked, list[torch.cuda.Event]]:
     """The batch in host memory of its own, without graph; and what to wait for before reading it.
 
@@ -262,6 +281,10 @@ def joined(batches: Sequence[Logged]) -> Logged:
     )
 
 
+REPEATED = (
+    "%s holds an earlier run up to step %d, and this one writes step %d there: an audit reads both as one run. Give "
+    "each run a folder of its own; after a resume from a checkpoint, remove the files of the steps that are repeated"
+)
 AT_EXIT_S = 300.0
 """How long the end of a process waits for the disk."""
 TERMINATED_S = 25.0
@@ -278,7 +301,7 @@ class Recorder:
     signal. Files are called NAME-FIRST-LAST-rankR-I.parquet, for steps FIRST to LAST.
 
     Args:
-        folder: is made; files that are in it stay.
+        folder: is made; files that are in it stay, and a run that repeats their steps warns that two are mixed.
         framework: that the run belongs to; a diagnosis suggests fixes in its terms.
         when_full: "wait" until there is room in the queue, which loses nothing; or "drop" the batch,
             which never makes a step wait. Drops are counted, and logged once and at the end.
@@ -339,6 +362,7 @@ class Recorder:
                 raise error from e
             LOG.warning("%s", error)
         remove_stale(self.folder)
+        self._earlier = last_steps(self.folder)
         _RECORDERS.add(self)
         _handle_sigterm()
 
@@ -426,6 +450,9 @@ class Recorder:
         if batch.num_sequences == 0:
             return
         first, last = (int(x) for x in batch.step.aminmax())
+        earlier = self._earlier.pop((kind[0], int(self._rank or 0)), None)
+        if earlier is not None and first <= earlier:
+            LOG.warning(REPEATED, self.folder, earlier, first)
         stem = f"{kind[0]}-{first:08d}-{last:08d}-rank{self._rank}"
         write_unclaimed(batch, self.folder, stem, framework=self.framework)
 

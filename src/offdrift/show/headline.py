@@ -1,7 +1,7 @@
 """Parts that the views of an audit and of a check share; first the three numbers that matter, by what the log holds.
 
 With log-probs: how far apart the policies are (KL), how much of the batch an importance weight could
-use (ESS, which a few tokens ruin), and whether the engines agree on probabilities (Pearson); of the
+use (ESS, which a few tokens ruin), and whether the policies agree on probabilities (Pearson); of the
 two engines where the log has both, else of rollout and current policy. Without log-probs: what the
 rest of the log says. A number is only judged where the survey's tree has a threshold for it.
 """
@@ -109,7 +109,7 @@ def judged(limits: Mapping[str, Any]) -> dict[str, Judged]:
             broken,
             False,
             (
-                f"{agree:g} or more: the engines agree",
+                f"{agree:g} or more: the policies agree",
                 f"between {broken:g} and {agree:g}: watch it",
                 f"below {broken:g}: not the same policy",
             ),

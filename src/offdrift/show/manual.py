@@ -1,7 +1,8 @@
-"""The documentation in a terminal: pages are Markdown files that come with the package."""
+"""The documentation in a terminal: pages are Markdown files and a notebook that come with the package."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,20 +28,31 @@ def pages() -> dict[str, Path]:
     """
     inside = PACKAGE / "docs"
     folder = inside if inside.is_dir() else PACKAGE.parents[1] / "docs"
-    files = sorted(folder.glob("**/*.md"))
+    files = sorted([*folder.glob("**/*.md"), *folder.glob("*.ipynb")])
     names = {f.relative_to(folder).with_suffix("").as_posix(): f for f in files}
     return {name: names[name] for name in sorted(names, key=lambda n: (n not in FIRST, n))}
 
 
 def page_text(file: Path) -> str:
-    """Return the Markdown of a page."""
-    return file.read_text("utf-8")
+    """Return the Markdown of a page; of a notebook its text, its code, and what that printed."""
+    text = file.read_text("utf-8")
+    if file.suffix == ".md":
+        return text
+    parts = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] != "code":
+            parts.append(source)
+            continue
+        parts.append(f"```{'sh' if source.startswith('!') else 'python'}\n{source.removeprefix('!')}\n```")
+        if printed := "".join("".join(output["text"]) for output in cell["outputs"]).rstrip():
+            parts.append(f"```text\n{printed}\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 def title(file: Path) -> str:
     """Return the first heading of a page, without marks."""
-    with open(file, encoding="utf-8") as lines:
-        heading = next((line for line in lines if line.startswith("# ")), f"# {file.stem}")
+    heading = next((line for line in page_text(file).splitlines() if line.startswith("# ")), f"# {file.stem}")
     return re.sub(r"[`*]|<[^>]*>", "", heading[2:]).strip()
 
 

@@ -18,6 +18,8 @@ def stack_words(stored: Fields) -> list[str]:
         >>> row = {"stack": "moe", "known_by": "experts", "survey": ["icepop", "keep_routing"], "agrees": True}
         >>> stack_words({"stacks": [row]})
         ['Stack moe (experts): the survey begins with icepop or keep_routing, as this does.']
+        >>> stack_words({"stacks": [{**row, "agrees": False, "differs": "do nothing"}]})
+        ['Stack moe (experts): do nothing (the survey begins with icepop or keep_routing).']
     """
     sentences = []
     for row in rows(stored.get("stacks")):
@@ -26,6 +28,7 @@ def stack_words(stored: Fields) -> list[str]:
             continue
         known = f" ({fact})" if (fact := text(row.get("known_by"))) else ""
         why = text(row.get("differs"))
-        end = ", as this does." if row.get("agrees") is True else f"; not here: {why}." if why else "."
-        sentences.append(f"Stack {kind}{known}: the survey begins with {' or '.join(names[:NAMED])}{end}")
+        picked = f"the survey begins with {' or '.join(names[:NAMED])}"
+        end = f"{picked}, as this does" if row.get("agrees") is True else f"{why} ({picked})" if why else picked
+        sentences.append(f"Stack {kind}{known}: {end}.")
     return sentences

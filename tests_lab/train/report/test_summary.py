@@ -38,6 +38,17 @@ def test_divergences_are_weighted_by_tokens_and_extremes_are_extremes():
     assert got["notes"] == []
 
 
+@pytest.mark.parametrize(("norms", "moved"), [((0, 0, 0), 0), ((0, 1, 0), 1), ((1, 0, 0), 2)])
+@pytest.mark.parametrize("flat", [True, False])
+def test_only_updates_behind_one_with_a_gradient_are_said_to_have_moved_the_weights(norms, moved, flat):
+    rows = [metrics(**{"optim/empty": float(not x), "groups/flat_frac": float(flat and not x)}) for x in norms]
+    (note,) = (note for note in summary("none", rows)["notes"] if "the gradient was 0" in note)
+    assert note.startswith(f"the gradient was 0 in {norms.count(0)} of 3 updates")
+    assert ("earned the same" in note) == flat
+    assert ("AdamW" in note) == ("skip_empty" in note) == bool(moved)
+    assert (f"in {moved} of them AdamW" in note) == bool(moved)
+
+
 def test_what_was_not_measured_is_none():
     row = metrics()
     for key in [k for k in row if k.startswith(("divergence/kl", "certificate"))]:

@@ -353,20 +353,16 @@ class OffdriftMixin(Base):
         return objects
 
     def _blind(self, why: str) -> None:
-        """Refuse to go on if a part compares the engine with the trainer and cannot, because `why`."""
+        """Refuse to go on if a part compares the engine with the trainer and cannot, because `why`; else warn once."""
         correction = self.offdrift.method.correction
         used = (*correction.gates, *correction.weights)
         used += (self.offdrift.method.objective,) if self._mode == "loss" else ()
         compared = "; ".join(part.formula for part in used if part.on in ("mismatch", "full"))
-        if not compared:
-            return
-        text = (
-            f"{why}, and [{compared}] compares the engine's with the trainer's: set use_vllm=True, or "
-            "give a rollout_func that returns logprobs"
-        )
-        if self._on_idle == "error":
-            raise LivenessError(f'{text}; on_idle="warn" takes the old policy for the engine')
-        self.offdrift.log.warning("%s", text)
+        way_out = "set use_vllm=True, or give a rollout_func that returns logprobs"
+        text = f"{why}, and [{compared}] compares the engine's with the trainer's" if compared else why
+        if compared and self._on_idle == "error":
+            raise LivenessError(f'{text}: {way_out}; on_idle="warn" takes the old policy for the engine')
+        self.offdrift.without_engine(f"{text} ({way_out})")
 
 
 if TYPE_CHECKING:

@@ -176,6 +176,9 @@ def recorded(
 ) -> Unpacked:
     """The micro-batch as a record, before it is masked or packed.
 
+    Where TRL has no old log-probs, the current ones are recorded as the old if there are the engine's to compare them
+    with. Compared with each other they would only show that a copy is equal.
+
     Args:
         version: optimizer steps taken before the update that uses it, which TRL numbers one more.
         ends: token ids that end a completion.
@@ -188,11 +191,11 @@ def recorded(
     last = ids.gather(1, (lengths - 1)[:, None]).squeeze(1)
     truncated = emptied | ~torch.isin(last, ids.new_tensor(list(ends)))
     inside = torch.arange(width, device=ids.device) < lengths[:, None]
-    old = inputs.get("old_per_token_logps")
+    old, sampled = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
     return Unpacked(
         step=ids.new_tensor(version + 1),
-        logp_rollout=inputs.get("sampling_per_token_logps"),
-        logp_old=logp.detach() if old is None else old,
+        logp_rollout=sampled,
+        logp_old=logp.detach() if old is None and sampled is not None else old,
         logp=logp.detach(),
         logp_ref=inputs.get("ref_per_token_logps"),
         tokens=ids,

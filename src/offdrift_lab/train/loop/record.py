@@ -288,15 +288,7 @@ def summarize_arm(
 
 def _notes(row: Method, metrics: Sequence[Row]) -> Iterator[str]:
     """Remarks for a reader of the row: parts without effect, weak evidence."""
-    empty = sum(
-        bool(m.get("optim/empty")) and not m.get("optim/step_skipped") and m.get("optim/lr_scale", 1.0) > 0
-        for m in metrics
-    )
-    if empty:
-        yield (
-            f"the gradient was 0 in {empty} of {len(metrics)} updates, and AdamW moved the weights all the same, by "
-            "its mean of earlier gradients: set optim.skip_empty = 'clear' to skip such steps"
-        )
+    yield from _without_gradient(metrics)
     if undone := sum(map(bool, _recorded(metrics, "optim/undone"))):
         yield f"{undone} of {len(metrics)} steps failed their test and were undone (optim.accept)"
     yield from _without_effect(row, metrics)
@@ -332,6 +324,25 @@ def _notes(row: Method, metrics: Sequence[Row]) -> Iterator[str]:
         yield alphas.sentence
     if any(m.get("divergence/grade") in ("interval", "capped interval") for m in metrics):
         yield "divergences are lower ends of certified intervals (top-k evidence)"
+
+
+def _without_gradient(metrics: Sequence[Row]) -> Iterator[str]:
+    """How many steps had no gradient, why, and how many of them moved the weights: those behind one that had."""
+    empty = [
+        i
+        for i, m in enumerate(metrics)
+        if m.get("optim/empty") and not m.get("optim/step_skipped") and m.get("optim/lr_scale", 1.0) > 0
+    ]
+    if not empty:
+        return
+    sentence = f"the gradient was 0 in {len(empty)} of {len(metrics)} updates"
+    if all(metrics[i].get("groups/flat_frac") == 1 for i in empty):
+        sentence += ", as all responses to a prompt earned the same: the task is too easy or too hard for the model"
+    earlier = next((i for i, m in enumerate(metrics) if not m.get("optim/empty")), len(metrics))
+    if moved := sum(i > earlier for i in empty):
+        sentence += f"; in {moved} of them AdamW moved the weights all the same, by its mean of earlier gradients: set "
+        sentence += "optim.skip_empty = 'clear' to skip such steps"
+    yield sentence
 
 
 def _without_effect(row: Method, metrics: Sequence[Row]) -> Iterator[str]:
