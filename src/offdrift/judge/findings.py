@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal
 
@@ -145,6 +145,11 @@ class Finding:
     """The first step of the run at which it fired; None if it is about the whole."""
     steps: int = 0
     """At how many steps it fired."""
+
+    def as_a_hint(self) -> Finding:
+        """The finding with low confidence, and to be watched at most."""
+        severity = max(self.severity, "watch", key=URGENCY.index)
+        return replace(self, severity=severity, confidence="low")
 
     def as_dict(self) -> dict[str, Any]:
         """The finding as plain data, for JSON."""

@@ -84,6 +84,7 @@ CAUSES = {
     "normalizer": "a normalizer or a constant of one side",
     "old_policy_other": "old log-probs of another policy",
     "old_policy_copied": "old log-probs that are the engine's",
+    "columns_equal": "a column that may be a copy of the other",
     "systematic_gap": "a systematic gap between the engines' log-probs",
     "weight_bias": "importance weights whose mean is not 1",
     "critic": "a critic that explains nothing",

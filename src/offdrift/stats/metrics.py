@@ -192,7 +192,7 @@ def _pearson(on: str) -> Formula:
         var_q = var_p + 2 * cov + var_d
         if n < 2 or min(var_p, var_q) <= NO_VARIANCE:
             return math.nan
-        return min(1.0, (var_p + cov) / math.sqrt(var_p * var_q))
+        return max(-1.0, min(1.0, (var_p + cov) / math.sqrt(var_p * var_q)))
 
     return value
 

@@ -240,6 +240,15 @@ def old_over_full(view: View) -> ReadNumber | None:
 
 
 @LEVELS.reading()
+def columns_equal(view: View) -> ReadNumber | None:
+    """1 where both policies' log-probs are equal to the bit at every token, `{on}/abs_log_ratio_max` being 0; absent of
+    fewer than `few_tokens` tokens."""
+    most, tokens = view.level("{on}/abs_log_ratio_max"), view.level("batch/tokens") or 0.0
+    enough = most is not None and tokens >= view.limits["few_tokens"]
+    return ReadNumber(float(most == 0), view.named("{on}/abs_log_ratio_max")) if enough else None
+
+
+@LEVELS.reading()
 def old_copied(view: View) -> ReadNumber | None:
     """1 where the old log-probs are the rollout's to the bit, `mismatch/abs_log_ratio_max` being 0, and the current
     ones are others, else 0"""
