@@ -397,8 +397,8 @@ def check_framework(name: str) -> None:
     from offdrift.records.readers.formats.table import SOURCES
 
     in_fixes = {framework for fix in load_rules().fixes.values() for framework in fix.snippets} - {"python", "shell"}
-    known = {*FRAMEWORKS, *metric_names().sources, *(source.framework for source in SOURCES), *in_fixes}
-    check_choice("framework", name, sorted(known))
+    names = {*FRAMEWORKS, *metric_names().sources, *(source.framework for source in SOURCES), *in_fixes}
+    check_choice("framework", name, sorted(names))
 
 
 def run_context(

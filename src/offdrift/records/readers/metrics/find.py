@@ -97,10 +97,10 @@ class MetricLog:
         """One sentence: what was found, and what of it is read."""
         whose = "this library" if self.framework == "offdrift" else self.framework
         renamed = [f"{ours} from {theirs}" for ours, theirs in self.names.items() if ours != theirs]
-        found = f"found metrics of {whose} in {self.container}, told by their names"
+        first = f"found metrics of {whose} in {self.container}, told by their names"
         if self.framework == PLAIN:
-            found = f"found metrics in {self.container}, whose names tell no framework"
-        words = [found]
+            first = f"found metrics in {self.container}, whose names tell no framework"
+        words = [first]
         words += [f"reading {_some(renamed)}"] if renamed else []
         words += [f"not used: {_some(self.unused)}"] if self.unused else []
         return "; ".join(words)
