@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from offdrift.cli import COMMANDS, EXTRAS, application
+from offdrift.cli import COMMANDS, EXTRAS, application, missing
 from offdrift.cli.exit_codes import MEANINGS, ExitCode
 from offdrift.records.recorder import write_log
 from tests.audit.logs import drawn as logged
@@ -285,6 +285,8 @@ def test_help_the_table_of_methods_and_bounds_do_not_wait_for_torch(words):
         ("rich", "--help", "its commands need rich: pip install 'offdrift[cli]' for methods"),
         ("pyarrow", "audit log", "offdrift audit needs pyarrow: pip install 'offdrift[audit]'"),
         ("transformers", "train tiny", "offdrift train needs transformers: pip install 'offdrift[train]'"),
+        ("accelerate", "report nowhere", "RecordError: nowhere is not a folder with arms.json, audit.json, run.json"),
+        ("safetensors", "certify a b --fresh", "RecordError: a holds no answers"),
     ],
 )
 def test_what_is_not_installed_is_named_with_the_extra_that_brings_it(folder, absent, words, wanted):
@@ -293,6 +295,20 @@ def test_what_is_not_installed_is_named_with_the_extra_that_brings_it(folder, ab
     assert done.returncode == ExitCode.ERROR
     assert wanted in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "command", "extra"),
+    [
+        ("accelerate", "report", "train"),
+        ("simpy", "audit", "plan"),
+        ("pyarrow", "train", "train"),
+        ("pyarrow", "bound", "audit"),
+        ("torch", "bound", "cli"),
+    ],
+)
+def test_the_extra_that_is_named_has_the_package(package, command, extra):
+    assert missing(package, command).endswith(f"needs {package}: pip install 'offdrift[{extra}]'")
 
 
 def test_the_version_is_printed(monkeypatch, capsys):

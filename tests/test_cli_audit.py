@@ -116,6 +116,8 @@ def test_methods_of_ones_own_are_in_the_table(run, log, tmp_path, workers):
     ("words", "message"),
     [
         (["--also", "gspo"], "every method of the table is tried anyway"),
+        (["--also", "grpo2"], "no method 'grpo2'; did you mean grpo"),
+        (["--also", "grpo2"], "a method of yours is named as in --also mine.py:mine"),
         (["--also", "gone.py:mine"], "gone.py:mine: there is no file"),
         (["--also", "mine.py:mine", "--also", "a/mine.py:mine"], "names of two files look alike"),
         (["--method", "gone.py:mine"], "gone.py:mine: there is no file"),

@@ -24,7 +24,9 @@ from offdrift.methods.describe import trained_return
 from offdrift.models import load_model, save_for_engine
 from offdrift.prove.certify import judge
 from offdrift.records import Sampling
+from offdrift.records.recorder import write_log
 from offdrift.records.store import read, write
+from tests.audit.logs import drawn as logged
 
 audit = importlib.import_module("offdrift.prove.certify")
 LONGEST, SEQUENCES = 5, 6
@@ -256,6 +258,39 @@ def test_files_that_are_no_rollouts_are_named(arm, tmp_path, monkeypatch, capsys
     assert "holds no rollouts" in refused(tmp_path / "absent.parquet")
     (tmp_path / "bare[red]").mkdir()
     assert "holds no rollouts" in refused(tmp_path / "bare[red]")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "reward": 1}')
+    assert "compared by `certify A B --fresh`" in refused(tmp_path / "rows.jsonl"), (
+        "a healthy file is not to be deleted"
+    )
+    pq.write_table(pa.table({"prompt": ["a"], "reward": [1.0]}), tmp_path / "rows.parquet")
+    assert "`certify A B --fresh`" in refused(tmp_path / "rows.parquet")
+
+
+def test_a_log_of_the_recorder_is_named_with_what_it_lacks(tmp_path, monkeypatch, capsys):
+    write_log(logged(sequences=4, steps=1), tmp_path / "log.parquet")
+    said = mistake(tmp_path / "log.parquet", *TINY, monkeypatch=monkeypatch, capsys=capsys)
+    for words in (
+        "it lacks the tokens of the prompts and the settings of sampling",
+        "`offdrift train` writes rollouts",
+    ):
+        assert words in said
+
+
+@pytest.mark.parametrize(
+    ("words", "following"),
+    [
+        ((), "certify NEW_ROLLOUTS --model"),
+        (("--model", "tiny-qwen3"), "--power"),
+        (("--model", "tiny-qwen3", "--power"), "certify MORE_ROLLOUTS --model tiny-qwen3"),
+        (("--model", "tiny-qwen3", "--anytime"), "certify MORE_ROLLOUTS --model tiny-qwen3"),
+    ],
+)
+def test_the_next_step_follows_from_the_verdict(arm, monkeypatch, words, following):
+    monkeypatch.setattr(sys, "argv", ["offdrift", "certify", str(arm), *words])
+    done = certify(arm, *words)
+    step = done.stderr.rpartition("next: offdrift ")[2]
+    assert following in step
+    assert "bound" not in step
 
 
 def test_two_arms_do_not_say_which_model(arm, monkeypatch, capsys, tmp_path):

@@ -44,6 +44,27 @@ def found(tmp_path_factory):
     return json.loads((out / "check.json").read_text())
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--temperature", "-1"), "sampling.temperature = -1.0, must be at least 0.01"),
+        (("--top-p", "2"), "sampling.top_p = 2.0, must be in (0, 1]"),
+        (("--device", "gpu0"), "device = 'gpu0' cannot be used"),
+        (("--rollout", "vllm:bfloat16"), "vLLM is not installed; pip install vllm"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_model_is_loaded(run, monkeypatch, words, said):
+    def load(*_, **__):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("offdrift.check.entry.load_model", load)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    done = run(*TINY, *words)
+    assert done.code == 1
+    assert said in done.stderr
+    assert "this takes about" not in done.stderr
+
+
 # -- files and exit status -----------------------------------------------------------------------
 
 

@@ -92,3 +92,42 @@ def test_a_model_that_cannot_be_written_names_the_folder(tmp_path, place):
     model, tokenizer = load_model("tiny-qwen3", seed=0)
     with pytest.raises(RecordError, match=re.escape(str(Path(tmp_path, place)))):
         save_for_engine(model, tokenizer, tmp_path / place)
+
+
+@pytest.mark.parametrize("words", [("audit", "log.jsonl"), ("watch", ".", "--until-idle", "0.1")])
+def test_a_framework_that_is_none_is_refused_with_the_nearest(monkeypatch, capsys, tmp_path, words):
+    (tmp_path / "log.jsonl").write_text('{"logp_rollout": [-1.0], "logp": [-1.0]}')
+    monkeypatch.chdir(tmp_path)
+    done = command(monkeypatch, capsys, *words, "--framework", "trll")
+    assert done.code == ExitCode.ERROR
+    for words in ("framework='trll' is not one of", "did you mean 'trl'?"):
+        assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("named", "why"),
+    [
+        ("empty", "the folder is empty"),
+        ("texts", "the folder holds no file ending in .parquet, "),
+        ("gone", "it does not exist"),
+        ("g*ne", "no file has a name like this"),
+    ],
+)
+def test_where_no_log_is_the_reason_is_one(tmp_path, named, why):
+    for folder in ("empty", "texts"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("")
+    with pytest.raises(RecordError) as error:
+        files.find([str(tmp_path / named)])
+    assert f"{named}: {why}" in str(error.value)
+    assert ", or " not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("stale_engin", "did you mean stale_engine"), ("xyz", "offdrift docs rules")]
+)
+def test_a_rule_that_is_none_is_told_from_a_file(monkeypatch, capsys, name, hint):
+    done = command(monkeypatch, capsys, "rules", name)
+    assert done.code == ExitCode.ERROR
+    for words in (f"no rule and no file is called '{name}'", hint):
+        assert words in done.stderr

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from offdrift import logprobs
 from offdrift.errors import BadValueError, EvidenceError, ShapeError
 from offdrift.logprobs import FLOORS, POSITIVE_SLACK, UNSCORED_BELOW, LogProbs
 from offdrift.loss import policy_loss
 from offdrift.ratios import log_ratio
 from offdrift.segments import Segments
+from offdrift.stats import DriftStats, summarize
 
 NAN, INF = float("nan"), float("inf")
 
@@ -131,6 +133,21 @@ def test_a_token_without_a_rollout_log_prob_is_unscored_and_has_the_ratio_one(va
         assert log_ratio(lp, on=on)[1] == 0
     log_ratio(lp, on="full").sum().backward()
     assert leaf.grad.tolist() == [1.0, 0.0, 1.0]
+
+
+def test_the_first_unscored_token_of_a_process_is_said_and_every_one_is_counted(caplog, monkeypatch):
+    monkeypatch.setattr(logprobs, "_warned", set())
+    for value in (-INF, -9999.0):
+        lp = LogProbs.pack(torch.tensor([-1.0, value]), torch.tensor([-1.0, -1.0]), segments=Segments.from_lengths([2]))
+        assert summarize(DriftStats.of(lp))["batch/unscored_tokens"] == 1
+    assert [r.getMessage().partition(":")[0] for r in caplog.records] == ["logp_rollout holds -inf"]
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (2, 3)])
+def test_sequences_without_a_token_that_trains_are_a_batch_whose_loss_is_zero(shape):
+    logp = torch.full(shape, -1.0, requires_grad=True)
+    lp = LogProbs.pack(logp.detach(), logp, mask=torch.zeros(shape))
+    assert (len(lp.segments), policy_loss(lp, "token_tis", torch.zeros(0)).loss.item()) == (2, 0.0)
 
 
 def test_a_log_prob_just_above_the_sentinels_is_scored():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -73,9 +74,11 @@ class CheckpointError(OffdriftError, RuntimeError):
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raise `MethodError` unless `value` is one of `choices`."""
+    """Raise `MethodError` unless `value` is one of `choices`; it asks for the nearest."""
     if value not in choices:
-        raise MethodError(f"{name}={value!r} is not one of {tuple(choices)}")
+        near = get_close_matches(str(value), choices, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise MethodError(f"{name}={value!r} is not one of {tuple(choices)}{hint}")
 
 
 def check_positive(part: Any, *names: str, hint: str = "") -> None:

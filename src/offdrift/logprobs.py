@@ -8,6 +8,7 @@ every token counts, so the rest of the library needs no masks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -28,6 +29,13 @@ impossible never look as if they agreed: the log-ratio stays far outside every t
 UNSCORED_BELOW = -1000.0
 """Nats. A rollout log-prob at or below this says that the engine did not score the token: no engine
 draws a token of that probability, and -9999 and -inf are what engines write where they have none."""
+LOG = logging.getLogger("offdrift.logprobs")
+UNSCORED_WORDS = (
+    "logp_rollout holds %g: tokens at %g nats or less are taken as not scored by the engine. They never train, stay in "
+    "the normalizer, and are counted in batch/unscored_tokens; have the engine return a log-prob for every token"
+)
+_warned: set[str] = set()
+"""What this process has warned of."""
 
 POSITIVE_SLACK = 1e-3
 """Nats by which a log-prob may exceed 0 through rounding before it is refused."""
@@ -88,16 +96,18 @@ class LogProbs:
             group_ids: prompt group of each sequence, any integers; those of `segments` unless given.
 
         Fields of several dtypes become the widest of them, at least float32. Where no token may
-        train, the batch is empty: every loss of it is 0, with a graph to `logp`.
+        train, all masked or in responses without one, every loss is 0, with a graph to `logp`.
 
         Raises:
             ShapeError: fields of different shapes, padded and packed arguments mixed, or groups or
                 cuts of another batch.
             BadValueError: NaN, +inf or a positive log-prob on a trainable token, NaN in the mask, no
-                sequence at all, groups that contradict those of `segments`, or what is no tensor.
+                sequence at all (there is nothing to average over: the batch was cut wrongly), groups
+                that contradict those of `segments`, or what is no tensor.
                 -inf is legal. In `logp_rollout`, like anything down to it from `UNSCORED_BELOW`, it
-                marks a token that the engine did not score (see `unscored`); in the other fields it
-                becomes a finite floor, and the ratio 0 or a violation.
+                marks a token that the engine did not score (see `unscored`), which is logged as a
+                warning once in a process; in the other fields it becomes a finite floor, and the
+                ratio 0 or a violation.
 
         Example:
             >>> lp = LogProbs.pack(torch.tensor([[-1.0, -2.0, float("nan")]]), mask=torch.tensor([[1, 1, 0]]))
@@ -344,6 +354,9 @@ def _refuse_bad_values(
     lowest = dict(zip(upcast, extremes[::2], strict=True))
     unscored = None
     if lowest["logp_rollout"] <= UNSCORED_BELOW:
+        if not _warned:
+            _warned.add("unscored")
+            LOG.warning(UNSCORED_WORDS, lowest["logp_rollout"], UNSCORED_BELOW)
         unscored = upcast["logp_rollout"].detach() <= UNSCORED_BELOW
         # The floor, and not what stood there: packed or recorded again, the token is as unscored.
         upcast["logp_rollout"] = upcast["logp_rollout"].masked_fill(unscored, FLOORS["logp_rollout"])

@@ -210,6 +210,25 @@ def test_trainer_state_that_is_cut_off_is_one_message_with_the_file(tmp_path):
         recognize([str(tmp_path)])
 
 
+def test_json_lines_in_a_file_that_is_named_json_are_read(tmp_path):
+    file = tmp_path / "metrics.json"
+    write_lines(tmp_path).rename(file)
+    log = find_metrics([str(file)])
+    assert log is not None
+    assert (log.framework, len(log.rows), log.bad) == ("verl", STEPS, ())
+
+
+@pytest.mark.parametrize(("other", "framework"), [("rollout/kl", "plain"), ("completions/mean_length", "trl")])
+def test_names_that_every_trainer_uses_tell_no_framework(tmp_path, other, framework):
+    file = tmp_path / "metrics.csv"
+    file.write_text(f"step,{other},loss\n1,0.01,0.5\n2,0.02,0.4\n")
+    log = find_metrics([str(file)])
+    assert log is not None
+    assert (log.framework, log.names["optim/loss"]) == (framework, "loss")
+    if framework == "plain":
+        assert log.description.endswith(f"not used: {other}")
+
+
 @pytest.mark.parametrize("value", [1.7e308, -1.7e308, 10**300, -5.0, 5e-324])
 def test_numbers_beyond_all_bounds_are_judged_without_an_overflow(tmp_path, value):
     names = [entry.theirs for entry in metric_names().names if entry.framework == "verl"]

@@ -15,7 +15,7 @@ from offdrift.audit.breaks import since_breaks
 from offdrift.audit.certificate_evidence import Proof
 from offdrift.audit.coverage import coverage, metrics, questions
 from offdrift.audit.partial import AuditPartial, Job
-from offdrift.errors import RecordError
+from offdrift.errors import RecordError, check_choice
 from offdrift.judge import Context, Rules, decide, diagnose, escalate, load_rules, regime, verdict
 from offdrift.judge.findings import number
 from offdrift.judge.kl_choice import kl_of
@@ -396,6 +396,17 @@ def _number(overall: Mapping[str, Any], name: str) -> float:
 
 FOLDERS_ABOVE = 4
 """How far above a log its `run.json` is looked for."""
+
+
+def check_framework(name: str) -> None:
+    """Raise `MethodError` unless it is a framework whose logs are read, or that fixes or adapters are for."""
+    from offdrift.adapters.frameworks import FRAMEWORKS
+    from offdrift.judge.metric_names import metric_names
+    from offdrift.records.readers.formats.table import SOURCES
+
+    in_fixes = {framework for fix in load_rules().fixes.values() for framework in fix.snippets} - {"python", "shell"}
+    names = {*FRAMEWORKS, *metric_names().sources, *(source.framework for source in SOURCES), *in_fixes}
+    check_choice("framework", name, sorted(names))
 
 
 def run_context(

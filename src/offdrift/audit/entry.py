@@ -11,13 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from offdrift.audit.conclude import arms_of_run, conclude, run_context
+from offdrift.audit.conclude import arms_of_run, check_framework, conclude, run_context
 from offdrift.audit.partial import AuditPartial, Job
 from offdrift.audit.result import ArmsAudit, Audit
 from offdrift.audit.small_files import bundled
 from offdrift.audit.stream import Run, in_process, in_processes, on_ray, slice_of
 from offdrift.audit.stream import audit as read_all
-from offdrift.errors import BadValueError, check_count
+from offdrift.errors import BadValueError, MethodError, check_count
 from offdrift.judge import Context, Rules
 from offdrift.judge.rules_record import Chosen, choose_rules, record_above
 from offdrift.records.readers import Detected, Piece, pieces
@@ -87,7 +87,8 @@ def audit(
         progress: True shows a bar on stderr; a function is called with stage, parts done and parts.
 
     Raises: `RecordError` if there is no log, or no row of it can be read; `BadValueError` for an option that cannot be;
-        `RecipeError` for a rules file; `EngineError` if a process that reads is lost.
+        `MethodError` for a framework or method that is not known; `RecipeError` for a rules file; `EngineError` if a
+        process that reads is lost.
 
     Example:
         >>> import tempfile
@@ -186,6 +187,8 @@ def options_of(
     """The arguments of `audit` as options. Raises: as that."""
     for name, number in (("workers", workers), ("sample_mib", sample_mib), ("max_file_mib", max_file_mib)):
         check_count(name, number)
+    if context.get("framework") is not None:
+        check_framework(context["framework"])
     return Options(
         columns=columns,
         context=context,
@@ -200,13 +203,21 @@ def options_of(
 def in_files(names: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Absolute names of methods in files, each with the hash of what was run.
 
-    Raises: `MethodError` if one cannot be loaded; `BadValueError` for a name of the table, or two that look alike.
+    Raises: `MethodError` if one cannot be loaded or is not known; `BadValueError` for a name of the table, or two that
+        look alike.
     """
     from offdrift.methods.load import absolute, code_source, displayed, in_code
+    from offdrift.methods.table import method
 
-    if named := [name for name in names if not in_code(name)]:
+    for name in names:
+        if in_code(name):
+            continue
+        try:
+            method(name)
+        except MethodError as e:
+            raise MethodError(f"--also: {e}; a method of yours is named as in --also mine.py:mine") from e
         raise BadValueError(
-            f"--also {named[0]}: every method of the table is tried anyway; give code, as in --also mine.py:mine"
+            f"--also {name}: every method of the table is tried anyway; give code, as in --also mine.py:mine"
         )
     hashes = {name: code_source(name).sha256 for name in dict.fromkeys(map(absolute, names))}
     if len({*map(displayed, hashes)}) < len(hashes):

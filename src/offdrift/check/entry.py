@@ -23,8 +23,9 @@ from offdrift.check.live import LiveCheck, named_alone, server_spec
 from offdrift.check.live_result import live_result
 from offdrift.check.other_machine import other_claim
 from offdrift.check.result import Check
+from offdrift.engines.generate import check_sampling
 from offdrift.engines.server.client import Server, identify
-from offdrift.errors import BadValueError, check_count
+from offdrift.errors import BadValueError, EngineError, check_count
 from offdrift.judge import Rules, load_rules
 from offdrift.models import load_model, save_for_engine
 from offdrift.records.provenance import Sampling
@@ -33,6 +34,7 @@ from offdrift.show.progress import Watch, watched
 Location = str | os.PathLike[str]
 QUICK_PROMPTS, QUICK_TOKENS = 8, 32
 """What `quick` draws, and no more."""
+INSTALL_VLLM = "pip install vllm; on CPUs, from a checkout of this library, make install-vllm"
 TRAIN = "transformers:float32"
 PATIENCE = 60.0
 """Seconds that a server may take to say what it is."""
@@ -113,6 +115,9 @@ def check(
     started = time.perf_counter()
     texts = _prompts(prompts, min(max_prompts, QUICK_PROMPTS) if quick else max_prompts)
     length = min(max_tokens, QUICK_TOKENS) if quick else max_tokens
+    sampling = Sampling(length, temperature, top_p=top_p)
+    check_sampling(sampling)
+    check_device(device)
     where = device or ("cuda" if torch.cuda.is_available() else None)
     judged_by = rules if isinstance(rules, Rules) else load_rules(None if rules is None else Path(rules))
     with watched(progress) as watch:
@@ -142,7 +147,7 @@ def check(
                 if claim is None:
                     raise BadValueError("digest is of a claim: --digest goes with --claim equal")
             engines = Engines(model, rollout, train, seed, where)
-            draw = Draw(texts, samples, Sampling(length, temperature, top_p=top_p), chat=chat)
+            draw = Draw(texts, samples, sampling, chat=chat)
             ways = {"quick": quick, "thorough": thorough}
             asked = {"factors": chosen(factors, **ways), "left_out": left_out(factors, **ways)}
             asked["together"] = () if compound is None else combined(chosen(compound))
@@ -186,6 +191,10 @@ class Engines:
         name, slow = self._model(watch), processor.slowdown()
         rollout, train = EngineSpec.parse(self.rollout or _engine(slow, watch)), EngineSpec.parse(self.train)
         for spec in (rollout, asked["against"]):
+            if spec is not None and spec.kind == "vllm" and importlib.util.find_spec("vllm") is None:
+                raise EngineError(
+                    f"{spec}: vLLM is not installed; {INSTALL_VLLM}, or give --rollout transformers:bfloat16"
+                )
             if spec is not None and spec.kind == "openai":
                 watch("asking the server", 0, 1)
                 check_reachable(spec)  # a server that is not there must not cost the loading of a model
@@ -223,6 +232,18 @@ class Engines:
         return name
 
 
+def check_device(device: str | None) -> None:
+    """Raise `BadValueError` for a device that torch does not know or that is not here."""
+    if device is None:
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise BadValueError(
+            f"device = {device!r} cannot be used: {str(e).splitlines()[0][:200]}; give cpu or cuda"
+        ) from e
+
+
 def check_reachable(spec: EngineSpec) -> None:
     """Raise `EngineError` unless a server is there and serves the model that is asked for."""
     options = dict(spec.options)
@@ -239,7 +260,7 @@ def _engine(slow: float, watch: Watch) -> str:
     installed = importlib.util.find_spec("vllm") is not None
     dtype = "float32" if slow > 1 else "bfloat16"
     name = f"{'vllm' if installed else 'transformers'}:{dtype}"
-    why = "" if installed else "; vLLM is not installed (`make install-vllm`)"
+    why = "" if installed else f"; vLLM is not installed ({INSTALL_VLLM})"
     why += "; bfloat16 is a factor, as this processor emulates it" if slow > 1 else ""
     watch(f"rollout engine: {name}{why}", 0, 0)
     return name

@@ -7,10 +7,11 @@ pyarrow. This file needs the standard library alone: what is not installed is na
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import metadata, requires, version
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
@@ -99,12 +100,26 @@ def main() -> None:
     raise SystemExit(ExitCode.ERROR)
 
 
+def packages_of(extra: str) -> set[str]:
+    """Names by which the packages of an extra are imported, where these are the names that they are installed by.
+
+    Example:
+        >>> "safetensors" in packages_of("train"), "safetensors" in packages_of("audit")
+        (True, False)
+    """
+    lines = [line for line in requires("offdrift") or () if f"extra == '{extra}'" in line.replace('"', "'")]
+    return {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
+
+
 def missing(package: str, command: str = "") -> str:
-    """Message for a command whose package is not installed, with the pip command that installs it.
+    """Message for a command whose package is not installed, with the pip command that installs it: the command's extra,
+    or another that has the package.
 
     Example:
         >>> missing("transformers", "train")
         "offdrift train needs transformers: pip install 'offdrift[train]'"
+        >>> missing("accelerate", "report")
+        "offdrift report needs accelerate: pip install 'offdrift[train]'"
     """
     if package in ("typer", "rich"):
         return (
@@ -113,4 +128,9 @@ def missing(package: str, command: str = "") -> str:
             "watch, compare and report, too, 'offdrift[train]' for all"
         )
     extra = EXTRAS.get(command, "train")
+    if package not in packages_of(extra):
+        others = [
+            other for other in metadata("offdrift").get_all("Provides-Extra", ()) if package in packages_of(other)
+        ]
+        extra = min(others, key=lambda other: len(packages_of(other)), default=extra)
     return f"offdrift {command} needs {package}: pip install 'offdrift[{extra}]'"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -190,7 +192,7 @@ def certify(
     if screen.interrupted:
         screen.warn(f"interrupted after {batches.files} of {len(files)} files; the numbers are of those")
         raise typer.Exit(ExitCode.INTERRUPTED)
-    screen.next(f"offdrift bound --T {longest} --solve delta --target 0.1", "drift for a useful bound")
+    screen.next(*judged.next_step())
 
 
 TOGETHER = {
@@ -330,6 +332,19 @@ class JudgedPolicy:
         if (raised := _raised_by(self.model)) is not None:
             words = f"The certificate is about {ABOUT}. What the arm's steps raise ({raised['advantage']}): "
             screen.out.print(Text(f"{words}{raised['words']}.", style="dim" if raised["is_j"] else "yellow"))
+
+    def next_step(self) -> tuple[str, str]:
+        """The command that the verdict leads to, and what it is for."""
+        policy = f"--model {shlex.quote(self.model)}"
+        if self.trained_on:
+            return f"offdrift certify NEW_ROLLOUTS {policy}", "by rollouts of prompts that it has not learned from"
+        if self.proof.record_refuted:
+            return "offdrift docs rules", "what tells one engine bug from another, to repair the record"
+        if self.proof.certified or self.proof.best is None:
+            return "offdrift docs certificates-in-short", "what a certificate needs, and what it promises"
+        if self.planned or self.proof.looks.anytime:
+            return f"offdrift certify MORE_ROLLOUTS {policy}", "by more prompts"
+        return shlex.join(["offdrift", *sys.argv[1:], "--power"]), "how many prompts would certify the gain seen here"
 
 
 def show_plan(screen: Screen, planned: Plan | None) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from offdrift.cli import REPORTS
 from offdrift.cli.app import AFTER, RulesFile, Screen, app
+from offdrift.errors import RecordError
 
 
 @app.command(rich_help_panel=AFTER)
@@ -61,7 +62,12 @@ def report(
         stored = audit_judged_by(run, rules)
         page, view = write_audit_page(stored, run, limit=limit), audit_view(stored, width=screen.width, folder=str(run))
     else:
-        kind = "sweep.json" if (run / "sweep.json").is_file() else "run.json"
+        kind = next((name for name in REPORTS if (run / name).is_file()), None)
+        if kind is None:
+            raise RecordError(
+                f"{run} {'holds none of' if run.is_dir() else 'is not a folder with'} arms.json, audit.json, "
+                f"{', '.join(REPORTS)}; give the folder of a run, a sweep or an audit"
+            )
         module, _, function = REPORTS[kind].rpartition(".")
         page, view, stored = getattr(import_module(module), function)(run, limit=limit, width=screen.width, rules=rules)
     if screen.as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from offdrift.cli.app import THEORY, Screen, app
 from offdrift.cli.complete import rule_names
+from offdrift.errors import RecipeError
 
 if TYPE_CHECKING:
     from offdrift.judge import Rules
@@ -46,7 +48,7 @@ def rules(
 
     if file is not None and toml:
         raise typer.BadParameter("--toml prints the built-in thresholds; leave the file out")
-    if file is not None and not file.is_file() and str(file) in load_rules().rules:
+    if file is not None and not file.exists() and file.suffix != ".toml":
         _show_rule(screen, load_rules(), str(file))
         return
     chosen = load_rules(file)
@@ -66,9 +68,13 @@ def rules(
 
 
 def _show_rule(screen: Screen, rules: Rules, name: str) -> None:
-    """One rule with its condition, meaning, fix and sources."""
+    """One rule with its condition, meaning, fix and sources; a name that is none is refused with those like it."""
     from offdrift.show.rules import rule_facts, rule_view
 
+    if name not in rules.rules:
+        near = get_close_matches(name, rules.rules)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise RecipeError(f"no rule and no file is called {name!r}; {hint}`offdrift docs rules` shows all rules")
     if screen.as_json:
         screen.json(rule_facts(rules, name))
     else:

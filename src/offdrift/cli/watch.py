@@ -117,10 +117,12 @@ def watch(
         --webhook https://hooks.slack.com/services/...
     offdrift watch runs/tiny --prometheus 9464
     """
+    from offdrift.audit.conclude import check_framework
     from offdrift.audit.watch import Follower
     from offdrift.audit.watch_judge import RunJudge
     from offdrift.judge.rules_record import choose_rules, record_above
 
+    check_framework(framework)
     if not run.exists():
         raise BadValueError(f"there is nothing at {run}; give the folder that the run writes to")
     facts = {"method": method, "temperature": temperature, "mixture_of_experts": moe}

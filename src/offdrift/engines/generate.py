@@ -85,6 +85,13 @@ SAMPLING_RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 """Sampling parameters, the values that each may have, and these in words."""
 
 
+def check_sampling(sampling: Sampling) -> None:
+    """Raise `EngineError` for a parameter that no engine can draw by, before one is made."""
+    for name, allowed, rule in SAMPLING_RULES:
+        if not allowed(value := getattr(sampling, name)):
+            raise EngineError(f"sampling.{name} = {value}, {rule}")
+
+
 @dataclass(frozen=True)
 class Generation:
     """Responses of a few consecutive prompts, packed: `n` tokens in `b` sequences."""
@@ -129,9 +136,7 @@ def check_request(
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             bad = next(t for t in prompt if not 0 <= t < vocab_size)
             raise EngineError(f"prompts[{i}] has token id {bad}, the vocabulary has {vocab_size}")
-    for name, allowed, rule in SAMPLING_RULES:
-        if not allowed(value := getattr(sampling, name)):
-            raise EngineError(f"sampling.{name} = {value}, {rule}")
+    check_sampling(sampling)
     for stop in sampling.stop_token_ids:
         if not 0 <= stop < vocab_size:
             raise EngineError(f"sampling.stop_token_ids has {stop}, the vocabulary has {vocab_size} tokens")

@@ -65,10 +65,10 @@ def rollout_files(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         folder = path / "rollouts" if (path / "rollouts").is_dir() else path
         here = sorted(folder.glob("*.parquet")) if folder.is_dir() else [folder]
-        if not here or not here[0].is_file():
+        if not here or not here[0].is_file() or here[0].suffix != ".parquet":
             raise RecordError(
                 f"{path} holds no rollouts; give .parquet files, a folder of them, or an arm of a run "
-                "(runs/NAME/arms/ARM)"
+                "(runs/NAME/arms/ARM). Two files of prompts and rewards are compared by `certify A B --fresh`"
             )
         for file in here:
             files.setdefault(file.resolve(), file)

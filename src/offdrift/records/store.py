@@ -24,8 +24,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from jaxtyping import Integer
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
 from offdrift.divergence.head import Head
@@ -49,7 +47,7 @@ from offdrift.records.rollouts import (
     keys_of,
     text_id,
 )
-from offdrift.records.schema import ROLLOUTS_KEY
+from offdrift.records.schema import LOG_KEY, ROLLOUTS_KEY
 from offdrift.texts import LARGEST_DATA, check_file, parse_json, read_bytes
 
 FORMAT = 4
@@ -396,7 +394,7 @@ def _table(path: Path, columns: list[str] | None = None) -> Iterator[tuple[pa.Ta
         ) from e
     metadata = table.schema.metadata or {}
     if KEY not in metadata:
-        raise RecordError(f"{path} is a Parquet file, but not of this library (columns {table.column_names[:8]})")
+        raise RecordError(f"{path} {_foreign(whole)}")
     try:
         header = parse_json(metadata[KEY])
         if header.get("format") not in READABLE:
@@ -409,6 +407,21 @@ def _table(path: Path, columns: list[str] | None = None) -> Iterator[tuple[pa.Ta
         raise
     except (*Malformed, pa.ArrowException) as e:
         raise RecordError(f"{path} does not hold what its header says: {repr(e)[:300]}") from e
+
+
+def _foreign(schema: pa.Schema) -> str:
+    """What a Parquet file is that holds no rollouts, and what it can be used for."""
+    what = f"is a Parquet file, but not of this library (columns {schema.names[:8]})"
+    if LOG_KEY in (schema.metadata or {}):
+        what = (
+            "is a log that `offdrift.record` wrote: it lacks the tokens of the prompts and the settings of sampling, "
+            "so that no other policy can be scored. `offdrift train` writes rollouts that have them "
+            "(arms/ARM/rollouts), and offdrift.records.store.write those of an engine of yours; `offdrift audit` reads "
+            "this log"
+        )
+    if not {"prompt", "reward"} <= set(schema.names):
+        return what
+    return f"{what}. Its prompts and rewards are compared with another policy's by `certify A B --fresh`"
 
 
 def _check_decoded(source: pq.ParquetFile, file: Any, path: Path) -> None:
@@ -511,6 +524,8 @@ def write_head(head: Head, folder: Path) -> str:
 
     Raises: `RecordError` naming the file if the disk is full or the folder cannot be written.
     """
+    from safetensors.torch import save
+
     tensors = {"weight": head.weight.contiguous()}
     if head.bias is not None:
         tensors["bias"] = head.bias.contiguous()
@@ -530,6 +545,9 @@ def read_head(folder: Path, name: str, *, wanted_by: Path) -> Head:
 
     Raises: `RecordError` naming both files if the head is missing or has other content.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
     if not (isinstance(name, str) and re.fullmatch(HEAD_NAME, name)):
         raise RecordError(f"{wanted_by} names its output head {name!r}, which is no SHA-256")
     path = _path(folder, name)

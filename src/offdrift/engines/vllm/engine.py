@@ -167,7 +167,7 @@ class VLLMEngine(BaseEngine):
                 import vllm
         except ImportError as error:
             raise EngineError(
-                f"vLLM cannot be imported ({error}); install it with `make install-vllm`, "
+                f"vLLM cannot be imported ({error}); pip install vllm (from a checkout: `make install-vllm`), "
                 'or use the "transformers" engine'
             ) from error
         self.engine_version = vllm.__version__

@@ -321,14 +321,23 @@ def find(paths: Sequence[str]) -> tuple[list[str], list[BadRow]]:
         before = len(skipped)
         named = _remote(path) if is_url(path) else _local(path, skipped)
         if not named and len(skipped) == before:
-            unseen = ", or its client was given no right to see it" if is_url(path) else ""
-            suffixes = ", ".join(SUFFIXES)
-            hint = "" if is_url(path) else _unread(path)
-            raise RecordError(
-                f"no log at {path}: it does not exist, or holds no file ending in {suffixes}{unseen}{hint}"
-            )
+            raise RecordError(f"no log at {path}: {_nothing_at(path)}")
         files += named
     return files, skipped
+
+
+def _nothing_at(path: str) -> str:
+    """Why a path names no file of a log: it is not there, or what is there is none."""
+    holds = f"holds no file ending in {', '.join((*SUFFIXES, TABLE))}"
+    if is_url(path):
+        return f"it does not exist, or {holds}, or its client was given no right to see it"
+    if os.path.isdir(path):
+        what = f"the folder {holds}" if os.listdir(path) else "the folder is empty"
+    elif os.path.lexists(path):
+        what = "it is no log"
+    else:
+        what = "no file has a name like this" if local_glob.has_magic(path) else "it does not exist; check the path"
+    return f"{what}{_unread(path)}"
 
 
 STRAW = ".straw.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -24,10 +24,16 @@ GLANCE = 500
 """Rows of a file that tell whether it holds metrics."""
 MOST_FILES = 5_000
 """Files of a folder that are looked at."""
+PLAIN = "plain"
+"""The framework of a log that tells none."""
 NAMED = 8
 """Names that a sentence lists."""
 MOST_STEPS = 5_000_000
 """Steps that are kept of a run."""
+
+
+EVERYWHERE = frozenset({"loss", "grad_norm", "learning_rate", "lr", "entropy", "reward", "kl"})
+"""Names that any trainer uses."""
 
 
 class Container(NamedTuple):
@@ -41,6 +47,8 @@ class Container(NamedTuple):
     """What the files of one run share: by default a file is a run."""
     repeats: bool = False
     """Whether each file of a run repeats the ones before it, so that the longest is read."""
+    common: Collection[str] = EVERYWHERE
+    """Names that tell no framework here, with "train/" before them or without."""
 
 
 def _output_folder(file: str) -> str:
@@ -56,7 +64,9 @@ CONTAINERS = (
         "event files of TensorBoard", r"(^|/)events\.out\.tfevents\.[^/]*$", event_files.event_rows, os.path.dirname
     ),
     Container("CSV", r"\.csv$", rows.csv_rows),
-    Container("trainer_state.json", r"(^|/)trainer_state\.json$", rows.json_rows, _output_folder, repeats=True),
+    Container(
+        "trainer_state.json", r"(^|/)trainer_state\.json$", rows.json_rows, _output_folder, repeats=True, common=()
+    ),
     Container("JSON", r"\.json$", rows.json_rows),
     Container("printed lines", r"\.(log|txt|out)$", rows.console_rows),
 )
@@ -87,7 +97,10 @@ class MetricLog:
         """One sentence: what was found, and what of it is read."""
         whose = "this library" if self.framework == "offdrift" else self.framework
         renamed = [f"{ours} from {theirs}" for ours, theirs in self.names.items() if ours != theirs]
-        words = [f"found metrics of {whose} in {self.container}, told by their names"]
+        first = f"found metrics of {whose} in {self.container}, told by their names"
+        if self.framework == PLAIN:
+            first = f"found metrics in {self.container}, whose names tell no framework"
+        words = [first]
         words += [f"reading {_some(renamed)}"] if renamed else []
         words += [f"not used: {_some(self.unused)}"] if self.unused else []
         return "; ".join(words)
@@ -266,7 +279,8 @@ def _translated(
 ) -> MetricLog:
     """The log under our names."""
     table = metric_names()
-    theirs = dict.fromkeys(name for values in steps.values() for name in values)
+    theirs = {name for values in steps.values() for name in values}
+    telling = [name for name in theirs if name.removeprefix("train/") not in container.common]
     entries: dict[str, MetricName] = {}
     translated: list[Mapping[str, float | int]] = []
     unusable: list[BadRow] = []
@@ -284,7 +298,7 @@ def _translated(
         ours = {name: value for name, value in row.items() if _is_ours(name)}
         translated.append({"step": step, **ours, **{name: row[entry.theirs] for name, entry in of_step.items()}})
     return MetricLog(
-        framework=table.framework_of(theirs) or "offdrift",
+        framework=table.framework_of(telling) or PLAIN,
         container=container.what,
         files=tuple(files),
         rows=tuple(translated),

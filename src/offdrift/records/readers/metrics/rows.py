@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from offdrift import texts
@@ -81,6 +82,8 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
 def json_rows(file: str, bad: list[BadRow]) -> Iterator[MetricRow]:
     """Rows of one JSON value: the `log_history` of transformers' `trainer_state.json`, a list of rows, or one row.
 
+    JSON lines that are named so are read as such.
+
     Raises: `RecordError` if it is too large, no JSON, or neither of these.
     """
     if (bytes_ := size(file)) > LARGEST_JSON:
@@ -93,6 +96,9 @@ def json_rows(file: str, bad: list[BadRow]) -> Iterator[MetricRow]:
     try:
         value = texts.parse_json(content)
     except ValueError as e:
+        if _is_row(content.lstrip().partition(b"\n")[0]):
+            yield from json_lines(file, bad)
+            return
         raise RecordError(f"{file} is not JSON ({e}): cut off or damaged; copy or export it again") from e
     if isinstance(value, dict):
         value = value.get("log_history", [value])
@@ -103,6 +109,13 @@ def json_rows(file: str, bad: list[BadRow]) -> Iterator[MetricRow]:
             yield MetricRow(number, _flat(row))
         else:
             bad.append(BadRow(file, number, f"a JSON {type(row).__name__}, expected an object"))
+
+
+def _is_row(line: bytes) -> bool:
+    """Whether a line is a whole JSON object."""
+    with suppress(ValueError):
+        return isinstance(texts.parse_json(line), dict)
+    return False
 
 
 def csv_rows(file: str, bad: list[BadRow]) -> Iterator[MetricRow]:
