@@ -520,3 +520,28 @@ def test_a_part_of_a_log_is_judged_where_something_changed(tmp_path):
     assert part["overall"]["batch/tokens"] == 12 * 6 * 4 * 24
     fell = [{**r, "logp_old": r["logp_old"] + 0.05 * (r["step"] < 18) * (-1) ** np.arange(24)} for r in log(30)]
     assert audited(tmp_path / "fell.jsonl", fell).data["since"] == []
+
+
+def test_few_tokens_name_no_cause(tmp_path):
+    """Two tokens whose log-probs are far apart, beside forty of them."""
+    one = {"logp_rollout": [-3.0, -1.0], "logp": [-0.2, -2.0]}
+    path = tmp_path / "log.jsonl"
+    path.write_text(json.dumps(one) + "\n")
+    two = od.audit(path, out=tmp_path / "two").data["verdict"]
+    assert (two["level"], two["text"].split(" no cause")[0]) == ("watch", "Of 2 tokens")
+    path.write_text((json.dumps(one) + "\n") * 20)
+    assert od.audit(path, out=tmp_path / "forty").data["verdict"]["level"] == "stop"
+
+
+def test_equal_columns_are_a_question(tmp_path):
+    rows = [{**row, "logp_old": row["logp_rollout"]} for row in log()]
+    assert told(audited(tmp_path / "log.jsonl", rows)) == [("columns_equal", "watch")]
+
+
+@pytest.mark.parametrize("share", [2, 9])
+def test_a_shift_in_some_responses_is_named(tmp_path, share):
+    """One in two, or one in nine, of all steps."""
+    rows = [{**row, **(shifted(row) if i % share == 1 else {})} for i, row in enumerate(log())]
+    first = audited(tmp_path / "log.jsonl", rows).findings[0]
+    assert first.rule in ("misaligned_some", "misaligned")
+    assert first.severity == "stop"

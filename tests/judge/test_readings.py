@@ -232,6 +232,12 @@ def test_signatures_by_hand():
     assert {name: reading[name] for name in expected} == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("count", "share"), [(2.0, 0.0), (3.0, 0.06)])
+def test_a_few_shifted_sequences_are_none(count, share):
+    row = {"mismatch/k3": 0.2, "mismatch/shifted_seqs": count, "mismatch/shifted_frac": 0.06}
+    assert reading_after([row])["shifted_frac"] == share
+
+
 def test_gates_and_weights_by_the_method():
     rows = altered({"weight/cap_frac": 0.2})
     assert reading_after(rows, Context(method="decoupled_token_icepop"))["icepop_oob"] == 0.2
@@ -323,6 +329,8 @@ def test_every_reading_can_be_made_and_is_documented():
         "record/entropy_z",
         "pipeline/lost_workers",
         "pipeline/worker_idle",
+        "mismatch/shifted_seqs",
+        "mismatch/shifted_frac",
     )
     rows = altered(
         {"router/delta_router": 0.01, "fusion/alpha_mean": 0.1, "gate/drop_frac_seq": 0.1, "batch/tokens": 3000.0}

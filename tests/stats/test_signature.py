@@ -11,6 +11,7 @@ from torch import Tensor
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
 from offdrift.stats import DriftStats, signature, summarize
+from offdrift.stats.signature import shifted_sequences
 from tests.oracles.fixtures import fx_a, ragged
 
 
@@ -160,7 +161,7 @@ def test_without_the_signature_its_metrics_are_absent_and_the_rest_is_unchanged(
         ("full/ratio_mean", plain["full/ratio_mean"]),
     }
     assert "mismatch/slope" not in plain
-    assert len(more) - len(plain) == 23  # 11 without k3_top_share and ratio_mean, of two ratios, and clip_frac
+    assert len(more) - len(plain) == 27  # 13 without k3_top_share and ratio_mean, of two ratios, and clip_frac
 
 
 def test_equal_policies_and_single_tokens():
@@ -171,3 +172,25 @@ def test_equal_policies_and_single_tokens():
     one = shape_of(pair(x[:1], x[:1], [1]))
     for name in ("slope", "shift_corr", "shift_corr_before", "shift_corr_after"):
         assert math.isnan(one[f"mismatch/{name}"]), name
+
+
+@pytest.mark.parametrize("by", [0, 1, -1, 2])
+def test_sequences_that_are_shifted_by_one_are_counted(by):
+    """Beside np.corrcoef of each; others, and those without a far token, are not."""
+    g = torch.Generator().manual_seed(4)
+    lengths = torch.tensor([40, 9, 60, 25, 0, 33])
+    segments = Segments.from_lengths(lengths)
+    x = -2 * torch.rand(int(lengths.sum()), generator=g, dtype=torch.float64).exp2().sub(1).mul(3)
+    parts = list(x.split(lengths.tolist()))
+    for i in (1, 2, 4, 5):  # short, long, empty, long
+        parts[i] = parts[i].roll(by)
+    y = torch.cat(parts) + 0.01 * torch.randn(len(x), generator=g, dtype=torch.float64)
+    raw = y - x
+    found = shifted_sequences(segments, x, raw, segments.largest(raw.abs()))
+    assert int(found) == (2 if abs(by) == 1 else 0)
+    stats = DriftStats.of(LogProbs.pack(x, y, segments=segments)).plus(
+        signature(LogProbs.pack(x, y, segments=segments))
+    )
+    got = summarize(stats)
+    assert got["full/shifted_seqs"] == int(found)
+    assert got["full/shifted_frac"] == int(found) / 4

@@ -140,7 +140,7 @@ def test_every_weight_zero_has_no_effective_sample():
 @pytest.mark.parametrize("name", METRICS)
 def test_every_metric_has_a_unit_a_formula_and_a_direction(name):
     row = METRICS[name]
-    assert row.unit in ("nat", "1", "task", "task^2", "token", "step", "update", "s", "byte")
+    assert row.unit in ("nat", "1", "task", "task^2", "token", "sequence", "step", "update", "s", "byte")
     assert row.formula
     assert row.larger_is in ("worse", "better", "neither")
 

@@ -136,7 +136,7 @@ def judged(audit: Mapping[str, Any], context: Context, rules: Rules) -> dict[str
     findings = diagnose([_numbers(step) for step in audit["steps"]], context=context, rules=rules)
     missing, tokens = audit["coverage"]["sentences"], overall.get("batch/tokens") or 0
     if 0 < tokens < limits["few_tokens"]:
-        missing = [f"{tokens:.0f} token{'s are' if tokens > 1 else ' is'} too few to tell a cause from chance.", *missing]
+        missing = [f"Of {tokens:.0f} tokens no cause can be told from chance.", *missing]
         findings = [f if rules.rules[f.rule].data else f.as_a_hint() for f in findings]
     concluded = verdict(findings, overall, missing=missing, limits=limits)
     if (proposed := audit["source"].get("proposed")) and any(f.rule == UNMEASURED for f in findings):

@@ -151,6 +151,11 @@ def shape(on: str, second: str) -> list[Metric]:
         Metric(f"{on}/shift_corr_after", "1",
                f"correlation of log {second} of the token after with log mu: near 1 if {second} leads by one",
                "worse", _shifted(on, "after")),
+        Metric(f"{on}/shifted_seqs", "sequence",
+               f"sequences of 16 tokens and more in which log {second} is that of a neighbor: correlation with log mu "
+               "below 0.5 for the same token, above 0.8 for the one before or behind",
+               "worse", lambda s: s[f"{on}/shifted"]),
+        Metric(f"{on}/shifted_frac", "1", "their share of such sequences", "worse", mean(f"{on}/shifted")),
         Metric(f"{on}/positive_frac", "1", "share of tokens with l > 0.001", "neither",
                mean(f"{on}/positive", f"{on}/n")),
         Metric(f"{on}/negative_frac", "1", "share of tokens with l < -0.001", "neither",

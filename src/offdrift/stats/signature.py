@@ -29,6 +29,13 @@ CLIP = (math.log(0.8), math.log(1.2))
 SUM_LIMIT, MEAN_LIMIT, WORST_LIMIT = math.log(2.0), 0.01, 0.05
 """What `{on}/acceptance_sum`, `_mean` and `_worst` hold |sum l|, |mean l| and max l^2 / 2 against."""
 
+FAR = 2.0
+"""Nats: a response with a token so far off is looked at for a shift by one token."""
+PAIRED = 16
+"""Tokens of such a response at least."""
+OWN, NEIGHBOR = 0.5, 0.8
+"""Of a shifted response log-probs correlate less with the same token's than this, and more with a neighbor's."""
+
 Named = dict[str, Tensor]
 
 
@@ -130,6 +137,8 @@ def signature(
             s = (per_sequence or {}).get(on) or PerSequence.of(logprobs, on)
             sums |= {f"{on}/excess": s.excess.sum(), f"{on}/excess2": s.excess.square().sum()}
             sums |= {f"{on}/accepted_{gate}": x.count_nonzero() for gate, x in s.accepted().items()}
+            shifted = shifted_sequences(logprobs.segments, logprobs.logp_rollout, raw, s.worst)
+            sums |= {f"{on}/shifted": shifted, f"{on}/shifted/n": (s.lengths >= PAIRED).count_nonzero()}
         if logprobs.logp is not None and logprobs.logp_old is not None:
             raw = stopped_log_ratio(logprobs, on="staleness")
             low, high = raw < CLIP[0], raw > CLIP[1]
@@ -138,6 +147,33 @@ def signature(
             sums["staleness/clipped"] = (low | high).count_nonzero()
             sums["staleness/clipped/n"] = logprobs.segments.cu_seqlens[-1]
     return sums
+
+
+def shifted_sequences(
+    segments: Segments, x: Float[Tensor, " n"], raw: Float[Tensor, " n"], worst: Float[Tensor, " b"]
+) -> Int[Tensor, ""]:
+    """Count sequences whose second log-probs are those of the token before or behind.
+
+    In each sequence of at least `PAIRED` tokens with a log-ratio beyond `FAR`: the correlation of x = log mu and
+    y = x + l is below `OWN` for the same token, and above `NEIGHBOR` for one of its neighbors.
+
+    Args:
+        x, raw: log mu and the log-ratio of every token.
+        worst: max |l| of every sequence.
+    """
+    looked_at = (worst > FAR) & (segments.lengths >= PAIRED)
+    if not bool(looked_at.any()):
+        return looked_at.count_nonzero()
+    taken = torch.repeat_interleave(looked_at, segments.lengths)
+    own = Segments.from_lengths(segments.lengths[looked_at])
+    first = x[taken].double()
+    second = first + clamped(raw[taken]).double()
+    first, second = (v - own.spread(own.total(v) / own.lengths) for v in (first, second))
+    begins, ends = own.cu_seqlens[:-1], own.cu_seqlens[1:] - 1
+    before, behind = second.roll(1).index_fill(0, begins, 0.0), second.roll(-1).index_fill(0, ends, 0.0)
+    size = (own.total(first.square()) * own.total(second.square())).sqrt().clamp_min(1e-12)
+    same, earlier, later = (own.total(first * v) / size for v in (second, before, behind))
+    return ((same < OWN) & (torch.maximum(earlier, later) > NEIGHBOR)).count_nonzero()
 
 
 def _starts(segments: Segments, position: Tensor | None) -> Int[Tensor, " s"]:

@@ -128,6 +128,7 @@ WORDINGS: dict[str, Wording] = {
     # yes and no
     "weighted": Wording("importance weights differ ({metric} is above 0)", "yes"),
     "broken": Wording("{metric} is NaN or infinite", "yes"),
+    "shifted_frac": Wording("{metric}", "share"),
     "columns_equal": Wording("both columns are equal to the bit ({metric} is 0)", "yes"),
     "old_copied": Wording("old log-probs are the rollout's, to the bit ({metric} is 0)", "yes"),
     "probabilities": Wording("a column of log-probs holds probabilities ({metric})", "yes"),

@@ -240,12 +240,23 @@ def old_over_full(view: View) -> ReadNumber | None:
 
 
 @LEVELS.reading()
+def shifted_frac(view: View) -> ReadNumber | None:
+    """Share of sequences whose second log-probs are a neighboring token's, `{on}/shifted_frac`; 0 of fewer than
+    `patience` such sequences"""
+    count, part = view.level("{on}/shifted_seqs"), view.level("{on}/shifted_frac")
+    if count is None or part is None:
+        return None
+    return ReadNumber(part if count >= view.limits["patience"] else 0.0, view.named("{on}/shifted_frac"))
+
+
+@LEVELS.reading()
 def columns_equal(view: View) -> ReadNumber | None:
-    """1 where both policies' log-probs are equal to the bit at every token, `{on}/abs_log_ratio_max` being 0; absent of
-    fewer than `few_tokens` tokens."""
-    most, tokens = view.level("{on}/abs_log_ratio_max"), view.level("batch/tokens") or 0.0
-    enough = most is not None and tokens >= view.limits["few_tokens"]
-    return ReadNumber(float(most == 0), view.named("{on}/abs_log_ratio_max")) if enough else None
+    """1 where the trainer's log-probs are the rollout's to the bit at every token, `mismatch/abs_log_ratio_max` and
+    `full/abs_log_ratio_max` being 0, of those that were logged; absent of fewer than `few_tokens` tokens."""
+    largest = view.largest("mismatch/abs_log_ratio_max", "full/abs_log_ratio_max")
+    if largest is None or (view.level("batch/tokens") or 0.0) < view.limits["few_tokens"]:
+        return None
+    return ReadNumber(float(largest.value == 0), largest.metric)
 
 
 @LEVELS.reading()
