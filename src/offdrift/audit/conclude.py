@@ -11,14 +11,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from offdrift.audit.breaks import since_breaks
 from offdrift.audit.certificate_evidence import Proof
 from offdrift.audit.coverage import coverage, metrics, questions
 from offdrift.audit.partial import AuditPartial, Job
+from offdrift.audit.tally import Timeline
 from offdrift.errors import RecordError, check_choice
 from offdrift.judge import Context, Rules, decide, diagnose, escalate, load_rules, regime, verdict
 from offdrift.judge.findings import number
 from offdrift.judge.kl_choice import kl_of
+from offdrift.judge.scatter import break_of
 from offdrift.judge.verdict import Action, Escalation, correlation_broken
 from offdrift.stats import Alphas
 from offdrift.texts import plain, read_json
@@ -102,6 +103,50 @@ def conclude(
         "alphas": Alphas.of(overall, grade=tally["grade"]).as_dict(),
     }
     return plain(audit | judged(audit, context, rules))
+
+
+GAPS = tuple(f"{on}/abs_log_ratio_mean" for on in ("mismatch", "full", "staleness"))
+"""Metrics whose jump by a factor of `TIMES` parts a log in two."""
+TIMES = 2.0
+SIGNED = ("advantage/reward_corr",)
+"""Metrics whose change of sign does."""
+
+
+def since_breaks(
+    timeline: Timeline, rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Parts of a log that begin where one metric changed at one step and stayed, each with its numbers as a whole.
+
+    What is wrong from a step on is diluted in the numbers of the whole log, and plain in those of its part.
+
+    Args:
+        timeline: the points of the log.
+        rows: `timeline.rows()`.
+        limits: thresholds by name: `window_level` steps at least stand on each side, and the change scores
+            `break_score` (`offdrift.judge.scatter.break_of`).
+
+    Returns: rows with "step", "metric", "before", "after", "steps" and "overall", the metrics of the part; for each
+        step one.
+    """
+    parts: dict[int, dict[str, Any]] = {}
+    for metric in (*GAPS, *SIGNED):
+        places = [i for i, row in enumerate(rows) if math.isfinite(row.get(metric, math.nan))]
+        values = [rows[i][metric] for i in places]
+        if metric in GAPS:
+            values = [math.log(max(x, 1e-12)) for x in values]
+        broken = break_of(values, int(limits["window_level"]))
+        if broken is None or abs(broken.score) <= limits["break_score"]:
+            continue
+        turned = broken.before * broken.after < 0
+        if not turned if metric in SIGNED else broken.after - broken.before <= math.log(TIMES):
+            continue
+        first = places[broken.at]
+        keys = sorted(timeline.points)[first:]
+        part = Timeline(timeline.width, {key: timeline.points[key] for key in keys}).whole()
+        before, after = (math.exp(x) if metric in GAPS else x for x in (broken.before, broken.after))
+        row = {"step": rows[first]["step"], "metric": metric, "before": before, "after": after, "steps": len(keys)}
+        parts.setdefault(first, row | {"overall": part.metrics()})
+    return list(parts.values())
 
 
 KNOWN = (

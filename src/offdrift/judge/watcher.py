@@ -221,14 +221,14 @@ class Watcher:
 
     def _since_breaks(self) -> dict[str, Finding]:
         """Findings about what does not come and go, of the parts of the log since something changed at one step."""
-        found: dict[str, Finding] = {}
+        findings: dict[str, Finding] = {}
         for part in self.context.since:
             context = replace(self.context, overall=part["overall"], shapes={}, facets={}, since=())
             view = View(self._window, context, self._limits, overall=part["overall"])
             for finding in judge(read(view, READINGS), self.rules, context):
                 if self.rules.rules[finding.rule].lasting:
-                    found.setdefault(finding.rule, replace(finding, step=part["step"], steps=part["steps"]))
-        return found
+                    findings.setdefault(finding.rule, replace(finding, step=part["step"], steps=part["steps"]))
+        return findings
 
     def _live_level(self, finding: Finding) -> Severity:
         """Level of a finding while the run goes on: what runs with this finding came to, where that is known."""

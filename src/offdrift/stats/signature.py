@@ -137,8 +137,9 @@ def signature(
             s = (per_sequence or {}).get(on) or PerSequence.of(logprobs, on)
             sums |= {f"{on}/excess": s.excess.sum(), f"{on}/excess2": s.excess.square().sum()}
             sums |= {f"{on}/accepted_{gate}": x.count_nonzero() for gate, x in s.accepted().items()}
-            shifted = shifted_sequences(logprobs.segments, logprobs.logp_rollout, raw, s.worst)
-            sums |= {f"{on}/shifted": shifted, f"{on}/shifted/n": (s.lengths >= PAIRED).count_nonzero()}
+            if raw.device.type == "cpu":  # which sequences are looked at is known on the host alone
+                shifted = shifted_sequences(logprobs.segments, logprobs.logp_rollout, raw, s.worst)
+                sums |= {f"{on}/shifted": shifted, f"{on}/shifted/n": (s.lengths >= PAIRED).count_nonzero()}
         if logprobs.logp is not None and logprobs.logp_old is not None:
             raw = stopped_log_ratio(logprobs, on="staleness")
             low, high = raw < CLIP[0], raw > CLIP[1]
@@ -161,18 +162,18 @@ def shifted_sequences(
         x, raw: log mu and the log-ratio of every token.
         worst: max |l| of every sequence.
     """
-    looked_at = (worst > FAR) & (segments.lengths >= PAIRED)
-    if not bool(looked_at.any()):
-        return looked_at.count_nonzero()
-    taken = torch.repeat_interleave(looked_at, segments.lengths)
-    own = Segments.from_lengths(segments.lengths[looked_at])
-    first = x[taken].double()
-    second = first + clamped(raw[taken]).double()
-    first, second = (v - own.spread(own.total(v) / own.lengths) for v in (first, second))
-    begins, ends = own.cu_seqlens[:-1], own.cu_seqlens[1:] - 1
+    far = (worst > FAR) & (segments.lengths >= PAIRED)
+    if not bool(far.any()):
+        return far.count_nonzero()
+    tokens = torch.repeat_interleave(far, segments.lengths)
+    part = Segments.from_lengths(segments.lengths[far])
+    first = x[tokens].double()
+    second = first + clamped(raw[tokens]).double()
+    first, second = (v - part.spread(part.total(v) / part.lengths) for v in (first, second))
+    begins, ends = part.cu_seqlens[:-1], part.cu_seqlens[1:] - 1
     before, behind = second.roll(1).index_fill(0, begins, 0.0), second.roll(-1).index_fill(0, ends, 0.0)
-    size = (own.total(first.square()) * own.total(second.square())).sqrt().clamp_min(1e-12)
-    same, earlier, later = (own.total(first * v) / size for v in (second, before, behind))
+    size = (part.total(first.square()) * part.total(second.square())).sqrt().clamp_min(1e-12)
+    same, earlier, later = (part.total(first * v) / size for v in (second, before, behind))
     return ((same < OWN) & (torch.maximum(earlier, later) > NEIGHBOR)).count_nonzero()
 
 
