@@ -260,6 +260,7 @@ FIRES: dict[str, Example] = {
     ),
     "old_apart": Example(altered({"mismatch/k3": 0.015, "full/k3": 0.0005})),
     "misaligned_some": Example(altered(both(shifted_frac=0.1, shifted_seqs=20.0, k3=0.2, k1=0.2))),
+    "old_recomputed": Example(altered({"staleness/abs_log_ratio_max": 0.0, "batch/updates_before": 3.5})),
     "columns_equal": Example(
         altered({**both(abs_log_ratio_max=0.0, abs_log_ratio_mean=0.0, k1=0.0, k3=0.0), "batch/tokens": 4000.0})
     ),

@@ -329,6 +329,7 @@ def test_every_reading_can_be_made_and_is_documented():
         "record/entropy_z",
         "pipeline/lost_workers",
         "pipeline/worker_idle",
+        "staleness/abs_log_ratio_max",
         "mismatch/shifted_seqs",
         "mismatch/shifted_frac",
     )

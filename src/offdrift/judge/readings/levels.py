@@ -250,6 +250,12 @@ def shifted_frac(view: View) -> ReadNumber | None:
 
 
 @LEVELS.reading()
+def old_is_current(view: View) -> ReadNumber | None:
+    """1 where the old log-probs are the current ones to the bit at every token, `staleness/abs_log_ratio_max` being 0"""
+    return view.mapped("staleness/abs_log_ratio_max", lambda x: x == 0)
+
+
+@LEVELS.reading()
 def columns_equal(view: View) -> ReadNumber | None:
     """1 where the trainer's log-probs are the rollout's to the bit at every token, `mismatch/abs_log_ratio_max` and
     `full/abs_log_ratio_max` being 0, of those that were logged; absent of fewer than `few_tokens` tokens."""
