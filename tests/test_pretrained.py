@@ -197,13 +197,15 @@ def test_runs_of_one_seed_get_the_same_noise(grid):
 # -- the task ---------------------------------------------------------------------------------------
 
 
-def test_prompts_are_the_tokenizers_tokens(tasks):
+def test_prompts_are_the_tokenizers_tokens(grid, tasks):
     """Of the words in a prompt; the numbers of a piece of text are its digits."""
     count, totals = tasks.Count(40, 12), tasks.Totals(40)
     assert {len(count.prompt(one)) for one in ((10, 10, 87), (59, 55, 30))} == {110}
     assert count.prompt((12, 34, 56))[-10:] == [9825, 429, 216, 33, 34, 288, 216, 37, 34, 42]
-    assert totals.prompt((3, 5, 1))[:10] == [33343, 37651, 282, 216, 35, 28, 37, 28, 33, 42]
-    assert tasks.right_answer(totals, (3, 5, 9)) == [216, 35, 28, 40, 28, 33, 39, 198]
+    assert totals.prompt((3, 5)) == [33343, 37651, 282, 216, 32, 32, 35, 28, 32, 32, 37, 42]
+    assert tasks.right_answer(totals, (3, 9)) == [216, 32, 32, 35, 28, 32, 33, 34, 198]
+    lengths = {len(tasks.right_answer(totals, (n,) * 40)) for n in (1, 9)}
+    assert lengths == {grid.SIZES["totals"].length} == {161}  # every total equally far behind what it adds
 
 
 @pytest.mark.parametrize("name", ["count", "totals"])
@@ -236,15 +238,11 @@ def test_rewards(grid, tasks):
 
 
 def test_rewards_of_answers_that_differ_in_length(grid, tasks):
-    task, found = tasks.Totals(4), [(1, 2, 3, 5), (9, 9, 9, 9)]  # 1 3 6 11 and 9 18 27 36
-    short, long = (tasks.right_answer(task, one) for one in found)
-    right = tasks.answers_of(task, found, len(long))
-    early = [*short[:6], *tasks.digits(12), tasks.NEWLINE]
-    behind = short + [tasks.COMMA] * (len(long) - len(short))
-    rows = [[*early, *[tasks.END] * (len(long) - len(early))], long]
+    short, long = [tasks.SPACE, *tasks.digits(5)], [tasks.SPACE, *tasks.digits(7), tasks.COMMA, *tasks.digits(12)]
+    right = torch.tensor([[*short, tasks.NEWLINE, *[tasks.NO_TOKEN] * 3], [*long, tasks.NEWLINE]])
+    rows = [[*short, tasks.NEWLINE, *[tasks.COMMA] * 3], [*long[:-1], tasks.DIGIT, tasks.NEWLINE]]
     prefix, exact, length = grid.scored(torch.tensor(rows), right)
-    assert (prefix.tolist(), exact.tolist(), length.tolist()) == ([0.75, 1.0], [0.0, 1.0], [9, 12])
-    assert grid.scored(torch.tensor([behind]), right[:1])[1].tolist() == [1.0]  # tokens behind the end are not read
+    assert (prefix.tolist(), exact.tolist(), length.tolist()) == ([1.0, 0.5], [1.0, 0.0], [3, 6])
 
 
 # -- supervised steps -------------------------------------------------------------------------------

@@ -155,7 +155,8 @@ def shape(on: str, second: str) -> list[Metric]:
                f"sequences of 16 tokens and more in which log {second} is that of a neighbor: correlation with log mu "
                "below 0.5 for the same token, above 0.8 for the one before or behind",
                "worse", lambda s: s[f"{on}/shifted"]),
-        Metric(f"{on}/shifted_frac", "1", "their share of such sequences", "worse", mean(f"{on}/shifted")),
+        Metric(f"{on}/shifted_frac", "1", "their share of the sequences of 16 tokens and more; 0 without any", "worse",
+               lambda s: s[f"{on}/shifted"] / max(s[f"{on}/shifted/n"], 1)),
         Metric(f"{on}/positive_frac", "1", "share of tokens with l > 0.001", "neither",
                mean(f"{on}/positive", f"{on}/n")),
         Metric(f"{on}/negative_frac", "1", "share of tokens with l < -0.001", "neither",
