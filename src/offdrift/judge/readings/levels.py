@@ -251,7 +251,7 @@ def shifted_frac(view: View) -> ReadNumber | None:
 
 @LEVELS.reading()
 def old_is_current(view: View) -> ReadNumber | None:
-    """1 where the old log-probs are the current ones to the bit at every token, `staleness/abs_log_ratio_max` being 0"""
+    """1 where the old log-probs are the current ones to the bit at every token: `staleness/abs_log_ratio_max` is 0"""
     return view.mapped("staleness/abs_log_ratio_max", lambda x: x == 0)
 
 
