@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 
 import numpy as np
 import pyarrow as pa
@@ -545,3 +546,29 @@ def test_a_shift_in_some_responses_is_named(tmp_path, share):
     first = audited(tmp_path / "log.jsonl", rows).findings[0]
     assert first.rule in ("misaligned_some", "misaligned")
     assert first.severity == "stop"
+
+
+def test_rewards_that_are_nan_are_missing(tmp_path):
+    rows = [{**row, "reward": math.nan if row["step"] >= 9 else row["reward"]} for row in log()]
+    (found,) = audited(tmp_path / "log.jsonl", rows).findings
+    assert (found.rule, found.evidence[0].metric) == ("side_field_many", "data/lacking_frac/rewards")
+    assert found.evidence[0].value == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(("recorded", "severity"), [(0.93, "act"), (1.0, None)])
+def test_a_small_gap_is_a_temperatures_where_the_log_records_one(tmp_path, recorded, severity):
+    """Of .004 nat a token, below what is asked about without a record."""
+    rows, at_one = log(tokens=60, temperature=0.93), log(tokens=60, temperature=0.93, recorded=1.0)
+    rows = [{**row, "logp_old": other["logp_old"]} for row, other in zip(rows, at_one, strict=True)]
+    found = audited(tmp_path / "log.jsonl", rows, without=("entropy",), temperature=recorded)
+    assert 0.001 < found.metrics["mismatch/k3"] < 0.02
+    named = {f.rule: f.severity for f in found.findings}
+    assert named.get("untempered_trainer") == severity
+
+
+def test_old_log_probs_that_are_scored_again_are_named(tmp_path):
+    """Equal to the current ones though updates lie between; equal before the first update they may be."""
+    rows = [{**row, "logp": row["logp_old"], "updates_before": i % 4} for i, row in enumerate(log())]
+    assert ("old_recomputed", "act") in told(audited(tmp_path / "log.jsonl", rows))
+    first = [{**row, "updates_before": 0} for row in rows]
+    assert told(audited(tmp_path / "first.jsonl", first)) == []

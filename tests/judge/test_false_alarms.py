@@ -296,3 +296,12 @@ def test_a_teacher_whose_logits_are_mixed_in_is_no_fault_of_the_engines(name):
     assert "teacher_mixed" in mixed
     assert not {*mixed} & {*EXPLAINED_BY_A_TEACHER, "systems_fix"}
     assert rules_of([{**row, "fusion/alpha_mean": 0.0} for row in rows], context) == rules_of(rows, context)
+
+
+@pytest.mark.parametrize(("steps", "expected"), [((20, 30), False), ((20, 60), True), ((0, 60), True)])
+def test_a_filter_is_not_told_of_metrics_that_showed_it_for_a_while(steps, expected):
+    """A filter does not come and go; drift that begins has its signs for some steps."""
+    filtered = both(k1=0.048, k3=0.0015, ratio_mean=0.9535)  # metrics have no error of the mean ratio
+    rows = altered(lambda i, row: (filtered if steps[0] <= i < steps[1] else {}) | both(ratio_mean_z=None))
+    context = Context(metrics_only=True)
+    assert ("one_sided_filter" in [f.rule for f in diagnose(rows, context=context)]) == expected

@@ -410,7 +410,7 @@ def _table(path: Path, columns: list[str] | None = None) -> Iterator[tuple[pa.Ta
 
 
 def _foreign(schema: pa.Schema) -> str:
-    """What a Parquet file is that holds no rollouts, and what it can be used for."""
+    """Describe a Parquet file that holds no rollouts, and name the command that can use it."""
     what = f"is a Parquet file, but not of this library (columns {schema.names[:8]})"
     if LOG_KEY in (schema.metadata or {}):
         what = (

@@ -327,7 +327,7 @@ def _notes(row: Method, metrics: Sequence[Row]) -> Iterator[str]:
 
 
 def _without_gradient(metrics: Sequence[Row]) -> Iterator[str]:
-    """How many steps had no gradient, why, and how many of them moved the weights: those behind one that had."""
+    """Yield a sentence on steps without a gradient: their number, the reason, and those that moved the weights."""
     empty = [
         i
         for i, m in enumerate(metrics)

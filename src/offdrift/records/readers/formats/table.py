@@ -200,7 +200,7 @@ VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
     Source(
         format="verl", framework="verl", what="verl's rollout dump", because="the keys input, output, score and step",
         keys=frozenset({"input", "output", "score", "step"}), columns=VERL_COLUMNS,
-        step_in_name=r"(?:^|/)(\d+)\.jsonl", note="it holds texts and scores, no log-probs",
+        step_in_name=r"(?:^|/)(\d+)\.jsonl", note="verl itself writes texts and scores there, no log-probs",
     ),
     Source(
         format="verl-validation", framework="verl", what="verl's validation dump",
