@@ -128,7 +128,7 @@ WORDINGS: dict[str, Wording] = {
     # yes and no
     "weighted": Wording("importance weights differ ({metric} is above 0)", "yes"),
     "broken": Wording("{metric} is NaN or infinite", "yes"),
-    "shifted_frac": Wording("{metric}", "share"),
+    "shifted_frac": Wording("responses that are shifted by one token ({metric})", "share"),
     "old_is_current": Wording("old log-probs are the current ones, to the bit ({metric} is 0)", "yes"),
     "columns_equal": Wording("both columns are equal to the bit ({metric} is 0)", "yes"),
     "old_copied": Wording("old log-probs are the rollout's, to the bit ({metric} is 0)", "yes"),
