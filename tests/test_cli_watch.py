@@ -187,7 +187,7 @@ def test_the_help_says_what_is_remembered_where():
 
 
 def test_a_watch_that_found_nothing_says_that_this_is_no_forecast(watch, tmp_path):
-    write_log(drawn(drift=0.0, sequences=40, steps=3), tmp_path / "healthy" / "batch-0.parquet")
+    write_log(drawn(drift=1e-4, sequences=40, steps=3), tmp_path / "healthy" / "batch-0.parquet")
     healthy = watch(*QUICK, run="healthy").wait(60)
     assert NO_FORECAST in " ".join(healthy.stderr.split())
     drifts = watch(*QUICK).wait(60)

@@ -536,7 +536,7 @@ def test_few_tokens_name_no_cause(tmp_path):
 
 def test_equal_columns_are_a_question(tmp_path):
     rows = [{**row, "logp_old": row["logp_rollout"]} for row in log()]
-    assert told(audited(tmp_path / "log.jsonl", rows)) == [("columns_equal", "watch")]
+    assert told(audited(tmp_path / "log.jsonl", rows)) == [("columns_equal", "info")]
 
 
 @pytest.mark.parametrize("share", [2, 9])
